@@ -1,0 +1,5 @@
+"""Packaging; everything is declared in setup.cfg."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,53 @@
+"""Every exception the library raises. Each says what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class SimpleGraphError(Exception):
+    """Base class of everything this library raises on purpose."""
+
+
+class ConfigError(SimpleGraphError, ValueError):
+    """A setting is invalid, alone or beside another."""
+
+
+class InputError(SimpleGraphError, ValueError):
+    """A call's arguments cannot be bound to a graph."""
+
+
+class CaptureSizeError(SimpleGraphError, ValueError):
+    """A batch is empty, or larger than every size that could serve it."""
+
+
+class CaptureError(SimpleGraphError, RuntimeError):
+    """A forward could not be captured.
+
+    Attributes:
+        location: ``file:line `source` `` of the user's line, or None where CUDA did not say.
+        cause: what that line did that a graph cannot record.
+    """
+
+    def __init__(self, message: str, *, location: str | None = None, cause: str | None = None) -> None:
+        super().__init__(message)
+        self.location = location
+        self.cause = cause
+
+
+class ReplayError(SimpleGraphError, RuntimeError):
+    """A replay was asked for that cannot be served: nothing captured, or the graphs were dropped."""
+
+
+class StaleGraphError(SimpleGraphError, RuntimeError):
+    """Something a graph reads was moved or replaced since capture, so a replay would use old values."""
+
+
+class VerificationError(SimpleGraphError, RuntimeError):
+    """A replay's output differs from the eager output for the same inputs."""
+
+
+class EmulatorError(SimpleGraphError, RuntimeError):
+    """The emulated device saw something that a CUDA graph does not allow."""
+
+
+class MissingDependencyError(SimpleGraphError, ImportError):
+    """An optional package is needed here; the message holds the pip line that installs it."""
