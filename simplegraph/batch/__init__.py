@@ -1,0 +1,1 @@
+"""What shape will run: capture sizes, padding and dispatch. Pure Python, imports no torch."""

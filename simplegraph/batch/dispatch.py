@@ -1,0 +1,354 @@
+"""Which graph serves a batch: the descriptor that is its key, the dispatcher, and the reason for each answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+import logging
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from simplegraph.batch.sizes import PaddingMap, mixed_sizes, uniform_decode_sizes
+from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
+from simplegraph.errors import CaptureSizeError, ConfigError, InputError
+
+logger = logging.getLogger("simplegraph")
+
+# Answers remembered before starting over: far above what real traffic asks, and a bound for odd traffic.
+_MAX_REMEMBERED = 1 << 16
+
+
+@functools.total_ordering
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchDescriptor:
+    """The shape of a batch, and the key of the graph captured for it. Orders by size.
+
+    Attributes:
+        num_tokens: rows of the batch, or tokens of all its requests together.
+        num_reqs: requests in it; None where they are unknown or do not matter. A graph captured for another
+            count can hang in attention, so the count is part of the key (vLLM #35918).
+        uniform_query_len: tokens of each request in a uniform decode batch; None for a mixed one.
+        num_active_loras: LoRA adapters in use.
+
+    Raises:
+        CaptureSizeError: the batch is empty.
+        InputError: the numbers do not fit each other.
+    """
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform_query_len: int | None = None
+    num_active_loras: int = 0
+
+    def __post_init__(self) -> None:
+        if _int(self, "num_tokens") < 1:
+            raise CaptureSizeError(f"num_tokens is {self.num_tokens}; a batch needs at least one token.")
+        if _int(self, "num_active_loras") < 0:
+            raise InputError(f"num_active_loras is {self.num_active_loras}; expected 0 or more.")
+        if self.num_reqs is not None and not 1 <= _int(self, "num_reqs") <= self.num_tokens:
+            raise InputError(
+                f"num_reqs is {self.num_reqs} with num_tokens={self.num_tokens}; "
+                "expected from 1 up to num_tokens, since a request in a batch has at least one token."
+            )
+        if self.uniform_query_len is not None:
+            self._check_uniform(_int(self, "uniform_query_len"))
+
+    def _check_uniform(self, query_len: int) -> None:
+        if self.num_reqs is None or self.num_tokens != self.num_reqs * query_len:
+            raise InputError(
+                f"uniform_query_len={query_len} with num_tokens={self.num_tokens} and num_reqs={self.num_reqs}; "
+                "expected num_tokens == num_reqs * uniform_query_len. Leave uniform_query_len out for a mixed batch."
+            )
+
+    def __lt__(self, other: object) -> bool:
+        return self._order() < other._order() if isinstance(other, BatchDescriptor) else NotImplemented
+
+    def _order(self) -> tuple[int, int, int, int]:
+        return self.num_tokens, self.num_reqs or 0, self.uniform_query_len or 0, self.num_active_loras
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_tokens} tokens"]
+        if self.num_reqs is not None:
+            parts.append(f"{self.num_reqs} requests")
+        if self.uniform_query_len is not None:
+            parts.append(f"uniform decode of {self.uniform_query_len}")
+        if self.num_active_loras:
+            parts.append(f"{self.num_active_loras} LoRAs")
+        return ", ".join(parts)
+
+
+def _int(descriptor: BatchDescriptor, name: str) -> int:
+    value = getattr(descriptor, name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; expected a whole number.")
+    return value
+
+
+class Reason(str, enum.Enum):
+    """Why a batch ran the way it did. The value is for counters and JSON, `text` for people.
+
+    Attributes:
+        text: one line saying what was found and, where there is a remedy, what to do.
+    """
+
+    text: str
+
+    EXACT = "exact", "a graph of exactly this size"
+    PADDED = "padded", "padded to the next captured size"
+    # The dispatcher's own.
+    MODE_NONE = "mode_none", "mode is NONE: graphs are switched off"
+    BATCH_TOO_LARGE = "batch_too_large", "the batch is above every captured size; raise max_capture_size"
+    SIZE_NOT_CAPTURED = "size_not_captured", "padding is off and this size is not in capture_sizes"
+    MIXED_BATCH = "mixed_batch", "not a uniform decode batch, and the mode has no graphs for mixed ones"
+    FULL_NOT_ALLOWED = "full_not_allowed", "the caller ruled out a full graph, and the mode has no piecewise ones"
+    LORA_COUNT = "lora_count", "more LoRAs are active than any captured case holds"
+    EMPTY_BATCH = "empty_batch", "the batch has no rows"
+    # Capturing.
+    FIRST_CALL = "first_call", "the first call with such arguments: it runs eagerly, as it is"
+    WARMUP = "warmup", "a warmup run: the size is captured after it"
+    CAPTURE_FAILED = "capture_failed", "capturing this size failed before; see the logged error"
+    NOT_CAPTURED_UPFRONT = "not_captured_upfront", "capture='upfront' and capture_graphs did not capture this size"
+    STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
+    TOO_MANY_SIGNATURES = (
+        "too_many_signatures",
+        "max_signatures call signatures are captured already; raise it, or pass changing values as tensors",
+    )
+    # What is going on around the call.
+    TRAINING = "training", "the module is in training mode; call .eval() first"
+    GRAD = (
+        "grad",
+        "grad mode is on and inputs or parameters require grad; call under torch.inference_mode() or torch.no_grad()",
+    )
+    EAGER_CONTEXT = "eager_context", "inside simplegraph.eager()"
+    NESTED = "nested", "an outer graph owns this call"
+    TRANSFORMED = "transformed", "the call is being traced or transformed: vmap, jvp, dual numbers, jit.trace, make_fx"
+    CAPTURING_ELSEWHERE = "capturing_elsewhere", "the stream is being captured by someone else"
+    WRONG_DEVICE = "wrong_device", "an input is on another device than the module"
+    # What the call passes and returns.
+    AMBIGUOUS_BATCH_DIM = "ambiguous_batch_dim", "the batch dimension of an input is not clear; name it in batch_dims"
+    BATCH_MISMATCH = "batch_mismatch", "inputs disagree on the batch size; check batch_dims"
+    ALIASED_INPUTS = "aliased_inputs", "inputs share memory that the forward writes to; pass tensors of their own"
+    OPAQUE_ARGUMENT = (
+        "opaque_argument",
+        "an argument holds an object that may change inside; name it in trusted_args if it never does",
+    )
+    UNSUPPORTED_OUTPUT = (
+        "unsupported_output",
+        "the output holds an object a replay cannot return; return tensors in lists, tuples, dicts or dataclasses",
+    )
+    OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
+
+    def __new__(cls, value: str, text: str) -> Reason:
+        """A member with the value for machines and the text for people."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.text = text
+        return member
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Dispatch(NamedTuple):
+    """The dispatcher's answer for one batch.
+
+    Attributes:
+        mode: how to run it: NONE, PIECEWISE or FULL.
+        descriptor: the graph's key, padded; for NONE the batch as it is.
+        reason: why.
+        padding: rows to fill up, ``descriptor.num_tokens`` minus the batch's own.
+    """
+
+    mode: CudaGraphMode
+    descriptor: BatchDescriptor
+    reason: Reason
+    padding: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Graphs:
+    """All graphs of one kind: how they run, which sizes there are, and which batches they take."""
+
+    mode: CudaGraphMode
+    sizes: PaddingMap
+    uniform_query_len: int | None
+    config: CudaGraphConfig
+
+    def accept(self, batch: BatchDescriptor, *, allow_full: bool) -> int | Reason:
+        """The padded size in tokens, or why these graphs cannot take the batch."""
+        if self.mode is CudaGraphMode.FULL:
+            refusal = self._refuse_full(batch, allow_full)
+            if refusal is not None:
+                return refusal
+        padded = self.sizes.padded(batch.num_tokens)
+        if padded is None:
+            return Reason.BATCH_TOO_LARGE
+        return padded if self.config.padding or padded == batch.num_tokens else Reason.SIZE_NOT_CAPTURED
+
+    def _refuse_full(self, batch: BatchDescriptor, allow_full: bool) -> Reason | None:
+        if not allow_full:
+            return Reason.FULL_NOT_ALLOWED
+        if self.uniform_query_len not in (None, batch.uniform_query_len):
+            return Reason.MIXED_BATCH
+        too_many = self.config.max_num_seqs is not None and (batch.num_reqs or 0) > self.config.max_num_seqs
+        return Reason.BATCH_TOO_LARGE if too_many else None
+
+    def key(self, padded: int, lora_case: int, *, requests: bool) -> BatchDescriptor:
+        """The key of the graph of `padded` tokens; `requests` says whether num_reqs is part of it."""
+        if self.uniform_query_len is not None:
+            return BatchDescriptor(padded, padded // self.uniform_query_len, self.uniform_query_len, lora_case)
+        if not requests or self.mode is not CudaGraphMode.FULL:
+            return BatchDescriptor(padded, num_active_loras=lora_case)
+        return BatchDescriptor(padded, min(padded, self.config.max_num_seqs or padded), num_active_loras=lora_case)
+
+
+class Dispatcher:
+    """Decides how each batch runs: FULL if there is such a graph for it, else PIECEWISE, else NONE.
+
+    Args:
+        config: modes, sizes and limits.
+        support: what the attention backend can do inside a full graph. A mode beyond it is downgraded, and
+            the log says so, with the cost.
+        lora_cases: the counts of active LoRAs to capture; a batch takes the smallest that holds its own.
+        requests: whether full graphs for mixed batches have the number of requests in their key, as attention
+            metadata needs. None takes it that engines which set `max_num_seqs` do.
+
+    Raises:
+        ConfigError: `lora_cases` is empty, or holds something else than counts.
+
+    Source: the order FULL, PIECEWISE, NONE and the keys' relaxation follow vLLM's CudagraphDispatcher.
+    """
+
+    def __init__(
+        self,
+        config: CudaGraphConfig,
+        support: AttentionCGSupport = AttentionCGSupport.ALWAYS,
+        *,
+        lora_cases: Iterable[int] = (0,),
+        requests: bool | None = None,
+    ) -> None:
+        self.config = config
+        self._requests = config.max_num_seqs is not None if requests is None else requests
+        self.lora_cases = _checked_lora_cases(lora_cases)
+        self.mode, message = resolve_mode(config.mode, support, config.uniform_query_len)
+        if message is not None:
+            logger.warning(message)
+        self._graphs = _all_graphs(self.mode, config)
+        self._known: dict[tuple[int, int | None, int | None, int, bool], Dispatch] = {}
+
+    def dispatch(
+        self,
+        num_tokens: int,
+        num_reqs: int | None = None,
+        uniform_query_len: int | None = None,
+        num_active_loras: int = 0,
+        *,
+        allow_full: bool = True,
+    ) -> Dispatch:
+        """How a batch runs. Asking again for the same batch is one dictionary lookup.
+
+        Args:
+            num_tokens: rows of the batch, or tokens of all its requests together.
+            num_reqs: requests in the batch, where it has any.
+            uniform_query_len: tokens of each request when all have the same number, else None. Uniform decode
+                graphs take the batch when it equals the configuration's.
+            num_active_loras: LoRA adapters in use.
+            allow_full: False when something in this batch (a cascade, a profiler) rules out a full graph.
+
+        Raises:
+            CaptureSizeError: the batch is empty.
+            InputError: the numbers do not fit each other; see `BatchDescriptor`.
+        """
+        asked = (num_tokens, num_reqs, uniform_query_len, num_active_loras, allow_full)
+        known = self._known.get(asked)
+        if known is not None:
+            return known
+        answer = self._decide(BatchDescriptor(*asked[:4]), allow_full)
+        if len(self._known) >= _MAX_REMEMBERED:
+            self._known.clear()
+        self._known[asked] = answer
+        return answer
+
+    def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
+        """Everything to capture, as (FULL or PIECEWISE, key), largest first so that the pool is sized once."""
+        found = [
+            (graphs.mode, graphs.key(size, lora_case, requests=self._requests))
+            for graphs, lora_case in itertools.product(self._graphs, self.lora_cases)
+            for size in graphs.sizes.sizes
+        ]
+        return sorted(found, key=lambda pair: pair[1], reverse=True)
+
+    def _decide(self, batch: BatchDescriptor, allow_full: bool) -> Dispatch:
+        reason = Reason.MODE_NONE
+        lora_case = next((case for case in self.lora_cases if case >= batch.num_active_loras), None)
+        for graphs in self._graphs:
+            if lora_case is None:
+                reason = Reason.LORA_COUNT
+                break
+            padded = graphs.accept(batch, allow_full=allow_full)
+            if not isinstance(padded, Reason):
+                key = graphs.key(padded, lora_case, requests=self._requests)
+                padding = padded - batch.num_tokens
+                return Dispatch(graphs.mode, key, Reason.PADDED if padding else Reason.EXACT, padding)
+            reason = padded
+        return Dispatch(CudaGraphMode.NONE, batch, reason, 0)
+
+
+def _all_graphs(mode: CudaGraphMode, config: CudaGraphConfig) -> tuple[_Graphs, ...]:
+    """The kinds of graphs a mode has, in the order they are tried."""
+    kinds: list[_Graphs] = []
+    if mode.separate_routine() and mode.decode_mode() is CudaGraphMode.FULL:
+        sizes = PaddingMap(uniform_decode_sizes(config))
+        kinds.append(_Graphs(CudaGraphMode.FULL, sizes, config.uniform_query_len, config))
+    if mode.mixed_mode() is not CudaGraphMode.NONE:
+        kinds.append(_Graphs(mode.mixed_mode(), PaddingMap(mixed_sizes(config)), None, config))
+    return tuple(kinds)
+
+
+def _checked_lora_cases(cases: Iterable[int]) -> tuple[int, ...]:
+    checked = tuple(sorted(set(cases)))
+    if not checked or not all(isinstance(case, int) and case >= 0 for case in checked):
+        raise ConfigError(f"lora_cases is {cases!r}; expected at least one count of active LoRAs, such as (0, 1, 4).")
+    return checked
+
+
+def resolve_mode(
+    mode: CudaGraphMode, support: AttentionCGSupport, uniform_query_len: int = 1
+) -> tuple[CudaGraphMode, str | None]:
+    """The mode to use with attention of the given support.
+
+    Returns:
+        The mode, and None; or a lesser mode and a message saying what was lowered, why, what it costs and what
+        the alternatives are. Piecewise runs are right only where the attention is an eager break.
+
+    Source: vLLM #49547, where a silent downgrade cost 16%. The cost named is an eager break measured on an H200.
+    """
+    usable = _usable(mode, support, uniform_query_len)
+    return (mode, None) if usable is mode else (usable, _downgrade_message(mode, usable, support, uniform_query_len))
+
+
+def _usable(mode: CudaGraphMode, support: AttentionCGSupport, uniform_query_len: int) -> CudaGraphMode:
+    if support is AttentionCGSupport.ALWAYS or not mode.has_full():
+        return mode
+    needed = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    if uniform_query_len > 1:
+        needed = AttentionCGSupport.UNIFORM_BATCH
+    if support < needed:
+        return CudaGraphMode.PIECEWISE
+    return CudaGraphMode.FULL_AND_PIECEWISE if mode is CudaGraphMode.FULL else mode
+
+
+def _downgrade_message(
+    mode: CudaGraphMode, usable: CudaGraphMode, support: AttentionCGSupport, uniform_query_len: int
+) -> str:
+    lost = "mixed batches" if usable.has_full() else f"uniform decode batches of query length {uniform_query_len}"
+    if not usable.has_full() and mode is CudaGraphMode.FULL:
+        lost = "any batch"
+    return (
+        f"mode {mode.name} is lowered to {usable.name}: the attention declares {support.name}, which allows no full "
+        f"graph for {lost}. Such batches run piecewise, at about 9 us for each attention call (H200), with the "
+        "attention marked as an eager break. Use an attention backend with wider support, or accept it with "
+        f"mode='{usable.name}'."
+    )

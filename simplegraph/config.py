@@ -1,0 +1,350 @@
+"""What to capture and how: modes, attention support levels and the one configuration object."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from simplegraph.errors import ConfigError
+
+
+class CudaGraphMode(enum.Enum):
+    """Which graphs serve which batches.
+
+    A mode is a pair (decode, mixed): how a uniform decode batch runs, and how every other batch
+    runs. NONE, PIECEWISE and FULL treat both alike and are the only modes a single run can have. There are
+    no eager breaks yet, so a PIECEWISE graph is one segment, as FULL's is.
+
+    Source: the mode names follow vLLM's ``cudagraph_mode``.
+    """
+
+    NONE = ("NONE", "NONE")
+    PIECEWISE = ("PIECEWISE", "PIECEWISE")
+    FULL = ("FULL", "FULL")
+    FULL_DECODE_ONLY = ("FULL", "NONE")
+    FULL_AND_PIECEWISE = ("FULL", "PIECEWISE")
+
+    def decode_mode(self) -> CudaGraphMode:
+        """The mode of a uniform decode batch: NONE, PIECEWISE or FULL."""
+        return CudaGraphMode[self.value[0]]
+
+    def mixed_mode(self) -> CudaGraphMode:
+        """The mode of a batch that is not uniform decode: NONE, PIECEWISE or FULL."""
+        return CudaGraphMode[self.value[1]]
+
+    def separate_routine(self) -> bool:
+        """Whether uniform decode and mixed batches run differently."""
+        return self.decode_mode() is not self.mixed_mode()
+
+    def has_full(self) -> bool:
+        """Whether any batch may run as one full graph."""
+        return "FULL" in self.value
+
+    def has_piecewise(self) -> bool:
+        """Whether any batch may run as graph segments with eager breaks between them."""
+        return "PIECEWISE" in self.value
+
+    @classmethod
+    def parse(cls, value: CudaGraphMode | str) -> CudaGraphMode:
+        """The mode a name stands for, in any case; a mode is returned as it is.
+
+        Raises:
+            ConfigError: the name is no mode.
+        """
+        if isinstance(value, cls):
+            return value
+        try:
+            return cls[str(value).upper()]
+        except KeyError:
+            names = ", ".join(cls.__members__)
+            raise ConfigError(f"mode is {value!r}; expected one of {names}.") from None
+
+
+class AttentionCGSupport(enum.IntEnum):
+    """What an attention backend can do inside a full graph; with several backends the minimum decides."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+BatchDim = int | Literal["reference"] | None
+PadRule = int | float | bool | Literal["zero", "keep", "repeat-last"]
+
+ENV_PREFIX = "SIMPLEGRAPH_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CudaGraphConfig:
+    """How a module, or an engine's manager, is captured. Every field can be left alone.
+
+    Args:
+        mode: a `CudaGraphMode` or its name.
+        capture_sizes: batch sizes (rows, tokens) to capture; sorted, duplicates dropped. None takes
+            the default list up to `max_capture_size`.
+        max_capture_size: the largest default size, in rows; default 512. It is always captured itself.
+        num_warmups: eager runs of a size before it is captured. Lazily these are the caller's own
+            calls; up front they run on the largest size.
+        max_num_seqs: the most requests a batch can hold. Uniform decode sizes above
+            ``max_num_seqs * uniform_query_len`` are dropped for that limit itself.
+        max_num_tokens: the most tokens a batch can hold; `capture_sizes` above it are an error.
+        uniform_query_len: tokens a request has in a uniform decode batch (1, or 1 + draft tokens).
+        batch_dims: per argument name (``"positions"``, ``"states.0"``) the batch dimension; None for a
+            tensor without one, ``"reference"`` for one that must never be copied (a KV cache handed
+            in): its address becomes part of the key. Others are inferred.
+        pad_values: per argument name how padding rows are filled: ``"zero"`` (the default), ``"keep"``
+            (left as they are), ``"repeat-last"``, or a number.
+        padding: False serves only batches whose size was captured exactly.
+        outputs: ``"clone"`` gives every caller tensors of its own; ``"static"`` hands out graph memory,
+            valid until the next replay of any graph in the same pool.
+        capture: ``"lazy"`` captures a size when calls of that size come; ``"upfront"`` only in
+            `capture_graphs`, so that a later call never pays for a capture.
+        on_capture_failure: ``"eager"`` logs the error and runs that size eagerly from then on;
+            ``"raise"`` raises it.
+        on_stale: ``"recapture"`` drops all graphs when something they read was moved or replaced, and
+            captures again; ``"raise"`` raises `StaleGraphError`.
+        verify: compare the first this many replays of each size with eager, and raise
+            `VerificationError` on a difference. The forward then runs twice in those calls.
+        max_signatures: how many different call signatures (dtypes, trailing shapes, non-tensor
+            values) are captured; calls of further ones run eagerly.
+        trusted_args: argument names whose non-tensor objects are known never to change inside; they
+            become part of the key by identity.
+        debug: check the address of every captured input at every replay, and name what moved.
+        progress: show a progress bar while capturing several sizes.
+
+    Every field with a plain value can be set from the environment as ``SIMPLEGRAPH_<FIELD>`` (for
+    example ``SIMPLEGRAPH_MODE=none``, ``SIMPLEGRAPH_CAPTURE_SIZES=1,2,4``); see `from_env`.
+
+    Raises:
+        ConfigError: a value is invalid; the message names the field, the value and what is expected.
+    """
+
+    mode: CudaGraphMode = CudaGraphMode.FULL
+    capture_sizes: Sequence[int] | None = None
+    max_capture_size: int | None = None
+    num_warmups: int = 1
+    max_num_seqs: int | None = None
+    max_num_tokens: int | None = None
+    uniform_query_len: int = 1
+    batch_dims: Mapping[str, BatchDim] = dataclasses.field(default_factory=dict)
+    pad_values: Mapping[str, PadRule] = dataclasses.field(default_factory=dict)
+    padding: bool = True
+    outputs: Literal["clone", "static"] = "clone"
+    capture: Literal["lazy", "upfront"] = "lazy"
+    on_capture_failure: Literal["eager", "raise"] = "eager"
+    on_stale: Literal["recapture", "raise"] = "recapture"
+    verify: int = 0
+    max_signatures: int = 16
+    trusted_args: Sequence[str] = ()
+    debug: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        _set(self, "mode", CudaGraphMode.parse(self.mode))
+        if self.capture_sizes is not None:
+            _set(self, "capture_sizes", _checked_sizes(self.capture_sizes))
+            if self.max_capture_size is not None:
+                raise ConfigError(
+                    "capture_sizes and max_capture_size are both set; "
+                    "give the sizes, or the largest default size, not both."
+                )
+        for name in ("max_capture_size", "max_num_seqs", "max_num_tokens"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), at_least=1)
+        for name, least in (("num_warmups", 0), ("uniform_query_len", 1), ("verify", 0), ("max_signatures", 1)):
+            _check_int(name, getattr(self, name), at_least=least)
+        for name in ("padding", "debug", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False.")
+        for name in ("outputs", "capture", "on_capture_failure", "on_stale"):
+            choices = typing.get_args(_hints()[name])
+            if getattr(self, name) not in choices:
+                expected = " or ".join(map(repr, choices))
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
+        self._check_limits()
+        _set(self, "batch_dims", _checked_mapping("batch_dims", self.batch_dims, _check_batch_dim))
+        _set(self, "pad_values", _checked_mapping("pad_values", self.pad_values, _check_pad_rule))
+        _set(self, "trusted_args", _checked_names(self.trusted_args))
+
+    def _check_limits(self) -> None:
+        if self.max_num_tokens is None:
+            return
+        if self.uniform_query_len > self.max_num_tokens:
+            raise ConfigError(
+                f"uniform_query_len is {self.uniform_query_len}, above max_num_tokens={self.max_num_tokens}; "
+                "no request of a uniform decode batch would fit. Lower it, or raise the limit."
+            )
+        largest = self.capture_sizes[-1] if self.capture_sizes else self.max_capture_size
+        if largest is not None and largest > self.max_num_tokens:
+            raise ConfigError(
+                f"the largest capture size is {largest}, above max_num_tokens={self.max_num_tokens}; "
+                "no batch could ever use it. Drop the sizes above max_num_tokens, or raise the limit."
+            )
+
+    def replace(self, **changes: Any) -> CudaGraphConfig:
+        """A copy with some fields changed, validated anew.
+
+        Raises:
+            ConfigError: a name is no field, or a value is invalid.
+        """
+        unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
+        if unknown:
+            known = ", ".join(field.name for field in dataclasses.fields(self))
+            raise ConfigError(f"no such setting: {', '.join(unknown)}; the settings are {known}.")
+        if changes.get("capture_sizes") is not None:
+            changes.setdefault("max_capture_size", None)
+        if changes.get("max_capture_size") is not None:
+            changes.setdefault("capture_sizes", None)
+        return dataclasses.replace(self, **changes)
+
+    def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:
+        """This configuration with what ``SIMPLEGRAPH_*`` variables say in place of its own values.
+
+        Wrappers and managers call it once, when they are built; the environment wins, so that a
+        deployed program can be switched to ``SIMPLEGRAPH_MODE=none`` or ``SIMPLEGRAPH_DEBUG=1``
+        without an edit.
+
+        Raises:
+            ConfigError: a variable names no setting, or its value is invalid.
+        """
+        environ = os.environ if environ is None else environ
+        changes: dict[str, Any] = {}
+        for variable in sorted(environ):
+            if variable.startswith(ENV_PREFIX):
+                changes.update([_from_variable(variable, environ[variable])])
+        try:
+            return self.replace(**changes) if changes else self
+        except ConfigError as error:
+            variables = ", ".join(ENV_PREFIX + name.upper() for name in changes)
+            raise ConfigError(f"{error} (set from the environment: {variables})") from None
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(CudaGraphConfig)
+
+
+def _set(config: CudaGraphConfig, name: str, value: object) -> None:
+    object.__setattr__(config, name, value)
+
+
+def _check_int(name: str, value: object, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {at_least}.")
+
+
+def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, (Sequence, set, frozenset, range)):
+        raise ConfigError(f"capture_sizes is {sizes!r}; expected a sequence of batch sizes, such as [1, 2, 4, 8].")
+    if not sizes:
+        raise ConfigError("capture_sizes is empty; give at least one size, or mode='NONE' for no graphs.")
+    for size in sizes:
+        _check_int("capture_sizes entry", size, at_least=1)
+    return tuple(sorted(set(sizes)))
+
+
+def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"trusted_args is {names!r}; expected a sequence of argument names.")
+    return tuple(names)
+
+
+def _checked_mapping(name: str, mapping: object, check: Callable[[str, object], None]) -> Mapping[str, Any]:
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{name} is {mapping!r}; expected a mapping from argument names.")
+    for argument, value in mapping.items():
+        if not isinstance(argument, str):
+            raise ConfigError(f"{name} has the key {argument!r}; expected an argument name.")
+        check(f"{name}[{argument!r}]", value)
+    return _FrozenMapping(mapping)
+
+
+def _check_batch_dim(name: str, value: object) -> None:
+    if value is None or value == "reference":
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; expected a dimension, None or 'reference'.")
+
+
+def _check_pad_rule(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) and value not in ("zero", "keep", "repeat-last"):
+        raise ConfigError(f"{name} is {value!r}; expected 'zero', 'keep', 'repeat-last' or a number.")
+
+
+class _FrozenMapping(dict[str, Any]):
+    """A mapping that cannot be edited after validation; it can be hashed and pickled."""
+
+    def _refuse(self, *_: object, **__: object) -> typing.NoReturn:
+        raise ConfigError("a CudaGraphConfig cannot be edited; use config.replace(...).")
+
+    __setitem__ = __delitem__ = update = pop = clear = setdefault = popitem = _refuse
+    __ior__ = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]  # dict sets __hash__ to None
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return _FrozenMapping, (dict(self),)
+
+
+def _from_variable(variable: str, text: str) -> tuple[str, Any]:
+    """The (field, value) one environment variable stands for."""
+    field = variable[len(ENV_PREFIX) :].lower()
+    parsers = _variable_parsers()
+    if field not in parsers:
+        names = ", ".join(ENV_PREFIX + name.upper() for name in parsers)
+        raise ConfigError(f"{variable} names no setting; the variables are {names}.")
+    try:
+        return field, parsers[field](text.strip())
+    except ValueError as error:
+        detail = str(error) if isinstance(error, ConfigError) else f"expected {_EXPECTED[parsers[field]]}."
+        raise ConfigError(f"{variable}={text!r} is not valid: {detail}") from None
+
+
+def _parse_bool(text: str) -> bool:
+    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in values:
+        raise ValueError(text)
+    return values[text.lower()]
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _parse_names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+_EXPECTED: dict[Callable[[str], Any], str] = {
+    int: "a whole number",
+    _parse_bool: "1 or 0, true or false",
+    _parse_sizes: "sizes separated by commas, such as 1,2,4",
+}
+
+
+def _variable_parsers() -> dict[str, Callable[[str], Any]]:
+    """A parser for every field that a string can say, by the field's type."""
+    parsers: dict[str, Callable[[str], Any]] = {}
+    for name, hint in _hints().items():
+        arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if name == "capture_sizes":
+            parsers[name] = _parse_sizes
+        elif name == "trusted_args":
+            parsers[name] = _parse_names
+        elif bool in arms:
+            parsers[name] = _parse_bool
+        elif int in arms:
+            parsers[name] = int
+        elif hint is CudaGraphMode:
+            parsers[name] = CudaGraphMode.parse
+        elif typing.get_origin(hint) is Literal:
+            parsers[name] = str
+    return parsers

@@ -1,0 +1,407 @@
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import pickle
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplegraph.batch import dispatch as dispatch_module
+from simplegraph.batch.dispatch import BatchDescriptor, Dispatch, Dispatcher, Reason, resolve_mode
+from simplegraph.batch.sizes import default_sizes
+from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
+from simplegraph.errors import CaptureSizeError, ConfigError, InputError
+
+NONE, PIECEWISE, FULL = CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL
+FULL_DECODE_ONLY, FULL_AND_PIECEWISE = CudaGraphMode.FULL_DECODE_ONLY, CudaGraphMode.FULL_AND_PIECEWISE
+NEVER, SINGLE, UNIFORM, ALWAYS = AttentionCGSupport
+
+
+def dispatcher(mode="FULL", sizes=(1, 2, 4, 8), support=ALWAYS, lora_cases=(0,), requests=None, **settings):
+    config = CudaGraphConfig(mode=mode, capture_sizes=sizes, **settings)
+    return Dispatcher(config, support, lora_cases=lora_cases, requests=requests)
+
+
+class TestBatchDescriptor:
+    def test_is_a_key(self):
+        assert BatchDescriptor(8, 8, 1) == BatchDescriptor(8, 8, 1)
+        assert {BatchDescriptor(8, 8, 1): "graph"}[BatchDescriptor(8, 8, 1)] == "graph"
+        assert pickle.loads(pickle.dumps(BatchDescriptor(8, 4, 2, 1))) == BatchDescriptor(8, 4, 2, 1)
+        assert copy.deepcopy(BatchDescriptor(8)) == BatchDescriptor(8)
+
+    def test_another_count_of_requests_is_another_graph(self):
+        # vLLM #35918: a graph captured for another count hangs.
+        keys = {
+            BatchDescriptor(8),
+            BatchDescriptor(8, 8),
+            BatchDescriptor(8, 4),
+            BatchDescriptor(8, 8, 1),
+            BatchDescriptor(8, 8, 1, 2),
+        }
+        assert len(keys) == 5
+
+    def test_orders_by_size_also_with_parts_unknown(self):
+        ordered = [
+            BatchDescriptor(2),
+            BatchDescriptor(8),
+            BatchDescriptor(8, 4),
+            BatchDescriptor(8, 4, 2),
+            BatchDescriptor(8, 4, 2, 1),
+            BatchDescriptor(16),
+        ]
+        shuffled = ordered[3:] + ordered[:3]
+        assert sorted(shuffled) == ordered
+        assert BatchDescriptor(2) <= BatchDescriptor(2)
+        assert BatchDescriptor(3) > BatchDescriptor(2)
+        with pytest.raises(TypeError):
+            _ = BatchDescriptor(2) < 3
+
+    def test_frozen(self):
+        with pytest.raises(AttributeError):
+            BatchDescriptor(8).num_tokens = 9
+
+    def test_prints_what_is_known(self):
+        assert str(BatchDescriptor(8)) == "8 tokens"
+        assert str(BatchDescriptor(8, 4, 2, 1)) == "8 tokens, 4 requests, uniform decode of 2, 1 LoRAs"
+
+    @pytest.mark.parametrize("num_tokens", [0, -1])
+    def test_empty(self, num_tokens):
+        with pytest.raises(CaptureSizeError, match=f"num_tokens is {num_tokens}"):
+            BatchDescriptor(num_tokens)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((8.0,), r"num_tokens is 8\.0"),
+            ((True,), "num_tokens is True"),
+            (("8",), "num_tokens is '8'"),
+            ((8, 0), "num_reqs is 0"),
+            ((8, 9), "num_reqs is 9"),
+            ((8, 2.0), r"num_reqs is 2\.0"),
+            ((8, None, 2), "num_reqs=None"),
+            ((8, 3, 2), "num_tokens == num_reqs"),
+            ((8, 4, 0), "num_tokens == num_reqs"),
+            ((8, 4, "2"), "uniform_query_len is '2'"),
+            ((8, None, None, -1), "num_active_loras is -1"),
+        ],
+    )
+    def test_numbers_that_do_not_fit(self, arguments, message):
+        with pytest.raises(InputError, match=message):
+            BatchDescriptor(*arguments)
+
+
+class TestReason:
+    def test_every_reason_has_one_line_for_people(self):
+        for reason in Reason:
+            assert reason.text
+            assert "\n" not in reason.text
+            assert len(reason.text) <= 120
+            assert set(reason.value) <= set(string.ascii_lowercase + "_")
+            assert reason.value == reason.name.lower()
+
+    def test_is_its_value_in_text_json_and_pickles(self):
+        assert Reason.PADDED == "padded"
+        assert f"{Reason.PADDED}" == "padded"
+        assert Reason("padded") is Reason.PADDED
+        assert pickle.loads(pickle.dumps(Reason.GRAD)) is Reason.GRAD
+
+    def test_says_what_to_do(self):
+        assert Reason.GRAD.text == (
+            "grad mode is on and inputs or parameters require grad; "
+            "call under torch.inference_mode() or torch.no_grad()"
+        )
+
+    def test_wrapper_reasons_exist(self):
+        needed = (
+            "exact padded mode_none batch_too_large size_not_captured mixed_batch first_call warmup capture_failed "
+            "training grad eager_context nested capturing_elsewhere wrong_device ambiguous_batch_dim batch_mismatch "
+            "opaque_argument unsupported_output too_many_signatures not_captured_upfront stale_too_often "
+            "output_shape_unknown empty_batch lora_count"
+        )
+        assert set(needed.split()) <= {reason.value for reason in Reason}
+
+
+class TestFull:
+    def test_exact(self):
+        assert dispatcher().dispatch(4) == Dispatch(FULL, BatchDescriptor(4), Reason.EXACT, 0)
+
+    def test_padded(self):
+        assert dispatcher().dispatch(5) == Dispatch(FULL, BatchDescriptor(8), Reason.PADDED, 3)
+
+    def test_too_large_runs_eagerly_as_it_is(self):
+        assert dispatcher().dispatch(9) == Dispatch(NONE, BatchDescriptor(9), Reason.BATCH_TOO_LARGE, 0)
+
+    def test_one_set_of_graphs_serves_decode_and_mixed(self):
+        full = dispatcher(requests=True)
+        decode = full.dispatch(4, num_reqs=4, uniform_query_len=1)
+        mixed = full.dispatch(4, num_reqs=2)
+        assert decode.descriptor == mixed.descriptor == BatchDescriptor(4, 4)
+
+    def test_requests_are_padded_to_the_most_there_can_be(self):
+        full = dispatcher(max_num_seqs=3)
+        assert full.dispatch(7, num_reqs=2).descriptor == BatchDescriptor(8, 3)
+        assert full.dispatch(2, num_reqs=2).descriptor == BatchDescriptor(2, 2)
+        assert full.dispatch(7).descriptor == BatchDescriptor(8, 3)
+        assert dispatcher(max_num_seqs=3, requests=False).dispatch(7, num_reqs=2).descriptor == BatchDescriptor(8)
+
+    def test_more_requests_than_the_limit_never_get_a_graph_for_fewer(self):
+        answer = dispatcher(max_num_seqs=3).dispatch(7, num_reqs=5)
+        assert answer == Dispatch(NONE, BatchDescriptor(7, 5), Reason.BATCH_TOO_LARGE, 0)
+
+    def test_full_ruled_out_by_the_caller(self):
+        full = dispatcher()
+        assert full.dispatch(4, allow_full=False).reason is Reason.FULL_NOT_ALLOWED
+        assert full.dispatch(4).mode is FULL
+
+    def test_padding_off(self):
+        exact = dispatcher(padding=False)
+        assert exact.dispatch(8).reason is Reason.EXACT
+        assert exact.dispatch(5) == Dispatch(NONE, BatchDescriptor(5), Reason.SIZE_NOT_CAPTURED, 0)
+        assert exact.dispatch(9).reason is Reason.BATCH_TOO_LARGE
+
+
+class TestNone:
+    def test_nothing_runs_as_a_graph(self):
+        off = dispatcher("NONE")
+        assert off.dispatch(4) == Dispatch(NONE, BatchDescriptor(4), Reason.MODE_NONE, 0)
+        assert off.descriptors() == []
+        assert off.dispatch(4, num_active_loras=3).reason is Reason.MODE_NONE
+
+
+class TestPiecewise:
+    def test_requests_do_not_matter(self):
+        piecewise = dispatcher("PIECEWISE", max_num_seqs=2)
+        expected = Dispatch(PIECEWISE, BatchDescriptor(8), Reason.PADDED, 2)
+        assert piecewise.dispatch(6) == expected
+        assert piecewise.dispatch(6, num_reqs=5) == expected
+        assert piecewise.dispatch(6, num_reqs=6, uniform_query_len=1) == expected
+        assert piecewise.dispatch(6, allow_full=False) == expected
+
+
+class TestUniformDecode:
+    def test_decode_is_full_and_mixed_is_piecewise(self):
+        both = dispatcher("FULL_AND_PIECEWISE")
+        decode = both.dispatch(3, 3, 1)
+        assert decode == Dispatch(FULL, BatchDescriptor(4, 4, 1), Reason.PADDED, 1)
+        assert both.dispatch(3, 2) == Dispatch(PIECEWISE, BatchDescriptor(4), Reason.PADDED, 1)
+
+    def test_mixed_batches_never_get_a_decode_graph(self):
+        decode_only = dispatcher("FULL_DECODE_ONLY")
+        assert decode_only.dispatch(4, 2) == Dispatch(NONE, BatchDescriptor(4, 2), Reason.MIXED_BATCH, 0)
+        assert decode_only.dispatch(4).reason is Reason.MIXED_BATCH
+        assert decode_only.dispatch(4, 2, 2).reason is Reason.MIXED_BATCH
+        assert decode_only.dispatch(4, 4, 1).mode is FULL
+
+    def test_speculative_decode(self):
+        speculative = dispatcher("FULL_AND_PIECEWISE", sizes=[3, 6, 12, 24], uniform_query_len=3)
+        assert speculative.dispatch(9, 3, 3) == Dispatch(FULL, BatchDescriptor(12, 4, 3), Reason.PADDED, 3)
+        # Plain decode steps between the speculative ones are not what was captured.
+        assert speculative.dispatch(3, 3, 1).mode is PIECEWISE
+
+    def test_a_decode_batch_above_the_decode_graphs_uses_a_mixed_one(self):
+        both = dispatcher("FULL_AND_PIECEWISE", sizes=[1, 2, 4, 8, 16], max_num_seqs=6)
+        assert both.dispatch(5, 5, 1).descriptor == BatchDescriptor(6, 6, 1)
+        assert both.dispatch(7, 7, 1) == Dispatch(PIECEWISE, BatchDescriptor(8), Reason.PADDED, 1)
+        assert both.dispatch(17, 17, 1) == Dispatch(NONE, BatchDescriptor(17, 17, 1), Reason.BATCH_TOO_LARGE, 0)
+
+    def test_a_decode_batch_that_rules_out_full_runs_piecewise(self):
+        both = dispatcher("FULL_AND_PIECEWISE")
+        assert both.dispatch(4, 4, 1, allow_full=False).mode is PIECEWISE
+        assert dispatcher("FULL_DECODE_ONLY").dispatch(4, 4, 1, allow_full=False).reason is Reason.FULL_NOT_ALLOWED
+
+    def test_the_largest_decode_batch_is_served_off_the_grid(self):
+        decode_only = Dispatcher(CudaGraphConfig(mode="FULL_DECODE_ONLY", max_num_seqs=100))
+        assert decode_only.dispatch(97, 97, 1).descriptor == BatchDescriptor(100, 100, 1)
+        assert decode_only.dispatch(100, 100, 1).reason is Reason.EXACT
+        assert decode_only.dispatch(101, 101, 1).reason is Reason.BATCH_TOO_LARGE
+
+    def test_numbers_that_contradict_are_refused(self):
+        with pytest.raises(InputError, match="num_tokens == num_reqs"):
+            dispatcher("FULL_AND_PIECEWISE").dispatch(5, 2, 2)
+
+
+class TestLoras:
+    def test_smallest_case_that_holds(self):
+        loras = dispatcher(lora_cases=(4, 0, 1))
+        assert [loras.dispatch(4, num_active_loras=n).descriptor.num_active_loras for n in (0, 1, 2, 4)] == [0, 1, 4, 4]
+
+    def test_too_many(self):
+        answer = dispatcher(lora_cases=(0, 1)).dispatch(4, num_active_loras=2)
+        assert answer == Dispatch(NONE, BatchDescriptor(4, num_active_loras=2), Reason.LORA_COUNT, 0)
+
+    @pytest.mark.parametrize("cases", [(), (-1,), ("1",), (1.5,)])
+    def test_refuses(self, cases):
+        with pytest.raises(ConfigError, match="lora_cases"):
+            dispatcher(lora_cases=cases)
+
+
+class TestDescriptors:
+    def test_full(self):
+        assert dispatcher(sizes=[1, 4]).descriptors() == [(FULL, BatchDescriptor(4)), (FULL, BatchDescriptor(1))]
+
+    def test_full_for_an_engine(self):
+        engine = dispatcher(sizes=[1, 4], max_num_seqs=2)
+        assert engine.descriptors() == [(FULL, BatchDescriptor(4, 2)), (FULL, BatchDescriptor(1, 1))]
+        wrapper = dispatcher(sizes=[1, 4], max_num_seqs=2, requests=False)
+        assert wrapper.descriptors() == [(FULL, BatchDescriptor(4)), (FULL, BatchDescriptor(1))]
+
+    def test_both_kinds_largest_first(self):
+        both = dispatcher("FULL_AND_PIECEWISE", sizes=[2, 4], uniform_query_len=2)
+        assert both.descriptors() == [
+            (FULL, BatchDescriptor(4, 2, 2)),
+            (PIECEWISE, BatchDescriptor(4)),
+            (FULL, BatchDescriptor(2, 1, 2)),
+            (PIECEWISE, BatchDescriptor(2)),
+        ]
+
+    def test_lora_cases_are_captured_each(self):
+        found = dispatcher(sizes=[1, 2], lora_cases=(0, 2)).descriptors()
+        assert [(key.num_tokens, key.num_active_loras) for _, key in found] == [(2, 2), (2, 0), (1, 2), (1, 0)]
+
+    def test_default_sizes(self):
+        assert len(Dispatcher(CudaGraphConfig()).descriptors()) == 51
+        assert len(Dispatcher(CudaGraphConfig(mode="FULL_AND_PIECEWISE")).descriptors()) == 102
+        assert len(default_sizes(512)) == 51
+
+
+@st.composite
+def batches(draw):
+    query_len = draw(st.sampled_from([None, 1, 2, 3]))
+    if query_len is not None:
+        reqs = draw(st.integers(1, 40))
+        return reqs * query_len, reqs, query_len
+    tokens = draw(st.integers(1, 80))
+    return tokens, draw(st.integers(1, tokens)), None
+
+
+@given(
+    mode=st.sampled_from(CudaGraphMode),
+    support=st.sampled_from(AttentionCGSupport),
+    sizes=st.sets(st.integers(1, 64), min_size=1, max_size=6),
+    query_len=st.integers(1, 3),
+    max_num_seqs=st.none() | st.integers(1, 40),
+    padding=st.booleans(),
+    batch=batches(),
+    requests=st.booleans(),
+    loras=st.integers(0, 3),
+    allow_full=st.booleans(),
+)
+def test_every_answer_can_be_captured_and_holds_its_batch(
+    mode, support, sizes, query_len, max_num_seqs, padding, batch, requests, loras, allow_full
+):
+    tokens, reqs, batch_query_len = batch
+    if not requests:
+        reqs = batch_query_len = None
+    logging.getLogger("simplegraph").disabled = True
+    try:
+        config = CudaGraphConfig(
+            mode=mode, capture_sizes=sizes, uniform_query_len=query_len, max_num_seqs=max_num_seqs, padding=padding
+        )
+        asked = Dispatcher(config, support, lora_cases=(0, 2), requests=requests)
+    finally:
+        logging.getLogger("simplegraph").disabled = False
+    answer = asked.dispatch(tokens, reqs, batch_query_len, loras, allow_full=allow_full)
+    key = answer.descriptor
+    if answer.mode is NONE:
+        assert key == BatchDescriptor(tokens, reqs, batch_query_len, loras)
+        assert answer.padding == 0
+        assert answer.reason not in (Reason.EXACT, Reason.PADDED)
+        return
+    assert (answer.mode, key) in asked.descriptors()
+    assert answer.padding == key.num_tokens - tokens >= 0
+    assert answer.reason is (Reason.PADDED if answer.padding else Reason.EXACT)
+    assert padding or not answer.padding
+    assert allow_full or answer.mode is PIECEWISE
+    assert key.num_active_loras >= loras
+    if key.num_reqs is not None:
+        assert key.num_reqs >= reqs
+    if key.uniform_query_len is not None:
+        assert key.uniform_query_len == batch_query_len == query_len
+
+
+class TestHotPath:
+    def test_the_same_batch_is_decided_once(self, monkeypatch):
+        full = dispatcher()
+        first = full.dispatch(5, num_reqs=2)
+        monkeypatch.setattr(Dispatcher, "_decide", None)
+        assert full.dispatch(5, num_reqs=2) is first
+        assert full.dispatch(5, 2) is first
+
+    def test_answers_differ_by_every_argument(self):
+        both = dispatcher("FULL_AND_PIECEWISE", lora_cases=(0, 1))
+        calls = itertools.product([(4, 4, 1), (4, 4, None), (4, None, None)], (0, 1), (True, False))
+        answers = [both.dispatch(*batch, loras, allow_full=full) for batch, loras, full in calls]
+        assert [(a.mode, a.descriptor.num_active_loras) for a in answers] == [
+            (FULL, 0), (PIECEWISE, 0), (FULL, 1), (PIECEWISE, 1),
+            *[(PIECEWISE, 0), (PIECEWISE, 0), (PIECEWISE, 1), (PIECEWISE, 1)] * 2,
+        ]  # fmt: skip
+
+    def test_odd_traffic_does_not_grow_memory_for_ever(self, monkeypatch):
+        monkeypatch.setattr(dispatch_module, "_MAX_REMEMBERED", 10)
+        full = dispatcher()
+        for size in range(1, 100):
+            assert full.dispatch(size).mode is (FULL if size <= 8 else NONE)
+        assert len(full._known) <= 10
+
+    def test_an_error_is_not_remembered(self):
+        full = dispatcher()
+        for _ in range(2):
+            with pytest.raises(CaptureSizeError):
+                full.dispatch(0)
+
+
+class TestResolveMode:
+    @pytest.mark.parametrize(
+        ("mode", "support", "query_len", "expected"),
+        [
+            *[(mode, ALWAYS, q, mode) for mode in CudaGraphMode for q in (1, 3)],
+            *[(mode, support, 1, mode) for mode in (NONE, PIECEWISE) for support in AttentionCGSupport],
+            *[(FULL, UNIFORM, q, FULL_AND_PIECEWISE) for q in (1, 3)],
+            *[(mode, UNIFORM, q, mode) for mode in (FULL_DECODE_ONLY, FULL_AND_PIECEWISE) for q in (1, 3)],
+            (FULL, SINGLE, 1, FULL_AND_PIECEWISE),
+            (FULL_DECODE_ONLY, SINGLE, 1, FULL_DECODE_ONLY),
+            (FULL_AND_PIECEWISE, SINGLE, 1, FULL_AND_PIECEWISE),
+            *[(mode, SINGLE, 2, PIECEWISE) for mode in (FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE)],
+            *[(mode, NEVER, 1, PIECEWISE) for mode in (FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE)],
+        ],
+    )
+    def test_table(self, mode, support, query_len, expected):
+        resolved, message = resolve_mode(mode, support, query_len)
+        assert resolved is expected
+        assert (message is None) == (resolved is mode)
+
+    def test_a_downgrade_names_what_is_lost_its_cost_and_the_way_out(self):
+        # vLLM #49547: a silent downgrade cost 16%.
+        _, message = resolve_mode(FULL, UNIFORM, 1)
+        assert message is not None
+        for part in (
+            "FULL is lowered to FULL_AND_PIECEWISE",
+            "UNIFORM_BATCH",
+            "mixed batches",
+            "9 us",
+            "accept it with mode=",
+        ):
+            assert part in message
+
+    def test_the_message_names_the_query_length_that_rules_full_out(self):
+        _, message = resolve_mode(FULL_AND_PIECEWISE, SINGLE, 4)
+        assert message is not None
+        assert "query length 4" in message
+
+    def test_logged_once_not_per_batch(self, caplog):
+        with caplog.at_level(logging.WARNING, logger="simplegraph"):
+            lowered = dispatcher("FULL", support=UNIFORM)
+            lowered.dispatch(4)
+            lowered.dispatch(5)
+        assert len(caplog.records) == 1
+        assert lowered.mode is FULL_AND_PIECEWISE
+        assert lowered.dispatch(4, 4, 1).mode is FULL
+        assert lowered.dispatch(4, 2).mode is PIECEWISE
+
+    def test_nothing_logged_when_nothing_is_lost(self, caplog):
+        dispatcher("FULL_AND_PIECEWISE", support=UNIFORM)
+        assert caplog.records == []

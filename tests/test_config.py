@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
+from simplegraph.errors import ConfigError, SimpleGraphError
+
+BUSY = CudaGraphConfig(
+    mode="FULL_AND_PIECEWISE",
+    capture_sizes=[4, 1, 2],
+    max_num_seqs=4,
+    batch_dims={"positions": 1, "mask": None, "cache": "reference"},
+    pad_values={"positions": 0, "slots": -1, "mask": "keep", "ids": "repeat-last"},
+    trusted_args=["metadata"],
+)
+
+
+class TestMode:
+    @pytest.mark.parametrize(
+        ("mode", "decode", "mixed", "separate", "full", "piecewise"),
+        [
+            ("NONE", "NONE", "NONE", False, False, False),
+            ("PIECEWISE", "PIECEWISE", "PIECEWISE", False, False, True),
+            ("FULL", "FULL", "FULL", False, True, False),
+            ("FULL_DECODE_ONLY", "FULL", "NONE", True, True, False),
+            ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", True, True, True),
+        ],
+    )
+    def test_table(self, mode, decode, mixed, separate, full, piecewise):
+        mode = CudaGraphMode[mode]
+        assert mode.decode_mode() is CudaGraphMode[decode]
+        assert mode.mixed_mode() is CudaGraphMode[mixed]
+        assert mode.separate_routine() is separate
+        assert mode.has_full() is full
+        assert mode.has_piecewise() is piecewise
+
+    def test_parse(self):
+        assert CudaGraphMode.parse("full_decode_only") is CudaGraphMode.FULL_DECODE_ONLY
+        assert CudaGraphMode.parse(CudaGraphMode.FULL) is CudaGraphMode.FULL
+
+    @pytest.mark.parametrize("value", ["fast", "", 1, ("FULL", "FULL")])
+    def test_parse_names_what_exists(self, value):
+        with pytest.raises(ConfigError, match="expected one of NONE, PIECEWISE, FULL, FULL_DECODE_ONLY"):
+            CudaGraphMode.parse(value)
+
+    def test_attention_support_orders(self):
+        never, single, uniform, always = AttentionCGSupport
+        assert never < single < uniform < always
+        assert min(always, single) is single
+
+
+class TestDefaults:
+    def test_correct_by_default(self):
+        config = CudaGraphConfig()
+        assert config.mode is CudaGraphMode.FULL
+        assert (config.outputs, config.capture, config.on_capture_failure, config.on_stale) == (
+            "clone",
+            "lazy",
+            "eager",
+            "recapture",
+        )
+        assert (config.num_warmups, config.verify, config.padding, config.debug) == (1, 0, True, False)
+
+    def test_keyword_only(self):
+        with pytest.raises(TypeError):
+            CudaGraphConfig("FULL")
+
+
+class TestNormalised:
+    def test_sizes(self):
+        for sizes in ([8, 1, 8, 4], (8, 4, 1), {1, 4, 8}, frozenset({1, 4, 8})):
+            assert CudaGraphConfig(capture_sizes=sizes).capture_sizes == (1, 4, 8)
+        assert CudaGraphConfig(capture_sizes=range(1, 4)).capture_sizes == (1, 2, 3)
+
+    def test_mode_by_name(self):
+        assert CudaGraphConfig(mode="piecewise").mode is CudaGraphMode.PIECEWISE
+
+    def test_names(self):
+        assert CudaGraphConfig(trusted_args=["a", "b"]).trusted_args == ("a", "b")
+
+
+BAD = [
+    ("mode", "fast"),
+    ("mode", 3),
+    ("capture_sizes", []),
+    ("capture_sizes", [0]),
+    ("capture_sizes", [-4, 4]),
+    ("capture_sizes", [1.5]),
+    ("capture_sizes", [True]),
+    ("capture_sizes", "8"),
+    ("capture_sizes", b"8"),
+    ("capture_sizes", 8),
+    ("max_capture_size", 0),
+    ("max_capture_size", 2.0),
+    ("max_capture_size", True),
+    ("num_warmups", -1),
+    ("num_warmups", None),
+    ("max_num_seqs", 0),
+    ("max_num_tokens", -5),
+    ("uniform_query_len", 0),
+    ("verify", -1),
+    ("verify", True),
+    ("max_signatures", 0),
+    ("padding", 1),
+    ("padding", "no"),
+    ("debug", None),
+    ("progress", 0),
+    ("outputs", "copy"),
+    ("capture", "eager"),
+    ("on_capture_failure", "ignore"),
+    ("on_stale", None),
+    ("batch_dims", ["x"]),
+    ("batch_dims", {1: 0}),
+    ("batch_dims", {"x": "first"}),
+    ("batch_dims", {"x": 1.0}),
+    ("batch_dims", {"x": True}),
+    ("pad_values", None),
+    ("pad_values", {"x": "nan"}),
+    ("pad_values", {"x": None}),
+    ("pad_values", {0: 0}),
+    ("trusted_args", "metadata"),
+    ("trusted_args", [1]),
+    ("trusted_args", None),
+    ("trusted_args", 5),
+]
+
+
+class TestRefused:
+    @pytest.mark.parametrize(("field", "value"), BAD)
+    def test_the_error_names_field_and_value(self, field, value):
+        with pytest.raises(ConfigError, match=field) as caught:
+            CudaGraphConfig(**{field: value})
+        assert isinstance(caught.value, SimpleGraphError)
+        assert isinstance(caught.value, ValueError)
+
+    @pytest.mark.parametrize(("field", "value"), BAD)
+    def test_replace_checks_too(self, field, value):
+        with pytest.raises(ConfigError):
+            CudaGraphConfig().replace(**{field: value})
+
+    def test_sizes_given_twice(self):
+        with pytest.raises(ConfigError, match="both set"):
+            CudaGraphConfig(capture_sizes=[1], max_capture_size=8)
+
+    @pytest.mark.parametrize("sizes", [{"capture_sizes": [1, 16]}, {"max_capture_size": 16}])
+    def test_sizes_no_batch_can_have(self, sizes):
+        with pytest.raises(ConfigError, match="largest capture size is 16, above max_num_tokens=8"):
+            CudaGraphConfig(max_num_tokens=8, **sizes)
+
+    def test_sizes_above_max_num_seqs_are_no_error(self):
+        assert CudaGraphConfig(capture_sizes=[1, 16], max_num_seqs=8).capture_sizes == (1, 16)
+
+    def test_a_request_that_fits_no_batch(self):
+        with pytest.raises(ConfigError, match="uniform_query_len is 9, above max_num_tokens=8"):
+            CudaGraphConfig(max_num_tokens=8, uniform_query_len=9)
+
+
+class TestValue:
+    def test_fields_cannot_be_set(self):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            BUSY.mode = CudaGraphMode.NONE
+
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            lambda m: m.__setitem__("x", 0),
+            lambda m: m.__delitem__("positions"),
+            lambda m: m.update(x=0),
+            lambda m: m.pop("positions"),
+            lambda m: m.popitem(),
+            lambda m: m.clear(),
+            lambda m: m.setdefault("x", 0),
+            lambda m: m.__ior__({"x": 0}),
+        ],
+    )
+    def test_mappings_cannot_be_edited(self, edit):
+        with pytest.raises(ConfigError, match=r"use config\.replace"):
+            edit(BUSY.batch_dims)
+        assert BUSY.batch_dims == {"positions": 1, "mask": None, "cache": "reference"}
+
+    def test_the_callers_own_containers_are_not_kept(self):
+        sizes, dims, names = [1, 2], {"x": 0}, ["a"]
+        config = CudaGraphConfig(capture_sizes=sizes, batch_dims=dims, trusted_args=names)
+        sizes.append(3)
+        dims["y"] = 1
+        names.append("b")
+        assert (config.capture_sizes, dict(config.batch_dims), config.trusted_args) == ((1, 2), {"x": 0}, ("a",))
+
+    @pytest.mark.parametrize("config", [CudaGraphConfig(), BUSY])
+    @pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+    def test_copies_and_pickles_are_equal_and_as_frozen(self, config, clone):
+        other = clone(config)
+        assert other == config
+        assert hash(other) == hash(config)
+        with pytest.raises(ConfigError):
+            other.pad_values["x"] = 1
+
+    def test_hash_follows_equality(self):
+        assert hash(CudaGraphConfig(batch_dims={"a": 0, "b": 1})) == hash(CudaGraphConfig(batch_dims={"b": 1, "a": 0}))
+        assert len({CudaGraphConfig(), CudaGraphConfig(), BUSY, CudaGraphConfig(batch_dims={"a": 1})}) == 3
+
+    def test_repr_can_be_read_back(self):
+        assert "capture_sizes=(1, 2, 4)" in repr(BUSY)
+
+
+class TestReplace:
+    def test_changes_one_field_and_no_other(self):
+        changed = BUSY.replace(debug=True)
+        assert changed.debug
+        assert changed.replace(debug=False) == BUSY
+        assert not BUSY.debug
+
+    def test_one_way_to_give_sizes_replaces_the_other(self):
+        assert BUSY.replace(max_capture_size=64).capture_sizes is None
+        assert CudaGraphConfig(max_capture_size=64).replace(capture_sizes=[1]).max_capture_size is None
+
+    def test_a_typo_lists_the_settings(self):
+        with pytest.raises(ConfigError, match="no such setting: capture_size; the settings are mode, capture_sizes"):
+            CudaGraphConfig().replace(capture_size=[1])
+
+
+class TestEnvironment:
+    @pytest.mark.parametrize(
+        ("variable", "text", "field", "value"),
+        [
+            ("MODE", "none", "mode", CudaGraphMode.NONE),
+            ("MODE", " FULL_AND_PIECEWISE ", "mode", CudaGraphMode.FULL_AND_PIECEWISE),
+            ("CAPTURE_SIZES", "4,1, 2", "capture_sizes", (1, 2, 4)),
+            ("MAX_CAPTURE_SIZE", "64", "max_capture_size", 64),
+            ("NUM_WARMUPS", "0", "num_warmups", 0),
+            ("MAX_NUM_SEQS", "100", "max_num_seqs", 100),
+            ("MAX_NUM_TOKENS", "100", "max_num_tokens", 100),
+            ("UNIFORM_QUERY_LEN", "4", "uniform_query_len", 4),
+            ("PADDING", "off", "padding", False),
+            ("OUTPUTS", "static", "outputs", "static"),
+            ("CAPTURE", "upfront", "capture", "upfront"),
+            ("ON_CAPTURE_FAILURE", "raise", "on_capture_failure", "raise"),
+            ("ON_STALE", "raise", "on_stale", "raise"),
+            ("VERIFY", "3", "verify", 3),
+            ("MAX_SIGNATURES", "2", "max_signatures", 2),
+            ("TRUSTED_ARGS", "a, b,", "trusted_args", ("a", "b")),
+            ("DEBUG", "1", "debug", True),
+            ("DEBUG", "True", "debug", True),
+            ("DEBUG", "yes", "debug", True),
+            ("DEBUG", "0", "debug", False),
+            ("PROGRESS", "false", "progress", False),
+        ],
+    )
+    def test_each_variable(self, variable, text, field, value):
+        config = CudaGraphConfig().from_env({"SIMPLEGRAPH_" + variable: text})
+        assert getattr(config, field) == value
+        assert config == CudaGraphConfig(**{field: value})
+
+    def test_every_plain_field_has_a_variable(self):
+        with pytest.raises(ConfigError, match="names no setting") as caught:
+            CudaGraphConfig().from_env({"SIMPLEGRAPH_NOPE": "1"})
+        for field in dataclasses.fields(CudaGraphConfig):
+            named = f"SIMPLEGRAPH_{field.name.upper()}" in str(caught.value)
+            assert named == (field.name not in ("batch_dims", "pad_values"))
+
+    @pytest.mark.parametrize(
+        ("variable", "text", "message"),
+        [
+            ("VERIFY", "many", "SIMPLEGRAPH_VERIFY='many' is not valid: expected a whole number"),
+            ("VERIFY", "-1", r"verify is -1.*SIMPLEGRAPH_VERIFY"),
+            ("DEBUG", "maybe", "SIMPLEGRAPH_DEBUG='maybe' is not valid: expected 1 or 0"),
+            ("DEBUG", "", "SIMPLEGRAPH_DEBUG='' is not valid"),
+            ("CAPTURE_SIZES", "1;2", "expected sizes separated by commas"),
+            ("CAPTURE_SIZES", "", "expected sizes separated by commas"),
+            ("CAPTURE_SIZES", "0", "capture_sizes entry is 0"),
+            ("MODE", "fast", "SIMPLEGRAPH_MODE='fast' is not valid: mode is 'fast'"),
+            ("OUTPUTS", "copy", r"outputs is 'copy'.*SIMPLEGRAPH_OUTPUTS"),
+            ("BATCH_DIMS", "x", "names no setting"),
+        ],
+    )
+    def test_a_bad_variable_is_named(self, variable, text, message):
+        with pytest.raises(ConfigError, match=message):
+            CudaGraphConfig().from_env({"SIMPLEGRAPH_" + variable: text})
+
+    def test_the_environment_wins_over_the_code(self):
+        config = BUSY.from_env({"SIMPLEGRAPH_MODE": "NONE", "SIMPLEGRAPH_MAX_CAPTURE_SIZE": "8", "PATH": "/bin"})
+        assert config.mode is CudaGraphMode.NONE
+        assert (config.capture_sizes, config.max_capture_size) == (None, 8)
+        assert config.batch_dims == BUSY.batch_dims
+
+    def test_nothing_set_changes_nothing(self):
+        assert BUSY.from_env({"HOME": "/root", "simplegraph_mode": "none"}) is BUSY
+
+    def test_reads_the_process_environment(self, monkeypatch):
+        monkeypatch.setenv("SIMPLEGRAPH_DEBUG", "1")
+        assert CudaGraphConfig().from_env().debug
+
+    def test_conflicting_variables(self):
+        with pytest.raises(ConfigError, match=r"both set.*SIMPLEGRAPH_CAPTURE_SIZES, SIMPLEGRAPH_MAX_CAPTURE_SIZE"):
+            CudaGraphConfig().from_env({"SIMPLEGRAPH_CAPTURE_SIZES": "1", "SIMPLEGRAPH_MAX_CAPTURE_SIZE": "8"})
+
+
+@given(
+    sizes=st.none() | st.lists(st.integers(1, 1000), min_size=1),
+    mode=st.sampled_from(CudaGraphMode),
+    dims=st.dictionaries(st.text(max_size=5), st.none() | st.integers(-3, 3) | st.just("reference"), max_size=3),
+)
+def test_round_trip_is_the_identity(sizes, mode, dims):
+    config = CudaGraphConfig(capture_sizes=sizes, mode=mode, batch_dims=dims)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert config.replace() == config
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    assert CudaGraphConfig(**values) == config
