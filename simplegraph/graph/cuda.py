@@ -1,0 +1,276 @@
+"""Capture and replay on a GPU, through `torch.cuda.CUDAGraph`."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.errors import ConfigError
+from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
+
+logger = logging.getLogger("simplegraph")
+
+
+# Graphs that nobody uses any more. Destroying one takes it out of its generators' books, which another
+# thread's capture may be writing just then without the interpreter's lock: so that waits for CAPTURE_LOCK.
+_graveyard: collections.deque[torch.cuda.CUDAGraph] = collections.deque()
+
+
+class _Owned:
+    """A `torch.cuda.CUDAGraph`, and the way it ends: its memory at once, itself when no capture runs."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph = graph
+        self.reset = weakref.finalize(self, _bury, graph)
+        self.reset.atexit = False
+
+
+def _bury(graph: torch.cuda.CUDAGraph) -> None:
+    _graveyard.append(graph)
+    if not torch.cuda.is_current_stream_capturing():
+        graph.reset()
+
+
+class CudaSegment:
+    """One `torch.cuda.CUDAGraph`."""
+
+    num_nodes: int | None = None
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
+        self._owned = _Owned(graph)
+        self._count = weakref.finalize(self, pool.dropped, pool.id)
+        self._count.atexit = False
+        pool.segments[pool.id] += 1
+        self.replay = graph.replay  # the bound C++ method: a replay enters no Python frame of ours
+
+    def reset(self) -> None:
+        self._owned.reset()
+        self._count()
+
+
+@dataclasses.dataclass(eq=False)
+class _Pool:
+    """A memory pool of torch's allocator, or several after failed captures.
+
+    Attributes:
+        id: what captures allocate from.
+        anchors: by id, a one-node graph. A pool that its last graph released cannot be captured into
+            again (an internal assert of the allocator); while its anchor lives, that cannot happen.
+        segments: by id, how many live graphs it has.
+        ranges: addresses (start, end) known to belong to it; grown: there may be more by now.
+    """
+
+    id: tuple[int, int]
+    anchors: dict[tuple[int, int], _Owned] = dataclasses.field(default_factory=dict)
+    segments: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
+    ranges: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    grown: bool = True
+
+    def covers(self, address: int) -> bool:
+        """Whether an address lies in the ranges known so far."""
+        return any(start <= address < end for start, end in self.ranges)
+
+    def dropped(self, pool_id: tuple[int, int]) -> None:
+        """One of a pool's graphs is gone."""
+        self.segments[pool_id] -= 1
+        self.retire(pool_id)
+
+    def retire(self, pool_id: tuple[int, int]) -> None:
+        """Give a pool back that captures no longer go to, once its last graph is gone."""
+        if pool_id != self.id and not self.segments[pool_id] and pool_id in self.anchors:
+            self.anchors.pop(pool_id).reset()
+
+
+@dataclasses.dataclass
+class _Capture:
+    graph: torch.cuda.CUDAGraph
+    pool: _Pool
+    generators: list[torch.Generator]
+
+
+class CudaDevice:
+    """The `GraphDevice` protocol on one CUDA device.
+
+    Captures use ``thread_local`` error mode, so that other threads may go on using the device, and one
+    stream for the whole process: cuBLAS workspaces and allocator blocks belong to a stream.
+    """
+
+    emulated = False
+
+    def __init__(self, index: int) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("no CUDA device is available; use CPU tensors to run on the emulator.")
+        self.index = index
+        self.torch_device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._thread = threading.local()
+        # On the path of every replay, so without a Python frame of their own.
+        self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
+        self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
+
+    def new_pool(self) -> GraphPool:
+        handle = _Pool((0, 0))
+        with self.on_capture_stream():
+            self._refresh(handle)
+        return GraphPool(self, handle, self.current_stream())
+
+    def _refresh(self, handle: _Pool, generators: Sequence[torch.Generator] = ()) -> None:
+        """Let captures go to a fresh pool of the allocator from now on."""
+        _graveyard.clear()
+        cell = torch.zeros(1, device=self.torch_device)
+        handle.id = torch.cuda.graph_pool_handle()
+        anchor = torch.cuda.CUDAGraph()
+        handle.anchors[handle.id] = _Owned(anchor)
+        for generator in generators:
+            anchor.register_generator_state(generator)
+        anchor.capture_begin(pool=handle.id, capture_error_mode="thread_local")
+        cell.zero_()
+        anchor.capture_end()
+
+    def release_pool(self, pool: GraphPool) -> None:
+        for anchor in pool.handle.anchors.values():
+            anchor.reset()
+        pool.handle.anchors.clear()
+
+    @contextlib.contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        # Alone: what another thread launched here during a capture would become part of it.
+        with CAPTURE_LOCK, torch.cuda.device(self.torch_device):
+            caller = torch.cuda.current_stream()
+            if caller == self._stream:
+                yield
+                return
+            self._stream.wait_stream(caller)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                caller.wait_stream(self._stream)
+
+    def wait_for(self, stream: int) -> None:
+        current = torch.cuda.current_stream(self.torch_device)
+        current.wait_stream(self._stream_of(stream))
+
+    def _stream_of(self, handle: int) -> torch.cuda.Stream:
+        if handle == 0:  # the default stream, which cannot be had as an external one
+            return torch.cuda.default_stream(self.torch_device)
+        stream: torch.cuda.Stream = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+            handle, device=self.torch_device
+        )
+        return stream
+
+    def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
+        _graveyard.clear()
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        self._thread.capture = _Capture(graph, pool.handle, list(generators))
+        pool.handle.grown = True
+        graph.capture_begin(pool=pool.handle.id, capture_error_mode="thread_local")
+
+    def end(self) -> CudaSegment:
+        capture: _Capture = self._thread.capture
+        capture.graph.capture_end()
+        self._thread.capture = None
+        return CudaSegment(capture.graph, capture.pool)
+
+    def abandon(self) -> None:
+        capture: _Capture | None = getattr(self._thread, "capture", None)
+        if capture is None:
+            return
+        self._thread.capture = None
+        with torch.cuda.stream(self._stream):  # wherever the work that failed has left us
+            try:
+                capture.graph.capture_end()
+            except RuntimeError:
+                self._repair(capture)
+
+    def _repair(self, capture: _Capture) -> None:
+        """Put back what torch leaves behind when ``capture_end`` itself raises (torch 2.9 to 2.11)."""
+        # The allocator still routes this thread's allocations to the pool, which still counts the capture.
+        # A capture that never began routes nothing, and says so.
+        try:
+            torch._C._cuda_endAllocateToPool(self.index, capture.pool.id)
+            torch._C._cuda_releasePool(self.index, capture.pool.id)
+        except RuntimeError as error:
+            logger.debug("nothing to take back from the allocator: %s", error)
+        # That pool answers "already recording" from now on, whatever is taken back. Its graphs stay valid.
+        # The generators still think they are being captured; the end of the new pool's first capture tells
+        # them otherwise. (Fresh state objects would do so too, but graphs that draw hold on to the old ones.)
+        broken = capture.pool.id
+        self._refresh(capture.pool, capture.generators)
+        capture.pool.retire(broken)
+
+    def synchronize(self) -> None:
+        with CAPTURE_LOCK:  # illegal while any thread captures
+            torch.cuda.synchronize(self.torch_device)
+
+    def release_cached_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def free_memory(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def memory(self) -> MemoryReading:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return MemoryReading(free, total, torch.cuda.memory_reserved(self.torch_device))
+
+    def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
+        handle: _Pool = pool.handle
+        address = tensor.data_ptr()
+        if handle.covers(address) or not handle.grown:
+            return handle.covers(address)
+        handle.ranges = _segment_ranges(handle.anchors.keys())
+        handle.grown = False
+        return handle.covers(address)
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        if not _CAN_BORROW or tensor.is_conj() or tensor.is_neg():  # lazy bits that metadata does not carry
+            return tensor
+        storage = tensor.untyped_storage()
+        borrowed = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        metadata = {
+            "nbytes": storage.nbytes(),
+            "data_ptr": storage.data_ptr(),
+            "size": tensor.shape,
+            "stride": tensor.stride(),
+            "dtype": tensor.dtype,
+            "device": tensor.device,
+            "storage_offset": tensor.storage_offset(),
+        }
+        result: Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, borrowed)
+        return result
+
+
+# Private to torch, so owned memory stands in where they are absent.
+_CAN_BORROW = hasattr(torch._C, "_construct_storage_from_data_pointer") and hasattr(
+    torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata"
+)
+
+
+def _segment_ranges(pool_ids: Container[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Address ranges (start, end) of some pools' memory."""
+    # Of all pools: asked for one pool by id, torch 2.11 steals a reference to the id's numbers, which
+    # corrupts the interpreter once they are above 256.
+    segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
+    return [
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in segments
+        if tuple(segment["segment_pool_id"]) in pool_ids
+    ]
+
+
+@functools.cache
+def cuda_device(index: int) -> CudaDevice:
+    """The one `CudaDevice` of a CUDA device, made at its first use."""
+    return CudaDevice(index)

@@ -1,0 +1,133 @@
+"""What capture and replay need of a device. `cuda` and `emulator` are the two that have it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# Held during every capture: captures share a stream and the random generators, and gc is paused for all
+# threads. A pool's lock is taken before it, never after.
+CAPTURE_LOCK = threading.RLock()
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReading:
+    """Bytes of device memory: free and total on the device, and reserved by this process's allocator."""
+
+    free: int
+    total: int
+    reserved: int
+
+
+@dataclasses.dataclass(eq=False)
+class GraphPool:
+    """Memory that several graphs share, because never two of them run at once.
+
+    Attributes:
+        device: the device it belongs to.
+        handle: what the device knows it by.
+        lock: held while a graph of this pool is captured or replayed.
+        stream: the stream that used the pool last, as a raw handle. Another stream must wait for it.
+        managers: those whose graphs live in it, where a manager made it; it is released when none has any.
+    """
+
+    device: GraphDevice
+    handle: Any
+    stream: int
+    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
+    managers: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
+
+
+class Segment(Protocol):
+    """One captured graph. Replaying it runs the recorded work again, at the recorded addresses."""
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Operations recorded, or None where the device cannot say."""
+
+    def replay(self) -> None:
+        """Queue the recorded work on the current stream. Python does not run again."""
+
+    def reset(self) -> None:
+        """Drop the graph; it cannot be replayed afterwards."""
+
+
+class GraphDevice(Protocol):
+    """A place where work can be captured into graphs and replayed.
+
+    A capture is ``begin``, work on the capture stream, ``end``; or, when the work failed, ``abandon``,
+    which puts stream, pool and random generators back. At most one capture runs in a thread.
+    """
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def emulated(self) -> bool:
+        """True where graphs are imitated: right answers, no speed."""
+
+    def new_pool(self) -> GraphPool:
+        """A pool that no graph uses yet."""
+
+    def release_pool(self, pool: GraphPool) -> None:
+        """Give the pool's memory back. Every segment captured into it must have been reset."""
+
+    def on_capture_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Make the process-wide capture stream current, ordered after and before the caller's stream."""
+
+    def current_stream(self) -> int:
+        """The current stream's raw handle."""
+
+    def wait_for(self, stream: int) -> None:
+        """Let the current stream wait for everything queued on `stream`, a raw handle, so far."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured, by this library or by anyone else."""
+
+    def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
+        """Start recording the current thread's work into a new segment instead of running it.
+
+        Args:
+            pool: where tensors created from now on live.
+            generators: generators beside the default one that the work draws from.
+            continues: this segment follows the pool's previous one in the same Program, so that every
+                replay of it comes after a replay of that one. The emulator needs to know.
+        """
+
+    def end(self) -> Segment:
+        """Stop recording and return what was recorded.
+
+        Raises:
+            Exception: the recorded work broke a rule; call `abandon`.
+        """
+
+    def abandon(self) -> None:
+        """Undo a capture that failed at any point since `begin`; harmless when none is under way."""
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+
+    def release_cached_memory(self) -> None:
+        """Return the allocator's unused memory to the device."""
+
+    def free_memory(self) -> int:
+        """Bytes of device memory that nobody has; cheaper than `memory`."""
+
+    def memory(self) -> MemoryReading: ...
+
+    def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
+        """Whether a capture into `pool` allocated the memory of `tensor`."""
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """The same memory without owning it, or `tensor` itself where that is impossible.
+
+        Only for memory of a live pool that every replay writes before it is read: later captures
+        may then reuse it, and it is valid from one replay to the next.
+        """

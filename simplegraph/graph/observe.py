@@ -1,0 +1,113 @@
+"""Which memory a forward reads and writes that is not its own."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What identifies a tensor's memory while the tensor lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that Dynamo leaves alone where it is loaded, and that does not load it where it is not.
+
+    Torch disables Dynamo in every mode by importing it at the first operator, which takes seconds.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> OperatorMode:
+        """One of the class, or of its subclass that Dynamo leaves alone."""
+        kind: Any = cls
+        mode: OperatorMode = object.__new__(_hidden_from_dynamo(kind) if "torch._dynamo" in sys.modules else kind)
+        return mode
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+@functools.cache
+def _hidden_from_dynamo(mode: Any) -> Any:
+    hidden = torch.compiler.disable(mode.__torch_dispatch__)  # type: ignore[no-untyped-call]
+    return type(mode.__name__, (mode,), {"__torch_dispatch__": hidden, "__module__": mode.__module__})
+
+
+class MemoryObserver(OperatorMode):
+    """Sees every operator while active, and collects the tensors that came from outside.
+
+    A CUDA graph keeps none of the memory it reads alive: who captures must own it, wherever the
+    forward found it (an attribute, a closure, a cache).
+
+    Attributes:
+        external: storage key -> a tensor of that memory, for memory that existed before.
+        written: storage keys of external memory that an operator wrote to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.external: dict[int, Tensor] = {}
+        self.written: set[int] = set()
+        # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
+        # throughout, so a key that is freed and used again is again the forward's own.
+        self._own: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own, external = self._own, self.external
+        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+            key = tensor.untyped_storage()._cdata
+            if key not in own and key not in external:
+                external[key] = tensor
+        for value in written_args(func, args, kwargs):
+            self.written.update(key for key in map(storage_key, _tensors((value,))) if key in external)
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            key = tensor.untyped_storage()._cdata
+            if key not in external:
+                own.add(key)
+        return [_defined(item) for item in result] if type(result) is list else result
+
+
+def _defined(item: Any) -> Any:
+    """An undefined tensor in a list comes out as None, which cannot go back in: FlashAttention-3 returns such."""
+    return torch.empty(0) if item is None else item
+
+
+def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that an operator's schema says it writes to."""
+    for position, name in _written(func):
+        if position < len(args):
+            yield args[position]
+        elif name in kwargs:
+            yield kwargs[name]
+
+
+@functools.lru_cache(maxsize=4096)
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments, lists of them included; this runs for every operator observed."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found

@@ -1,0 +1,28 @@
+"""Which `GraphDevice` serves a torch device."""
+
+from __future__ import annotations
+
+import torch
+
+from simplegraph.errors import ConfigError
+from simplegraph.graph.device import GraphDevice
+
+
+def graph_device(device: torch.device | str | GraphDevice) -> GraphDevice:
+    """The `GraphDevice` for a torch device: CUDA graphs on a GPU, the emulator on the CPU.
+
+    Raises:
+        ConfigError: it is another kind of device.
+    """
+    if not isinstance(device, (str, torch.device)):
+        return device
+    device = torch.device(device)
+    if device.type == "cuda":
+        from simplegraph.graph.cuda import cuda_device
+
+        return cuda_device(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "cpu":
+        from simplegraph.graph.emulator import emulator
+
+        return emulator()
+    raise ConfigError(f"device is {str(device)!r}; expected 'cuda' or 'cpu' (which is emulated).")

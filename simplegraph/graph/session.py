@@ -1,0 +1,259 @@
+"""Everything that holds while graphs are captured, and is put back afterwards, whatever happened."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import os
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.errors import CaptureError, EmulatorError, InputError
+from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool
+from simplegraph.graph.program import Program
+from simplegraph.tree import flatten
+
+_FROZEN_AT_IMPORT = gc.get_freeze_count()  # some interpreters freeze a few objects of their own
+
+
+class CaptureSession:
+    """One or many captures into one pool, on the capture stream, with garbage collection paused.
+
+    A graph destroyed by the collector during another's capture is an error (pytorch #161037), so gc is
+    off. `thorough` sessions, meant for many captures, also start from a synchronised device and an
+    emptied cache, and collect before and after; a single lazy capture does without that second.
+
+    Args:
+        device: where to capture.
+        pool: what the captured tensors live in; its lock is held for the whole session.
+        thorough: see above.
+    """
+
+    def __init__(self, device: GraphDevice, pool: GraphPool, *, thorough: bool) -> None:
+        self.device = device
+        self.pool = pool
+        self._thorough = thorough
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> CaptureSession:
+        if self.device.is_capturing():
+            raise CaptureError("the stream is being captured by someone else; capture graphs before or after that.")
+        with contextlib.ExitStack() as stack:
+            # In this order everywhere: whoever serves a call holds its pool's lock already.
+            stack.enter_context(self.pool.lock)
+            stack.enter_context(CAPTURE_LOCK)
+            stack.enter_context(_collection_paused(self._thorough))
+            if self._thorough:
+                self.device.synchronize()
+                self.device.release_cached_memory()
+            stack.callback(self._hand_over)
+            stack.enter_context(self.device.on_capture_stream())
+            self.device.wait_for(self.pool.stream)
+            self.pool.stream = self.device.current_stream()
+            stack.enter_context(_autocast_cache_off())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.__exit__(*exc_info)  # type: ignore[arg-type]
+
+    def _hand_over(self) -> None:
+        # The caller's stream has waited for the capture stream. Nobody else may wait for that one later:
+        # it may be capturing for another thread by then.
+        self.pool.stream = self.device.current_stream()
+
+    def capture(self, run: Callable[[], Any], *, label: str, generators: Sequence[torch.Generator] = ()) -> Program:
+        """Record one run. The run executes nothing; its outputs hold values after the first replay.
+
+        Args:
+            run: the forward, on inputs whose addresses stay valid.
+            label: what is captured, for messages ("batch size 8").
+            generators: random generators, beside the device's default one, that the run draws from.
+
+        Raises:
+            CaptureError: the run cannot be captured; everything is as it was before the call.
+        """
+        started = time.perf_counter()
+        free_before = self.device.free_memory()
+        try:
+            with (
+                _reseeding_shows((_default_generator(self.device.torch_device), *generators)),
+                self._undone_on_failure(),
+            ):
+                self.device.begin(self.pool, generators)
+                outputs, spec = flatten(run())
+                segment = self.device.end()
+        except (CaptureError, InputError):
+            raise
+        except Exception as error:
+            raise capture_error(error, label) from error
+        seconds = time.perf_counter() - started
+        outputs = [self._held(leaf) for leaf in outputs]
+        return Program((segment,), outputs, spec, seconds, max(0, free_before - self.device.free_memory()))
+
+    @contextlib.contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.device.abandon()
+            raise
+
+    def _held(self, leaf: Any) -> Any:
+        """An output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""
+        if isinstance(leaf, Tensor) and self.device.in_pool(self.pool, leaf):
+            return self.device.borrow(leaf)
+        return leaf
+
+
+@contextlib.contextmanager
+def _collection_paused(thorough: bool) -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    freezes = thorough and gc.get_freeze_count() <= _FROZEN_AT_IMPORT  # what a server froze stays frozen
+    if thorough:
+        gc.collect(1)  # what was made lately; a whole collection takes longer than twenty captures
+    if freezes:
+        gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if thorough:
+            gc.collect(0)  # what this session made: with collection off, all of it is young
+        if freezes:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _autocast_cache_off() -> Iterator[None]:
+    """Weights cast inside a capture are pool memory; cast ones from before would be freed under the graph."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
+        torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _reseeding_shows(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Give generators a seed that nobody else uses, for the time of a capture.
+
+    Capturing draws no numbers, and reseeding is refused, but not to the seed that is set already: eager
+    would start over then, and replays go on.
+    """
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(_NOBODYS_SEED)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+_NOBODYS_SEED = 0x5EED_0F_50AB0D1E5
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    found: torch.Generator = torch.cuda.default_generators[device.index]
+    return found
+
+
+_CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    # (words any of which torch's or the emulator's message holds, cause, remedy); the first that fits is used
+    (
+        ("out of memory",),
+        "the device ran out of memory.",
+        "Capture fewer or smaller sizes (capture_sizes, max_capture_size), or free memory first.",
+    ),
+    (
+        ("unjoined", "streamcaptureunjoined"),
+        "work was forked to another stream and not joined before the end.",
+        "Call torch.cuda.current_stream().wait_stream(side) at the end of the forward.",
+    ),
+    (
+        ("cpu tensor is pinned", "host memory that is not pinned"),
+        "data was copied from or to host memory that is not pinned.",
+        "Create it on the device, or once, outside the forward; read results back outside the wrapped module.",
+    ),
+    (
+        ("pinned memory was allocated", "cudahostalloc"),
+        "pinned memory was allocated, which synchronises.",
+        "Allocate it once, outside the forward.",
+    ),
+    (
+        ("set_current_seed", "generator was reseeded"),
+        "a random generator was reseeded.",
+        "Seed outside the forward; a replay goes on where the last one stopped, as eager does.",
+    ),
+    (
+        ("offset increment outside graph capture", "cuda generator", "generator that the capture"),
+        "a random generator was used that the graph does not know.",
+        "Keep the generator as an attribute of the module, and seed outside the forward.",
+    ),
+    (
+        (
+            "read back",
+            "stream is capturing",
+            "during capture",
+            "graph capture",
+            "stream capture",
+            "a capturing stream",
+            "a capturing blocking stream",
+        ),
+        "a tensor was read back to Python while its value does not exist yet, or the device was synchronised.",
+        "Keep the test on the device (torch.where), or run that part outside the wrapped module.",
+    ),
+)
+
+
+def capture_error(error: Exception, label: str) -> CaptureError:
+    """The error a user sees: what failed, at which of their lines, why, and what to do."""
+    location = user_location(error)
+    said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    cause, remedy = said, "Fix it, or leave graphs alone here."
+    if isinstance(error, (RuntimeError, EmulatorError)):
+        text = str(error).lower()
+        known = next((entry for entry in _CAUSES if any(word in text for word in entry[0])), None)
+        if known is not None:
+            cause = str(error) if isinstance(error, EmulatorError) else f"{known[1]} ({said})"
+            remedy = known[2]
+    where = f" at {location}" if location else ""
+    return CaptureError(f"capturing {label} failed{where}\n  {cause}\n  {remedy}", location=location, cause=cause)
+
+
+def user_location(error: BaseException) -> str | None:
+    """``file:line `source` `` of the innermost frame that is neither torch's nor this library's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_users(frame.filename):
+            source = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            return f"{os.path.relpath(frame.filename)}:{frame.lineno} `{source}`"
+    return None
+
+
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<"):
+        return False
+    path = os.path.abspath(filename)
+    if path.startswith(_STDLIB) and "site-packages" not in path:
+        return False
+    return not path.startswith((_OWN, _TORCH))

@@ -1,0 +1,103 @@
+"""Nested arguments and results: taken apart into leaves, put together again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeSpec:
+    """How leaves are nested. Equal specs nest alike; a spec without a type is one leaf.
+
+    Containers are lists, tuples, named tuples, dicts, dataclasses that hold nothing beside their fields,
+    and whatever is registered as a pytree node (transformers' ModelOutput, for one). Everything else is a leaf.
+    """
+
+    type: type | None = None
+    keys: tuple[Any, ...] = ()
+    children: tuple[TreeSpec, ...] = ()
+    context: Any = dataclasses.field(default=None, hash=False)  # a registered node's own, often a list of keys
+
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
+        """The nested value these leaves stand for."""
+        return self._build(iter(leaves))
+
+    def _build(self, leaves: Iterator[Any]) -> Any:
+        if self.type is None:
+            return next(leaves)
+        children = [child._build(leaves) for child in self.children]
+        if self.type is list:
+            return children
+        if self.type is tuple:
+            return tuple(children)
+        if self.type in (dict, OrderedDict):
+            return self.type(zip(self.keys, children, strict=True))
+        if self.context is not None:
+            unflatten: Callable[[list[Any], Any], Any] = self.context[0]
+            return unflatten(children, self.context[1])
+        if issubclass(self.type, tuple):
+            return self.type._make(children)  # type: ignore[attr-defined]
+        return _build_dataclass(self.type, zip(self.keys, children, strict=True))
+
+    def names(self, prefix: str) -> list[str]:
+        """A dotted name for every leaf: ``states.0``, ``batch.mask``."""
+        if self.type is None:
+            return [prefix]
+        return [
+            name
+            for key, child in zip(self.keys, self.children, strict=True)
+            for name in child.names(f"{prefix}.{key}" if prefix else str(key))
+        ]
+
+
+LEAF = TreeSpec()
+
+
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a nested value, in order, and how they were nested."""
+    leaves: list[Any] = []
+    return leaves, _flatten_into(value, leaves)
+
+
+def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
+    kind = type(value)
+    keys: Iterable[Any]
+    context: Any = None
+    if kind is list or kind is tuple:
+        keys, values = range(len(value)), value
+    elif kind is dict or kind is OrderedDict:
+        keys, values = value.keys(), value.values()
+    elif kind in pytree.SUPPORTED_NODES and kind is not torch.Size:  # a pytree node that comes back as a tuple
+        node = pytree.SUPPORTED_NODES[kind]
+        values, node_context = node.flatten_fn(value)
+        keys, context = range(len(values)), (node.unflatten_fn, node_context)
+    elif isinstance(value, tuple) and hasattr(kind, "_fields"):
+        keys, values = kind._fields, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and _only_fields(value):
+        keys = [field.name for field in dataclasses.fields(value)]
+        values = [getattr(value, name) for name in keys]
+    else:
+        leaves.append(value)
+        return LEAF
+    keys = tuple(keys)
+    return TreeSpec(kind, keys, tuple(_flatten_into(item, leaves) for item in values), context)
+
+
+def _only_fields(value: Any) -> bool:
+    """Whether a dataclass holds its fields and nothing else, so that they make it up again."""
+    names = {field.name for field in dataclasses.fields(value)}
+    return names.issuperset(getattr(value, "__dict__", ())) and all(hasattr(value, name) for name in names)
+
+
+def _build_dataclass(kind: type, items: Iterable[tuple[str, Any]]) -> Any:
+    # Not through __init__: it may validate, convert or copy what must stay the very same tensors.
+    value: Any = object.__new__(kind)
+    for name, item in items:
+        object.__setattr__(value, name, item)
+    return value
