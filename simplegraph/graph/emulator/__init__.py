@@ -1,0 +1,18 @@
+"""A graph device on CPU tensors that enforces CUDA's rules, so that graphs can be tested without a GPU.
+
+Operators run when they are dispatched, because only that gives the right shapes and the right Python
+flow, and are recorded. When the capture ends it looks as if nothing had run: captured writes are
+undone, captured memory is poisoned and random generators are put back. A replay runs the recorded
+operators again, on the addresses seen at capture.
+
+    memory      what a capture touches, and how a replay finds it again
+    operators   which of them write, read back to Python, or do nothing on a device
+    segment     what was recorded, and the pool it lives in
+    recording   what happens between begin and end
+    device      the `GraphDevice` protocol on top of these
+"""
+
+from simplegraph.graph.emulator.device import CAPTURE_STREAM, DEFAULT_STREAM, EmulatorDevice, emulator
+from simplegraph.graph.emulator.segment import EmulatorSegment
+
+__all__ = ["CAPTURE_STREAM", "DEFAULT_STREAM", "EmulatorDevice", "EmulatorSegment", "emulator"]

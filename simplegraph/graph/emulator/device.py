@@ -1,0 +1,246 @@
+"""The `GraphDevice` protocol on CPU tensors."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch
+
+from simplegraph.errors import EmulatorError
+from simplegraph.graph.device import GraphPool, MemoryReading
+from simplegraph.graph.emulator.memory import Memory, View
+from simplegraph.graph.emulator.recording import Recording
+from simplegraph.graph.emulator.segment import Arena, EmulatorSegment, living
+
+DEFAULT_STREAM = 0
+CAPTURE_STREAM = 1
+
+_ASSUMED_BYTES = 16 << 30  # where the system does not say
+
+
+class _Streams:
+    """Which work on which stream is known to come before which."""
+
+    def __init__(self) -> None:
+        self._ticks: collections.Counter[int] = collections.Counter()
+        self._seen: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+        self._done: collections.Counter[int] = collections.Counter()
+
+    def use(self, stream: int) -> tuple[int, int]:
+        """Queue work; what others need to wait for."""
+        self._ticks[stream] += 1
+        self._seen[stream][stream] = self._ticks[stream]
+        return stream, self._ticks[stream]
+
+    def wait(self, stream: int, other: int) -> None:
+        self._seen[stream] |= self._seen[other]
+
+    def wait_for_all(self) -> None:
+        self._done = self._ticks.copy()
+
+    def comes_after(self, stream: int, work: tuple[int, int]) -> bool:
+        return max(self._seen[stream][work[0]], self._done[work[0]]) >= work[1]
+
+
+_TORCH_IS_CAPTURING = torch.cuda.is_current_stream_capturing
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.stream = DEFAULT_STREAM
+        self.recording: Recording | None = None
+
+
+class EmulatorDevice:
+    """The `GraphDevice` protocol on CPU tensors. Use the one that `emulator()` returns.
+
+    Beside the protocol it has `stream`, and counters for tests:
+
+    Attributes:
+        synchronizations: calls of `synchronize` so far.
+        cache_releases: calls of `release_cached_memory` so far.
+        waits: the last (stream, stream waited for) pairs.
+    """
+
+    emulated = True
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.synchronizations = 0
+        self.cache_releases = 0
+        self.waits: collections.deque[tuple[int, int]] = collections.deque(maxlen=1000)
+        self._thread = _ThreadState()
+        self._streams = _Streams()
+        self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+
+    def new_pool(self) -> GraphPool:
+        return GraphPool(self, Arena(self._memories), self.current_stream())
+
+    def release_pool(self, pool: GraphPool) -> None:
+        """Give the pool's memory back.
+
+        Raises:
+            EmulatorError: a segment in it was not reset.
+        """
+        arena: Arena = pool.handle
+        if arena.segments or arena.capturing:
+            raise EmulatorError(f"the pool still has {arena.segments} graphs; reset them before releasing it.")
+        arena.released = True
+        arena.free()
+
+    @contextlib.contextmanager
+    def stream(self, stream: int) -> Iterator[None]:
+        """Make an emulated stream current in this thread; any whole number names one."""
+        caller, self._thread.stream = self._thread.stream, stream
+        try:
+            yield
+        finally:
+            self._thread.stream = caller
+
+    @contextlib.contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        caller = self.current_stream()
+        if caller == CAPTURE_STREAM:
+            yield
+            return
+        with self.stream(CAPTURE_STREAM):
+            self.wait_for(caller)
+            try:
+                yield
+            finally:
+                self._wait(caller, CAPTURE_STREAM)
+
+    def current_stream(self) -> int:
+        return self._thread.stream
+
+    def wait_for(self, stream: int) -> None:
+        if self.is_capturing() and stream != self.current_stream():
+            self._break("the capture stream waited for work that is not captured")
+        self._wait(self.current_stream(), stream)
+
+    def is_capturing(self) -> bool:
+        return self._thread.recording is not None
+
+    def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
+        """Start recording.
+
+        Raises:
+            EmulatorError: this thread or the pool is recording already, the pool was released, or the
+                default stream is current.
+        """
+        if self.is_capturing():
+            self._break("a capture was begun inside another")
+        if self.current_stream() == DEFAULT_STREAM:
+            raise EmulatorError("the default stream cannot be captured; begin inside on_capture_stream().")
+        recording = Recording(pool.handle, self.current_stream(), generators, self._captured)
+        recording.start(continues=continues)
+        self._set_recording(recording)
+
+    def _set_recording(self, recording: Recording | None) -> None:
+        self._thread.recording = recording
+        # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
+        torch.cuda.is_current_stream_capturing = _TORCH_IS_CAPTURING if recording is None else self._any_capturing
+
+    def _any_capturing(self) -> bool:
+        return self.is_capturing() or _TORCH_IS_CAPTURING()
+
+    def end(self) -> EmulatorSegment:
+        """Stop recording and return what was recorded.
+
+        Raises:
+            EmulatorError: the capture was broken, or reseeded a generator, or ends on another stream.
+        """
+        recording = self._thread.recording
+        if recording is None:
+            raise EmulatorError("no capture is under way; call begin() first.")
+        recording.stop()
+        if recording.stream != self.current_stream():
+            raise EmulatorError("a capture must end on the stream that it began on.")
+        segment = recording.finish(self._permit_replay)
+        self._set_recording(None)
+        return segment
+
+    def abandon(self) -> None:
+        recording = self._thread.recording
+        if recording is not None:
+            self._set_recording(None)
+            recording.stop()
+            recording.undo()
+
+    def synchronize(self) -> None:
+        if self.is_capturing():
+            self._break("the device was synchronised, which a capture does not permit")
+        self.synchronizations += 1
+        self._streams.wait_for_all()
+
+    def release_cached_memory(self) -> None:
+        self.cache_releases += 1
+
+    def free_memory(self) -> int:
+        return self.memory().free
+
+    def memory(self) -> MemoryReading:
+        """As on a device that nobody else uses: exact, so that tests can tell what a capture takes."""
+        reserved = sum(memory.storage.nbytes() for memory in living(self._memories))
+        return MemoryReading(_total_bytes() - reserved, _total_bytes(), reserved)
+
+    def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
+        memory = self._captured(tensor)
+        return memory is not None and memory.pool is pool.handle
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        memory = self._captured(tensor)
+        if memory is None:
+            return tensor
+        with _python_dispatch._disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            return View.of(tensor, memory).tensor()
+
+    def _captured(self, tensor: Tensor) -> Memory | None:
+        """The captured memory that a tensor, owning or borrowed, lies in."""
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            return None
+        address = tensor.untyped_storage().data_ptr()
+        return self._memories.get(address) if address else None
+
+    def _permit_replay(self, arena: Arena) -> None:
+        """Check that the current stream may replay a graph of the pool now."""
+        if self.is_capturing():
+            self._break("a graph was replayed in a capture, which is not permitted")
+        stream = self.current_stream()
+        if not self._streams.comes_after(stream, arena.used):
+            raise EmulatorError(
+                f"stream {stream} replays into a pool that stream {arena.used[0]} may still be using; "
+                "call wait_for(pool.stream) before."
+            )
+        arena.used = self._streams.use(stream)
+
+    def _wait(self, stream: int, other: int) -> None:
+        self.waits.append((stream, other))
+        self._streams.wait(stream, other)
+
+    def _break(self, found: str) -> NoReturn:
+        if self._thread.recording is None:
+            raise EmulatorError(f"{found}.")
+        self._thread.recording.fail(found)
+
+
+@functools.cache
+def _total_bytes() -> int:
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return _ASSUMED_BYTES
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@functools.cache
+def emulator() -> EmulatorDevice:
+    """The emulator of this process, made at its first use, so that all wrappers share its streams."""
+    return EmulatorDevice()

@@ -1,0 +1,172 @@
+"""What a capture touches, and how a replay finds it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from simplegraph.errors import EmulatorError
+
+# Typed loosely because torch leaves it untyped.
+_weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
+_new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
+
+
+@dataclasses.dataclass(eq=False)
+class Memory:
+    """A storage that a capture touches.
+
+    Attributes:
+        storage: the memory itself.
+        seen_as: the first operator that used it, and the tensor it saw.
+        pool: what the emulator knows of the pool it was captured into; None for memory from outside.
+        group: which run of segments of that pool created it.
+        poison: the byte that means undefined. NaN for floating point, a wild value for an integer.
+        saved: its bytes before the first captured write, while they must be put back.
+        value: for a number made of Python data in the capture, its bytes then; a graph holds its value.
+    """
+
+    storage: torch.UntypedStorage
+    seen_as: str
+    pool: object = None
+    group: int = 0
+    poison: int = 0
+    saved: torch.UntypedStorage | None = None
+    value: torch.UntypedStorage | None = None
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where it lies. Final: read it only when the capture has ended."""
+        return self.storage.data_ptr()
+
+    @functools.cached_property
+    def alias(self) -> Any:
+        """The same address without a share in its ownership: what a CUDA graph has of its memory."""
+        return torch._C._construct_storage_from_data_pointer(self.address, torch.device("cpu"), self.storage.nbytes())
+
+    @functools.cached_property
+    def bytes(self) -> Tensor:
+        """All of it, as a (nbytes,) uint8 tensor."""
+        with torch.inference_mode():
+            return bytes_of(self.alias)
+
+    def reusable(self) -> bool:
+        """Whether no tensor has this memory any more, so that what is captured next may get it."""
+        return _use_count(self.storage._cdata) == 1
+
+    def save(self) -> None:
+        """Remember what it holds before a captured write."""
+        if self.saved is None:
+            self.saved = copy_of(self.storage)
+
+    def restore(self) -> None:
+        """Put back what `save` remembered."""
+        if self.saved is not None:
+            if self.storage.nbytes() != self.saved.nbytes():
+                self.storage.resize_(self.saved.nbytes())
+            self.storage.copy_(self.saved)
+            self.saved = None
+
+    def freeze(self) -> None:
+        """Remember the value of a number, before anything writes to it."""
+        if self.value is None:
+            self.value = copy_of(self.storage)
+
+    def adopt_value(self) -> None:
+        """Be the graph's own number from now on, if a number; Python may change the one it has."""
+        if self.value is not None:
+            self.storage = self.value
+
+
+class View(NamedTuple):
+    """A tensor as a graph sees it: memory and geometry, whatever becomes of the Python object."""
+
+    memory: Memory
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, memory: Memory) -> View:
+        """How `tensor` lies in `memory`."""
+        size, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        return cls(memory, tensor.dtype, offset, size, stride, tensor.is_conj(), tensor.is_neg())
+
+    def tensor(self) -> Tensor:
+        """The tensor again, owning nothing."""
+        tensor = torch.empty(0, dtype=self.dtype).set_(self.memory.alias, self.offset, self.size, self.stride)
+        tensor = torch.conj(tensor) if self.conj else tensor
+        return torch._neg_view(tensor) if self.neg else tensor
+
+
+class Outside(NamedTuple):
+    """Memory that a segment uses and that somebody else must keep alive."""
+
+    weak: Any
+    address: int
+    seen_as: str
+
+    @classmethod
+    def of(cls, memory: Memory) -> Outside:
+        """A reference to `memory` that owns nothing."""
+        return cls(_weak_reference(memory.storage), memory.address, memory.seen_as)
+
+    def lock(self) -> torch.UntypedStorage:
+        """The memory, owned until the caller lets go of it.
+
+        Raises:
+            EmulatorError: nobody owned it any more, or it was moved.
+        """
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        if storage is None or storage.data_ptr() != self.address:
+            raise EmulatorError(
+                f"replay reads memory that was freed: {self.seen_as}. "
+                "A graph keeps nothing alive; whoever captured it must own what it reads."
+            )
+        return storage
+
+
+def from_outside(tensor: Tensor, func: Any) -> Memory:
+    """Memory that `func` is the first to use, and that the capture did not create."""
+    storage = tensor.untyped_storage()
+    return Memory(storage, f"{func} uses a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+
+
+def bytes_of(storage: Any) -> Tensor:
+    """All bytes of a storage, as a (nbytes,) uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A storage of its own with the same bytes."""
+    return _new_storage(storage.nbytes()).copy_(storage)
+
+
+def poison_byte(dtype: torch.dtype) -> int:
+    """The byte that, repeated, no program takes for a value of `dtype`."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return 0xFF
+    return 0x01 if dtype is torch.bool else 0xC0
+
+
+def poison(memories: Iterable[Memory]) -> None:
+    """Make memory undefined."""
+    with torch.inference_mode():
+        for memory in memories:
+            memory.bytes.fill_(memory.poison)
+
+
+def _use_count_unknown(cdata: int) -> int:
+    return -1
+
+
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _use_count_unknown)

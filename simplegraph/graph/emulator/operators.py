@@ -1,0 +1,142 @@
+"""Operators: which of them write, read back to Python, or do nothing on a device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+READ_BACK = "a tensor was read back to Python while its value does not exist yet"
+FROM_HOST = "data was copied from host memory that is not pinned, which a capture does not permit"
+
+_READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::_linalg_check_errors"}
+_READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_TAKES_MASK = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_UNINITIALISED = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "empty_permuted")}
+_UNINITIALISED |= {"aten::new_empty", "aten::new_empty_strided"}
+_COLLECTIVES = ("c10d", "_c10d_functional")
+
+
+def name_of(func: Any) -> str:
+    """An operator's name without its overload, such as ``aten::add``."""
+    return str(func._schema.name)
+
+
+def shown(func: Any) -> str:
+    """An operator as a user knows it, such as ``aten.item``."""
+    return str(func.overloadpacket).replace("_local_scalar_dense", "item")
+
+
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Whether the operator is only made of others. Under inference_mode it is dispatched whole."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
+
+
+def reads_value(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the host needs a tensor's value to go on."""
+    if name_of(func) in _READS:
+        return True
+    if name_of(func) in _TAKES_MASK or kwargs.get("output_size") is not None:
+        return False  # Only a mask makes an index dynamic, and repeat_interleave may be told its size.
+    return not _READING_TAGS.isdisjoint(func.tags)
+
+
+def masks(func: Any, args: Sequence[Any]) -> list[Tensor]:
+    """The boolean masks among the indices of an indexing operator."""
+    if name_of(func) not in _TAKES_MASK:
+        return []
+    return [index for index in tensors(args[1]) if index.dtype in (torch.bool, torch.uint8)]
+
+
+def does_work(func: Any, written: Sequence[Tensor], created: Sequence[int]) -> bool:
+    """Whether a device would have to do anything for the operator."""
+    if name_of(func) in _UNINITIALISED or torch.Tag.inplace_view in func.tags:
+        return False
+    return bool(written or created) or func.namespace != "aten" or "assert" in name_of(func)
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that the operator writes to."""
+    arguments = _written_arguments(func)
+    return tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in arguments])
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    def writes(argument: Any) -> bool:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return True
+        # Batch norm updates its statistics, and a collective its tensors, without a word in the schema.
+        return func.namespace == "c10d" or argument.name in ("running_mean", "running_var")
+
+    return tuple((place, arg.name) for place, arg in enumerate(func._schema.arguments) if writes(arg))
+
+
+def waiting(func: Any) -> Callable[..., Any]:
+    """The operator as later work on its stream finds it; a collective has run by then."""
+    if func.namespace not in _COLLECTIVES:
+        return func  # type: ignore[no-any-return]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        for leaf in leaves(result):
+            if isinstance(leaf, Tensor):
+                torch.ops._c10d_functional.wait_tensor(leaf)
+            elif hasattr(leaf, "wait"):
+                leaf.wait()
+        return result
+
+    return call
+
+
+def run_for_shapes(func: Callable[..., Any], args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
+    """Run an operator for the shapes of its results; the values of its arguments may be undefined."""
+    try:
+        return func(*args, **kwargs)
+    except (IndexError, RuntimeError) as error:
+        # What an earlier segment left is poisoned, and a capture on a GPU looks at no value.
+        def change(tensor: Tensor) -> Tensor:
+            return tensor if any(tensor is other for other in written) else _harmless(tensor)
+
+        with contextlib.suppress(Exception):
+            return func(*map_tree(Tensor, change, args), **map_tree(Tensor, change, kwargs))
+        raise error
+
+
+def _harmless(tensor: Tensor) -> Tensor:
+    """Values that operators accept: 1.0, True and index 0."""
+    is_index = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    return torch.zeros_like(tensor) if is_index else torch.ones_like(tensor)
+
+
+def map_tree(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with every instance of `kind` changed; lists, tuples and dicts are looked into."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if type(tree) in (list, tuple):
+        return type(tree)(map_tree(kind, change, item) for item in tree)
+    if type(tree) is dict:
+        return {key: map_tree(kind, change, item) for key, item in tree.items()}
+    return tree
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """What lists, tuples and dicts hold, in order."""
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        yield from leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
+    return [tree] if isinstance(tree, Tensor) else [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,0 +1,307 @@
+"""What happens between begin and end: every operator of the thread is seen, run and recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, overrides
+from torch.utils import _python_dispatch
+
+from simplegraph.errors import EmulatorError
+from simplegraph.graph.emulator.memory import Memory, Outside, View, from_outside, poison_byte
+from simplegraph.graph.emulator.operators import (
+    FROM_HOST,
+    READ_BACK,
+    does_work,
+    is_composite,
+    leaves,
+    map_tree,
+    masks,
+    name_of,
+    reads_value,
+    run_for_shapes,
+    shown,
+    tensors,
+    waiting,
+    written_tensors,
+)
+from simplegraph.graph.emulator.segment import Arena, Call, EmulatorSegment, Output
+from simplegraph.graph.observe import OperatorMode
+
+# Typed loosely because torch leaves them untyped.
+_functions: Any = overrides
+_operators: Any = _python_dispatch
+
+_RESEEDED = "a random generator was reseeded in a capture; seed it before or after"
+# What a capture draws is thrown away, so it may start from a seed that nobody chooses: any other is a reseeding.
+_CAPTURE_SEED = 0x5EED_CA97_0BE5_1DE5
+
+
+class _RecordingMode(OperatorMode):
+    """Shows a recording every operator of its thread."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
+            return NotImplemented  # A subclass such as DTensor first turns into operators on plain tensors.
+        kwargs = kwargs or {}
+        self._recording.check(func, args, kwargs)
+        if is_composite(func):
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        if getattr(func, "_defined_in_python", False):
+            # Python does not run again at replay: record what the function does, not the call of it.
+            with self, _FunctionMode(self._recording):
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        return self._recording.run(func, args, kwargs)
+
+
+class _FunctionMode(overrides.TorchFunctionMode):
+    """Shows a recording the reads that need no operator where a tensor is on the CPU already."""
+
+    READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.cpu)
+    FACTORIES = (torch.tensor, torch.as_tensor, torch.asarray)
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._check(func, args, kwargs)
+        if func is torch.nn.functional.one_hot:
+            return self._one_hot(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        # x.to(y.device) moves nothing, here or on a GPU; only the string asks for the host by its name.
+        named = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, str)]
+        if func in self.READS or (func is Tensor.to and "cpu" in named):
+            self._recording.fail(f"{READ_BACK} (Tensor.{func.__name__})")
+        if func is Tensor.pin_memory or kwargs.get("pin_memory"):
+            self._recording.fail("pinned memory was allocated, which a capture does not permit")
+        if func in self.FACTORIES and kwargs.get("device") is not None and not tensors(args[:1]):
+            self._recording.fail(f"{FROM_HOST} (torch.{func.__name__})")
+
+    def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
+        """As on CUDA; the CPU operator reads the classes back to check them."""
+        if num_classes == -1:
+            self._recording.fail(f"{READ_BACK} (torch.nn.functional.one_hot without num_classes)")
+        zeros = torch.zeros(*tensor.shape, num_classes, dtype=torch.long)
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+@contextlib.contextmanager
+def _modes_lifted() -> Iterator[None]:
+    """Take the thread's modes off; put all but a recording's own back, on top of what is there then.
+
+    A recording's modes lie at the bottom. Code that is inside ``with torch.device(...)`` while a break
+    ends one capture and begins the next must find its own mode on top when it leaves that block.
+    """
+    functions = [_functions._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    operators = [_operators._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(functions):
+            if not isinstance(mode, _FunctionMode):
+                _functions._push_mode(mode)
+        for mode in reversed(operators):
+            if not isinstance(mode, _RecordingMode):
+                _operators._push_mode(mode)
+
+
+def _identity(generator: Any) -> int:
+    """What stays the same when an operator's arguments are handed to Python in new wrappers."""
+    return int(generator._cdata)
+
+
+class Recording:
+    """A capture under way: the calls so far, the memory they touched and what must be put back.
+
+    Args:
+        arena: the pool that is captured into.
+        stream: the current stream.
+        generators: those beside the default one that may be drawn from.
+        captured: finds the memory of a tensor that any pool has.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        stream: int,
+        generators: Sequence[torch.Generator],
+        captured: Callable[[Tensor], Memory | None],
+    ) -> None:
+        self.arena = arena
+        self.stream = stream
+        self._captured = captured
+        self._broken: EmulatorError | None = None
+        generators = [torch.default_generator, *generators]
+        self._known_generators = {_identity(generator) for generator in generators}
+        self._random = [(generator, generator.get_state()) for generator in generators]
+        self._calls: list[Call] = []
+        self._memories: dict[int, Memory] = {}
+        self._created: set[Memory] = set()
+        # Every storage seen is held, so that its key means nothing else until the capture ends.
+        self._held: list[torch.UntypedStorage] = []
+        self._reused: list[Memory] = []
+        self._mode: Any = None
+
+    def start(self, *, continues: bool) -> None:
+        """Begin to see the thread's operators.
+
+        Raises:
+            EmulatorError: the pool cannot be captured into.
+        """
+        self.arena.open(continues=continues)
+        self._reused = self.arena.reusable()
+        for generator, _ in self._random:
+            generator.manual_seed(_CAPTURE_SEED)
+        with _modes_lifted():
+            self._mode = _RecordingMode(self)
+            self._mode.__enter__()
+            _functions._push_mode(_FunctionMode(self))
+
+    def stop(self) -> None:
+        """See no more operators; harmless the second time."""
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            self.arena.capturing = False
+            with _modes_lifted():
+                _operators._push_mode(mode)
+                mode.__exit__(None, None, None)
+
+    def fail(self, found: str) -> NoReturn:
+        """Break the capture for good: as on CUDA, swallowing the exception does not mend it."""
+        error = EmulatorError(f"{found}.")
+        self._broken = self._broken or error
+        raise error
+
+    def check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse what a capture on CUDA refuses."""
+        if self._reseeded():
+            self.fail(_RESEEDED)
+        for leaf in leaves([args, kwargs]):
+            if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
+                self.fail(f"{shown(func)} draws from a generator that the capture was not told of")
+        if reads_value(func, kwargs):
+            self.fail(f"{READ_BACK} ({shown(func)})")
+        if masks(func, args) and not self._fills_by_mask(args):
+            self.fail(f"{READ_BACK} ({shown(func)} with a boolean mask)")
+        if name_of(func) == "aten::lift_fresh" and self._is_host_array(args[0]):
+            self.fail(f"{FROM_HOST} (data of shape {tuple(args[0].shape)})")
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and record it where it does work on a device."""
+        inputs = tensors([args, kwargs])
+        if any(tensor.device.type == "meta" for tensor in inputs):
+            return func(*args, **kwargs)
+        for tensor in inputs:
+            memory = self._memory_of(tensor, func)
+            if name_of(func) == "aten::lift_fresh" and memory.pool is None:
+                memory.freeze()
+        written = written_tensors(func, args, kwargs)
+        for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
+            memory.save()
+        call = waiting(func)
+        result = run_for_shapes(call, args, kwargs, written)
+        results = tensors(result)
+        created = self._create(func, results)
+        if does_work(func, written, created):
+            view = functools.partial(self._view, func)
+            outputs = tuple(Output(place, view(results[place])) for place in created)
+            self._calls.append(Call(call, map_tree(Tensor, view, args), map_tree(Tensor, view, kwargs), outputs))
+        return result
+
+    def finish(self, permit: Callable[[Arena], None]) -> EmulatorSegment:
+        """Undo what ran, and return what was recorded.
+
+        Raises:
+            EmulatorError: a rule was broken, at the end or before.
+        """
+        self._check_end()
+        self.undo()
+        self._held.clear()
+        constants = {memory for memory in self._memories.values() if memory.value is not None}
+        for memory in constants:
+            memory.adopt_value()
+        outside = set(self._memories.values()) - self._created - constants
+        tensor_of = functools.cache(View.tensor)
+        with torch.inference_mode():
+            calls = [call.bound(tensor_of) for call in self._calls]
+        return EmulatorSegment(
+            self.arena,
+            permit,
+            calls,
+            created=self._created,
+            constants=constants,
+            outside=[Outside.of(memory) for memory in outside if memory.address],
+            reused=self._reused,
+        )
+
+    def undo(self) -> None:
+        """Put back the memory that was written and the random generators; harmless the second time."""
+        for memory in self._memories.values():
+            memory.restore()
+        for generator, state in self._random:
+            generator.set_state(state)
+
+    def _reseeded(self) -> bool:
+        return any(generator.initial_seed() != _CAPTURE_SEED for generator, _ in self._random)
+
+    def _check_end(self) -> None:
+        if self._broken is not None:
+            raise EmulatorError(f"the capture was broken earlier: {self._broken}") from self._broken
+        if self._reseeded():
+            raise EmulatorError(f"{_RESEEDED}.")
+        for memory in self._memories.values():
+            if memory.saved is not None and memory.saved.nbytes() != memory.storage.nbytes():
+                raise EmulatorError(f"memory from outside was resized, so it moved: {memory.seen_as}.")
+
+    def _memory_of(self, tensor: Tensor, func: Any) -> Memory:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            self.fail(f"{func} uses a tensor that the emulator cannot record: {tensor.layout} on {tensor.device}")
+        storage = tensor.untyped_storage()
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
+            memory = self._captured(tensor) or from_outside(tensor, func)
+            self._memories[storage._cdata] = memory
+            self._held.append(storage)
+        return memory
+
+    def _is_host_array(self, tensor: Tensor) -> bool:
+        """Whether this is Python data that is more than a number, and that a GPU would have to fetch."""
+        return tensor.dim() > 0 and tensor.numel() > 0 and tensor.untyped_storage()._cdata not in self._memories
+
+    def _view(self, func: Any, tensor: Tensor) -> View:
+        return View.of(tensor, self._memory_of(tensor, func))
+
+    def _create(self, func: Any, results: Sequence[Tensor]) -> list[int]:
+        """Take what an operator allocated into the pool; the places of those among its results."""
+        places, new = [], set()
+        for place, tensor in enumerate(results):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._memories:
+                memory = Memory(storage, str(func), self.arena, self.arena.group, poison_byte(tensor.dtype))
+                self._memories[storage._cdata] = memory
+                self._created.add(memory)
+                new.add(memory)
+            if self._memories[storage._cdata] in new:
+                places.append(place)
+        return places
+
+    def _fills_by_mask(self, args: Sequence[Any]) -> bool:
+        """Whether this is ``x[mask] = 0.0``, which is masked_fill_ on CUDA."""
+        return len(args) > 2 and len(tensors(args[1])) == 1 and self._is_constant(args[2])
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        memory = self._memories.get(tensor.untyped_storage()._cdata)
+        return memory is not None and memory.value is not None and tensor.numel() == 1
