@@ -1,0 +1,104 @@
+"""What was captured, replayed and run eagerly, counted; every fallback has its reason here."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Hashable
+
+from simplegraph.batch.dispatch import Reason
+
+logger = logging.getLogger("simplegraph")
+
+# Reasons that are part of the normal course; the others cost speed and are worth a warning.
+_EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.EAGER_CONTEXT, Reason.NESTED, Reason.MODE_NONE}
+
+
+@dataclasses.dataclass(slots=True)
+class GraphCounters:
+    """One captured graph: what it is, what it cost, how often it ran.
+
+    Attributes:
+        label: what was captured, as in messages.
+        mode: FULL or PIECEWISE.
+        size: padded rows.
+        seconds: capture time; bytes: device memory the capture took.
+        replays: how often it was replayed; padded_tokens: padding rows in all of these together.
+        nodes: operations in it, where the device can say.
+    """
+
+    label: str
+    mode: str
+    size: int
+    seconds: float
+    bytes: int
+    segments: int = 1
+    nodes: int | None = None
+    replays: int = 0
+    padded_tokens: int = 0
+
+
+class GraphStats:
+    """Counters of one wrapper or manager.
+
+    Attributes:
+        graphs: one `GraphCounters` for every graph captured and not dropped, by key.
+        eager: eager calls by `Reason`.
+        captures: captures that succeeded; failures: captures that failed.
+        recaptures: how often all graphs were dropped because what they read had moved.
+    """
+
+    def __init__(self, name: str = "model") -> None:
+        self.name = name
+        self.graphs: dict[Hashable, GraphCounters] = {}
+        self.eager: collections.Counter[Reason] = collections.Counter()
+        self.captures = 0
+        self.failures: dict[str, str] = {}
+        self.recaptures = 0
+        self._dropped_replays = 0
+        self._dropped_padding = 0
+        self._logged: set[Reason] = set()
+
+    @property
+    def replays(self) -> int:
+        """Replays of all graphs, dropped ones included."""
+        return self._dropped_replays + sum(graph.replays for graph in self.graphs.values())
+
+    @property
+    def padded_tokens(self) -> int:
+        """Padding rows in all replays together."""
+        return self._dropped_padding + sum(graph.padded_tokens for graph in self.graphs.values())
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that capturing the present graphs took."""
+        return sum(graph.bytes for graph in self.graphs.values())
+
+    @property
+    def capture_seconds(self) -> float:
+        """Time that capturing the present graphs took."""
+        return sum(graph.seconds for graph in self.graphs.values())
+
+    def ran_eagerly(self, reason: Reason, detail: str = "") -> None:
+        """Count an eager call; the first of each reason is logged, as a warning if it costs speed."""
+        self.eager[reason] += 1
+        if reason not in self._logged:
+            self._logged.add(reason)
+            level = logging.DEBUG if reason in _EXPECTED else logging.WARNING
+            logger.log(level, "%s runs eagerly: %s%s", self.name, reason.text, f" ({detail})" if detail else "")
+
+    def captured(self, key: Hashable, counters: GraphCounters) -> None:
+        """Count a graph that was captured."""
+        self.captures += 1
+        self.graphs[key] = counters
+
+    def uncaptured(self, key: Hashable) -> None:
+        """Take back a capture that turned out unusable before it was replayed."""
+        self.captures -= 1
+        del self.graphs[key]
+
+    def dropped(self) -> None:
+        """Keep the totals of graphs that were dropped."""
+        self._dropped_replays, self._dropped_padding = self.replays, self.padded_tokens
+        self.graphs.clear()

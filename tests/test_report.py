@@ -1,0 +1,158 @@
+"""The report says what was captured, replayed and run eagerly, to people and to programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+
+WIDTH = 6
+
+
+class Picky(nn.Module):
+    """Reads a value back at the size 8, which no capture can record."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        if x.shape[0] == 8 and x.sum().item() > 1e9:
+            return x
+        return self.linear(x)
+
+
+@pytest.fixture
+def served(device):
+    """Sizes 2 and 4 captured, 8 failed; 3 padded to 4; 9 too large."""
+    model = sg.wrap(Picky().to(device).eval(), capture_sizes=[2, 4, 8], progress=False)
+    with torch.no_grad():
+        for size in (4, 4, 4, 2, 2, 3, 3, 8, 8, 8, 9):
+            model(torch.randn(size, WIDTH, device=device))
+    return model
+
+
+def test_a_report_before_any_call_is_empty_and_prints():
+    report = sg.wrap(nn.Linear(2, 2)).graph_report()
+    assert report.to_dict()["graphs"] == []
+    assert report.to_dict()["replays"] == 0
+    assert "0 graphs" in str(report)
+    assert json.loads(report.to_json())["captures"] == 0
+
+
+def test_the_numbers_of_the_report_are_those_of_the_calls(served, device):
+    report = served.graph_report().to_dict()
+    assert report["name"] == "Picky"
+    assert report["device"] == ("cuda:0" if device.type == "cuda" else "cpu")
+    assert report["emulated"] is (device.type == "cpu")
+    assert report["captures"] == 2
+    assert report["replays"] == 5
+    assert report["padded_tokens"] == 2
+    assert report["recaptures"] == 0
+    assert report["eager"] == {"first_call": 1, "warmup": 2, "capture_failed": 2, "batch_too_large": 1}
+    assert sum(report["eager"].values()) + report["replays"] == 11
+    assert [(g["mode"], g["size"], g["replays"], g["padded_tokens"]) for g in report["graphs"]] == [
+        ("FULL", 2, 1, 0),
+        ("FULL", 4, 4, 2),
+    ]
+    assert all(graph["seconds"] > 0 for graph in report["graphs"])
+    assert report["capture_seconds"] == pytest.approx(sum(graph["seconds"] for graph in report["graphs"]))
+    assert report["graph_bytes"] == sum(graph["bytes"] for graph in report["graphs"])
+
+
+def test_the_failure_in_the_report_names_the_line(served):
+    failures = served.graph_report().to_dict()["failures"]
+    assert list(failures) == ["batch size 8"]
+    assert "test_report.py" in failures["batch size 8"]
+    assert "x.sum().item()" in failures["batch size 8"]
+
+
+def test_json_says_what_the_dict_says(served):
+    report = served.graph_report()
+    assert json.loads(report.to_json()) == report.to_dict()
+
+
+def test_the_table_has_a_row_for_every_graph_and_a_line_for_every_reason(served, device):
+    text = str(served.graph_report())
+    lines = text.splitlines()
+    assert lines[0].startswith("Picky (")
+    assert "2 graphs" in lines[0]
+    assert "5 replays, 2 padded tokens, 6 eager calls" in lines[0]
+    assert ("emulated: no speed" in lines[0]) is (device.type == "cpu")
+    assert lines[1].split() == ["mode", "size", "segments", "nodes", "capture", "ms", "MiB", "replays", "padded"]
+    cells = [line.split() for line in lines[2:4]]
+    assert [(row[0], row[1], row[-2], row[-1]) for row in cells] == [("FULL", "2", "1", "0"), ("FULL", "4", "4", "2")]
+    assert len({len(line) for line in lines[1:4]}) == 1
+    for reason in (sg.Reason.CAPTURE_FAILED, sg.Reason.BATCH_TOO_LARGE, sg.Reason.WARMUP):
+        assert any(reason.value in line and reason.text in line for line in lines)
+    assert any(line.strip().startswith("failed: capturing batch size 8") for line in lines)
+    assert repr(served.graph_report()) == text
+
+
+def test_totals_survive_a_recapture_and_graphs_are_counted_anew(served, device):
+    with torch.no_grad():
+        served.linear.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, device=device))
+        for _ in range(3):
+            served(torch.randn(4, WIDTH, device=device))
+    report = served.graph_report().to_dict()
+    assert report["recaptures"] == 1
+    assert report["captures"] == 3
+    assert report["replays"] == 7
+    assert report["padded_tokens"] == 2
+    assert [graph["size"] for graph in report["graphs"]] == [4]
+
+
+def test_two_wrappers_count_for_themselves(device):
+    one = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[4])
+    two = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[4])
+    with torch.no_grad():
+        for _ in range(4):
+            one(torch.randn(4, WIDTH, device=device))
+        two(torch.randn(4, WIDTH, device=device))
+    assert one.graph_stats.replays == 3
+    assert two.graph_stats.replays == 0
+
+
+def test_each_reason_is_logged_once_and_costly_ones_as_warnings(device, caplog):
+    caplog.set_level(logging.DEBUG, logger="simplegraph")
+    model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[4])
+    with torch.no_grad():
+        for size in (9, 9, 9, 4, 4):
+            model(torch.randn(size, WIDTH, device=device))
+    too_large = [record for record in caplog.records if "above every captured size" in record.message]
+    assert [record.levelno for record in too_large] == [logging.WARNING]
+    first = [record for record in caplog.records if sg.Reason.FIRST_CALL.text in record.message]
+    assert all(record.levelno == logging.DEBUG for record in first)
+    assert all(record.name.startswith("simplegraph") for record in caplog.records)
+
+
+def test_nothing_is_printed_by_a_program_that_configured_no_logging(device, capfd):
+    model = sg.wrap(Picky().to(device).eval(), capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(4, WIDTH, device=device))
+    assert capfd.readouterr().out == ""
+
+
+def test_every_reason_has_a_text_for_people_and_a_value_for_machines():
+    assert len({reason.value for reason in sg.Reason}) == len(sg.Reason)
+    for reason in sg.Reason:
+        assert reason.text
+        assert reason.value == str(reason)
+        assert json.loads(json.dumps({reason.value: 1})) == {str(reason): 1}
+
+
+def test_replays_and_captures_show_in_a_profile(device):
+    model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[4])
+    x = torch.randn(4, WIDTH, device=device)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        for _ in range(4):
+            model(x)
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    assert sum(name.startswith("simplegraph.capture") for name in names) == 1
+    assert sum(name.startswith("simplegraph.replay") for name in names) == 3
