@@ -1,0 +1,79 @@
+"""One signature of a module's calls: its static inputs, and what has been learnt about it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.batch.dispatch import Reason
+from simplegraph.buffers import InputSet, OutputShapes, shared_rows
+from simplegraph.graph.observe import MemoryObserver, storage_key
+from simplegraph.signature import Arg, CannotBind, Signature
+from simplegraph.tree import TreeSpec
+
+_RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+@dataclasses.dataclass(eq=False)
+class Binding:
+    """One signature: its static inputs, and what has been learnt about its calls.
+
+    Attributes:
+        inputs: static inputs, one set unless sizes have their own.
+        outputs: how outputs follow the batch size; unsliceable: why they do not.
+        called: whether a call went through eagerly, as it was.
+        warm: warmup runs by padded size.
+        writes: whether the forward was seen to write to an input; written: the names of those it writes to.
+    """
+
+    signature: Signature
+    inputs: list[InputSet] = dataclasses.field(default_factory=list)
+    outputs: OutputShapes = dataclasses.field(default_factory=OutputShapes)
+    unsliceable: CannotBind | None = None
+    unsupported: CannotBind | None = None
+    called: bool = False
+    warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    writes: bool = False
+    written: set[str] = dataclasses.field(default_factory=set)
+
+    def inputs_for(self, padded: int, largest: int, args: Sequence[Arg], leaves: Sequence[Any]) -> InputSet:
+        """The static inputs of a padded size; `args` and `leaves` in the order of the call that asks."""
+        for known in self.inputs:
+            if known.rows >= padded:
+                return known
+        made = InputSet(args, shared_rows(args, largest, padded), leaves)
+        self.inputs.append(made)
+        return made
+
+    def note_written(self, observer: MemoryObserver, inputs: InputSet) -> None:
+        """Remember which static inputs a run wrote to."""
+        memory = {name: storage_key(item.view(inputs.rows)) for name, item in inputs.inputs.items()}
+        self.written |= {name for name, key in memory.items() if key in observer.written}
+        self.writes = self.writes or bool(self.written)
+
+    def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""
+        detail = unreturnable(leaves)
+        if detail is not None:
+            self.unsupported = CannotBind(Reason.UNSUPPORTED_OUTPUT, detail)
+            return
+        try:
+            self.outputs.learn(size, leaves, spec)
+        except CannotBind as error:
+            self.unsliceable = error
+
+
+def unreturnable(leaves: Sequence[Any]) -> str | None:
+    """The first leaf of an output that a replay cannot return, in words, or None."""
+    for leaf in leaves:
+        if isinstance(leaf, (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
+            return f"a {type(leaf).__name__}, whose body would run after the capture; return its values instead"
+        if not isinstance(leaf, _RETURNABLE) or (isinstance(leaf, Tensor) and leaf.layout is not torch.strided):
+            return f"a {type(leaf).__name__}"
+    return None

@@ -1,0 +1,331 @@
+"""What a call looks like: its leaves, their names, which dimension is the batch, and what may vary."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.sizes import mixed_sizes
+from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
+from simplegraph.errors import ConfigError, InputError
+from simplegraph.tree import LEAF, TreeSpec, flatten
+
+PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
+_ATOMS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, range)
+_ATOMS += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+
+
+class CannotBind(Exception):
+    """This call cannot be served by a graph; internal, becomes a counted eager call."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorArg:
+    """A tensor argument, by everything that a graph fixes about it.
+
+    Attributes:
+        name: its dotted name.
+        shape: its sizes, with -1 in the batch dimension.
+        batch_dim: the batch dimension; None for none; "reference" for one taken by address.
+        order: its dimensions from largest to smallest stride, for memory formats.
+        address: only of a tensor taken by address.
+        pad: how padding rows are filled.
+    """
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    batch_dim: BatchDim
+    order: tuple[int, ...]
+    pad: PadRule = "zero"
+    address: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantArg:
+    """A non-tensor argument: `leaf` itself, and what tells it apart. `kind` keeps 1, 1.0 and True apart."""
+
+    name: str
+    kind: type
+    key: Hashable
+    leaf: Any = dataclasses.field(compare=False)
+
+
+Arg = TensorArg | ConstantArg
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """Everything about a call that a graph fixes, whichever way the arguments were passed."""
+
+    args: tuple[Arg, ...]
+    specs: tuple[tuple[str, TreeSpec], ...]
+    context: Hashable
+
+
+class CallReader:
+    """Reads calls of one module: names the leaves, finds the batch dimension, keeps what it has learnt.
+
+    Args:
+        forward: the function whose parameters name the arguments.
+        config: declared batch dimensions, pad rules and trusted arguments.
+    """
+
+    def __init__(self, forward: Callable[..., Any], config: CudaGraphConfig) -> None:
+        self._config = config
+        self._captures_one = 1 in mixed_sizes(config)
+        parameters = inspect.signature(forward).parameters.values()
+        self._check_names(parameters)
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        # By the shape-free form of a call: for each tensor, the batch sizes and shapes it was seen with.
+        self._seen: dict[Hashable, list[_Seen]] = {}
+
+    def _check_names(self, parameters: Collection[inspect.Parameter]) -> None:
+        """A misspelt argument would be padded by another rule than its user thinks."""
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return
+        names = [p.name for p in parameters]
+        for setting in ("batch_dims", "pad_values"):
+            for name in getattr(self._config, setting):
+                if name.split(".")[0] not in names:
+                    raise ConfigError(f"{setting} names {name!r}, but forward takes {', '.join(names) or 'nothing'}.")
+
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[str], TreeSpec]:
+        """A call's leaves, their names, and how they nest."""
+        leaves, spec = flatten((args, dict(kwargs)))
+        positional, keyword = spec.children
+        names = [self._positional_name(index) for index in range(len(args))]
+        pairs = [*zip(names, positional.children, strict=True), *zip(keyword.keys, keyword.children, strict=True)]
+        return leaves, [name for prefix, child in pairs for name in child.names(prefix)], spec
+
+    def _positional_name(self, index: int) -> str:
+        if index < len(self._positional):
+            return self._positional[index]
+        return f"{self._rest}.{index - len(self._positional)}"
+
+    def read(
+        self, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec, context: Hashable
+    ) -> tuple[int, list[Arg], Signature]:
+        """The batch size of a call, its arguments in order, and its signature.
+
+        Raises:
+            CannotBind: a graph cannot serve the call.
+            InputError: a non-tensor argument is neither a tensor nor hashable.
+        """
+        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._check_tensors(leaves, names, tensors)
+        anchor, anchor_dim = self._anchor(leaves, names, tensors)
+        batch = leaves[anchor].shape[anchor_dim]
+        if batch == 0:
+            raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
+        seen = self._seen_before(leaves, names, spec)
+        args: list[Arg] = []
+        for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
+            if not isinstance(leaf, Tensor):
+                args.append(self._constant(name, leaf))
+                continue
+            dim = anchor_dim if index == anchor else self._batch_dim(name, leaf, batch, seen[index])
+            args.append(self._tensor(name, leaf, dim))
+        return batch, args, self._signature(args, spec, names, context)
+
+    def _check_tensors(self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int]) -> None:
+        for index in tensors:
+            tensor, name = leaves[index], names[index]
+            if type(tensor) not in PLAIN_TENSORS:
+                raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(tensor).__name__}")
+            if tensor.layout is not torch.strided:
+                raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} has layout {tensor.layout}")
+        devices = {leaves[index].device for index in tensors}
+        if len(devices) > 1:
+            first = leaves[tensors[0]].device
+            other = next(index for index in tensors if leaves[index].device != first)
+            raise CannotBind(
+                Reason.WRONG_DEVICE, f"{names[other]} is on {leaves[other].device}, {names[tensors[0]]} on {first}"
+            )
+
+    def _declared(self, name: str) -> tuple[bool, BatchDim]:
+        """Whether, and as what, the batch dimension of an argument is declared; a prefix declares all below it."""
+        declared = self._config.batch_dims
+        return next(((True, declared[prefix]) for prefix in _prefixes(name) if prefix in declared), (False, None))
+
+    def _anchor(self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int]) -> tuple[int, int]:
+        """The tensor that says the batch size: the first declared one, else the first one's dimension 0."""
+        for index in tensors:
+            _, dim = self._declared(names[index])
+            if isinstance(dim, int):
+                return index, _normal(dim, leaves[index], names[index])
+        for index in tensors:
+            if leaves[index].dim() and not self._declared(names[index])[0]:
+                return index, 0
+        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no tensor argument has a batch dimension")
+
+    def _seen_before(self, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> dict[int, _Seen]:
+        form = (spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves))
+        known = self._seen.setdefault(form, [_Seen() for _ in leaves])
+        return dict(enumerate(known))
+
+    def learn(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> None:
+        """Remember a call that went well; a later one of another size tells dimensions apart by it."""
+        for index, seen in self._seen_before(leaves, names, spec).items():
+            if isinstance(leaves[index], Tensor) and (len(seen.shapes) < 64 or batch in seen.shapes):
+                seen.shapes[batch] = tuple(leaves[index].shape)
+
+    def _batch_dim(self, name: str, tensor: Tensor, batch: int, seen: _Seen) -> BatchDim:
+        declared, dim = self._declared(name)
+        if declared:
+            if isinstance(dim, int):
+                dim = _normal(dim, tensor, name)
+                if tensor.shape[dim] != batch:
+                    raise CannotBind(Reason.BATCH_MISMATCH, f"{name} has {tensor.shape[dim]} rows, the batch {batch}")
+            return dim
+        candidates = seen.candidates(batch, tuple(tensor.shape))
+        if batch == 1 and 0 in candidates and self._captures_one:
+            return 0  # the other dimensions of 1 are broadcast ones, and at size 1 nothing is padded anyway
+        if len(candidates) > 1:
+            raise CannotBind(
+                Reason.AMBIGUOUS_BATCH_DIM,
+                f"{name} has shape {tuple(tensor.shape)}, more than one dimension of {batch}",
+            )
+        if candidates:
+            return candidates.pop()
+        if seen.follows_batch(tuple(tensor.shape)):
+            raise CannotBind(Reason.BATCH_MISMATCH, f"{name} has shape {tuple(tensor.shape)}, the batch is {batch}")
+        return None
+
+    def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim) -> TensorArg:
+        shape = list(tensor.shape)
+        if isinstance(batch_dim, int):
+            shape[batch_dim] = -1
+        return TensorArg(
+            name,
+            tensor.dtype,
+            tensor.device,
+            tuple(shape),
+            batch_dim,
+            _order(tensor),
+            next((self._config.pad_values[p] for p in _prefixes(name) if p in self._config.pad_values), "zero"),
+            tensor.data_ptr() if batch_dim == "reference" else None,
+        )
+
+    def _constant(self, name: str, value: Any) -> ConstantArg:
+        kind: type[Any] = type(value)
+        if any(prefix in self._config.trusted_args for prefix in _prefixes(name)):
+            return ConstantArg(name, kind, _ById(value), value)
+        if dataclasses.is_dataclass(value) and not _is_frozen(kind):  # type: ignore[arg-type]
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__} with more than its fields")
+        if kind.__hash__ is None and kind is not slice:
+            raise InputError(
+                f"argument {name!r} is a {kind.__name__}, which is neither a tensor nor hashable, so calls with "
+                "different values could not be told apart. Pass a tensor, a tuple or a dataclass, or name it in "
+                "trusted_args if it never changes inside."
+            )
+        if not isinstance(value, _ATOMS) and not inspect.isroutine(value) and not _is_frozen(kind):  # type: ignore[arg-type]
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}")
+        return ConstantArg(name, kind, constant_key(value), value)
+
+    def _signature(self, args: list[Arg], spec: TreeSpec, names: Sequence[str], context: Hashable) -> Signature:
+        positional, keyword = spec.children
+        prefixes = [self._positional_name(index) for index in range(len(positional.children))]
+        specs = [*zip(prefixes, positional.children, strict=True), *zip(keyword.keys, keyword.children, strict=True)]
+        left_out = {
+            arg.name
+            for arg in args
+            if isinstance(arg, ConstantArg) and arg.name in self._defaults and _is_default(arg, self._defaults)
+        }
+        kept = sorted((arg for arg in args if arg.name not in left_out), key=lambda arg: arg.name)
+        named = sorted((pair for pair in specs if pair[0] not in left_out), key=lambda pair: pair[0])
+        return Signature(tuple(kept), tuple(named), context)
+
+
+@dataclasses.dataclass
+class _Seen:
+    """The batch sizes one tensor argument was seen with, and its shape then."""
+
+    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def follows_batch(self, shape: tuple[int, ...]) -> bool:
+        """Whether its shape differs from what it was at other batch sizes."""
+        return any(then != shape for then in self.shapes.values())
+
+    def candidates(self, batch: int, shape: tuple[int, ...]) -> set[int]:
+        """Dimensions that could be the batch's: of that size now, and at every other batch size seen."""
+        return {
+            dim
+            for dim in range(len(shape))
+            if shape[dim] == batch and all(dim < len(then) and then[dim] == size for size, then in self.shapes.items())
+        }
+
+
+def constant_key(value: Any) -> Hashable:
+    """What tells a value from others of its type: 0.0 from -0.0, and not one NaN from another."""
+    return repr(value) if isinstance(value, (float, complex, slice)) else value
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """``states.0.x``, ``states.0``, ``states``."""
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+
+
+class _ById:
+    """A trusted object as part of a key: equal to itself alone, and kept alive, so that no id is reused."""
+
+    def __init__(self, value: Any) -> None:
+        self.leaf = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.leaf is self.leaf
+
+    def __hash__(self) -> int:
+        return id(self.leaf)
+
+
+def _normal(dim: int, tensor: Tensor, name: str) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InputError(
+            f"batch_dims[{name!r}] is {dim}, but {name} has shape {tuple(tensor.shape)}; "
+            f"expected a dimension from {-tensor.dim()} to {tensor.dim() - 1}."
+        )
+    return dim % tensor.dim()
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions by falling stride; how ``channels_last`` and its like are kept."""
+    natural = tuple(range(tensor.dim()))
+    if tensor.is_contiguous():
+        return natural
+    strides = tensor.stride()
+    order = tuple(sorted(natural, key=lambda dim: (-strides[dim], dim)))
+    return order if tensor.permute(order).is_contiguous() else natural
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_frozen(kind: Hashable) -> bool:
+    """Whether a type compares by value: who defines equality and a hash promises that both stay."""
+    return all(getattr(kind, name) is not getattr(object, name) for name in ("__hash__", "__eq__"))
+
+
+def _is_default(arg: ConstantArg, defaults: Mapping[str, Any]) -> bool:
+    default = defaults[arg.name]
+    return default is arg.leaf or (type(default) is arg.kind and constant_key(default) == arg.key)
+
+
+def is_flat(spec: TreeSpec) -> bool:
+    """Whether all arguments of a call are leaves themselves."""
+    return all(child == LEAF for arguments in spec.children for child in arguments.children)
