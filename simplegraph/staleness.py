@@ -1,0 +1,315 @@
+"""Notices when something that captured graphs read was moved or replaced.
+
+A graph reads addresses. Python can put other memory behind a name at any time: ``.to``, ``.data =``,
+``load_state_dict(assign=True)``, a LoRA merge, a cache that grew. Comparing two hundred addresses costs
+several times a replay, so whoever changes one raises a flag instead: the dicts that hold a module's
+parameters, buffers and children count writes, and so do ``Tensor.data``'s setter and its kin. A call
+compares one number; only when it changed are the addresses looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from simplegraph.graph.observe import storage_key
+
+_DEPTH = 3  # containers inside each other that an attribute's tensors are looked for in
+
+
+class Changes:
+    """Counts, for the whole process, writes that can put other memory behind a watched name.
+
+    Attributes:
+        watched: ids of the tensors and modules that any graph reads; of others nobody needs to know. An id
+            that is used again costs a look, no more.
+    """
+
+    count = 0
+    watched: ClassVar[set[int]] = set()
+
+
+class _WatchedDict(dict[str, Any]):
+    """A module's ``_parameters``, ``_buffers`` or ``_modules``; reading it costs what a dict costs.
+
+    Copies and pickles are plain dicts: only the original is watched.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+
+def _counting(name: str) -> Callable[..., Any]:
+    method = getattr(dict, name)
+
+    def counted(self: _WatchedDict, *args: Any, **kwargs: Any) -> Any:
+        Changes.count += 1
+        return method(self, *args, **kwargs)
+
+    counted.__name__ = name
+    return counted
+
+
+for _name in ("__setitem__", "__delitem__", "pop", "popitem", "clear", "update", "setdefault", "__ior__"):
+    setattr(_WatchedDict, _name, _counting(_name))
+
+
+class Entry(NamedTuple):
+    """A tensor and where it is found: ``holder[key] is tensor``; the same for the containers that lead there."""
+
+    name: str
+    holder: Any
+    key: Any
+    tensor: Tensor
+    path: tuple[tuple[Any, Any, Any], ...] = ()
+
+    @property
+    def links(self) -> tuple[tuple[Any, Any, Any], ...]:
+        """Every (holder, key, value) on the way from the module to the tensor."""
+        return (*self.path, (self.holder, self.key, self.tensor))
+
+
+class CapturedState:
+    """What graphs captured from a module read of it, and whether all of that is still in place.
+
+    Args:
+        module: the module that was captured.
+        external: memory the capture was seen to read, by storage key (see `MemoryObserver`). It is
+            owned here, so that a graph never reads freed memory.
+    """
+
+    def __init__(self, module: nn.Module, external: dict[int, Tensor]) -> None:
+        _watch_tensors()
+        _watch_module(module)
+        self._seen = Changes.count
+        self._registered = list(_registered(module))
+        self._parts = [_Part.of(name, child) for name, child in module.named_modules()]
+        plain = [entry for entry in _plain(module) if storage_key(entry.tensor) in external]
+        links = {(id(holder), key): (holder, key, value) for entry in plain for holder, key, value in entry.links}
+        self._plain_holders = [holder for holder, _, _ in links.values()]
+        self._plain_keys = [key for _, key, _ in links.values()]
+        self._plain_values = [value for _, _, value in links.values()]
+        known = {id(entry.tensor) for entry in (*self._registered, *plain)}
+        found = [
+            Entry(f"a {tuple(t.shape)} tensor from elsewhere", [t], 0, t)
+            for t in external.values()
+            if id(t) not in known
+        ]
+        self._places = [(entry, _place(entry.tensor)) for entry in (*self._registered, *plain, *found)]
+        # The module owns what is registered; whoever moves that frees it at once, and is noticed. Memory
+        # found elsewhere has no owner we know, so it is kept: by views, since a tensor that moves takes
+        # its old memory along.
+        registered = {storage_key(entry.tensor) for entry in self._registered if _has_address(entry.tensor)}
+        self._owned = [tensor.detach() for key, tensor in external.items() if key not in registered]
+        Changes.watched.update(id(entry.tensor) for entry, _ in self._places)
+        Changes.watched.update(id(part.module) for part in self._parts)
+
+    def moved(self) -> bool:
+        """Whether anything is no longer where the graphs read it. Cheap enough for every call."""
+        if self._seen != Changes.count and self._changed():
+            return True
+        return bool(self._plain_values) and self._plain_replaced()
+
+    def _plain_replaced(self) -> bool:
+        found = map(operator.getitem, self._plain_holders, self._plain_keys)
+        try:
+            return not all(map(operator.is_, found, self._plain_values))
+        except LookupError:
+            return True
+
+    def _changed(self) -> bool:
+        seen = Changes.count
+        changed = bool(self.what_moved())
+        if not changed:  # somebody else's tensor or module, or this one was changed and changed back
+            self._seen = seen
+        return changed
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The module's parameters, as they were found at capture."""
+        return (entry.tensor for entry in self._registered)
+
+    def what_moved(self) -> list[str]:
+        """Names of everything that moved or was replaced."""
+        names = []
+        for entry, place in self._places:
+            if any(_get(holder, key) is not value for holder, key, value in entry.links):
+                names.append(f"{entry.name} (replaced)")
+            elif _place(entry.tensor) != place:
+                names.append(f"{entry.name} (moved)")
+        for part in self._parts:
+            names += part.changes()
+        return names
+
+
+class _Part(NamedTuple):
+    """One submodule, by everything but its tensors' places that decides what its call does.
+
+    Attributes:
+        holders: its parameters, buffers and children, and what they were.
+        mode: whether it was in training mode, and the ids of its hooks.
+    """
+
+    name: str
+    module: nn.Module
+    holders: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
+    mode: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> _Part:
+        holders = (module._parameters, module._buffers, module._modules)
+        return cls(name, module, tuple((holder, dict(holder)) for holder in holders), _mode(module))
+
+    def changes(self) -> list[str]:
+        """What is not as it was, in words; a tensor that was replaced is named elsewhere."""
+        dot = f"{self.name}." if self.name else ""
+        names = []
+        for holder, before in self.holders:
+            names += [f"{dot}{key} (added)" for key in holder if before.get(key) is None and holder[key] is not None]
+            modules = ((key, value) for key, value in before.items() if isinstance(value, nn.Module))
+            names += [f"submodule {dot}{key} (replaced)" for key, value in modules if holder.get(key) is not value]
+        if _mode(self.module) != self.mode:
+            names.append(f"{self.name or 'the module'} (training mode or hooks)")
+        return names
+
+
+def _mode(module: nn.Module) -> tuple[Any, ...]:
+    return module.training, tuple(module._forward_pre_hooks), tuple(module._forward_hooks)
+
+
+def _get(holder: Any, key: Any) -> Any:
+    try:
+        return holder[key]
+    except LookupError:
+        return None
+
+
+def held_tensors(module: nn.Module) -> list[Entry]:
+    """Every tensor that the module holds in parameters, buffers and ordinary attributes."""
+    return [*_registered(module), *_plain(module)]
+
+
+def put_back(entries: list[Entry], before: list[Entry]) -> None:
+    """Let attributes hold what they held before, or nothing where they held nothing."""
+    known = {(id(entry.holder), entry.key): entry.tensor for entry in before}
+    for entry in entries:
+        place = (id(entry.holder), entry.key)
+        if place in known:
+            entry.holder[entry.key] = known[place]
+        elif isinstance(entry.holder, dict):
+            del entry.holder[entry.key]
+
+
+def _registered(module: nn.Module) -> Iterator[Entry]:
+    for prefix, child in module.named_modules():
+        for holder in (child._parameters, child._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    yield Entry(f"{prefix}.{key}" if prefix else key, holder, key, tensor)
+
+
+def _plain(module: nn.Module) -> Iterator[Entry]:
+    """Tensors in ordinary attributes, alone or inside lists, tuples and dicts."""
+    for prefix, child in module.named_modules():
+        holder = vars(child)
+        for key, value in list(holder.items()):
+            if key in _NO_TENSORS or type(value) in _ATOMS:
+                continue
+            yield from _inside(f"{prefix}.{key}" if prefix else key, holder, key, value)
+
+
+_NO_TENSORS = frozenset(vars(nn.Module())) | {"_simplegraph"}  # registered ones are found elsewhere
+_ATOMS = frozenset({type(None), bool, int, float, str})
+
+
+def _inside(name: str, holder: Any, key: Any, value: Any, path: tuple[Any, ...] = ()) -> Iterator[Entry]:
+    if isinstance(value, Tensor):
+        yield Entry(name, holder, key, value, path)
+    elif len(path) < _DEPTH:
+        inner, items = _contents(value)
+        for item_key, item in items:
+            yield from _inside(f"{name}.{item_key}", inner, item_key, item, (*path, (holder, key, value)))
+
+
+def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """A container, or an object's attributes, and what it holds, by index or key."""
+    if isinstance(value, (list, tuple)):
+        return value, list(enumerate(value))
+    if _is_plain_object(value) and not isinstance(value, dict):
+        value = vars(value)
+    return value, list(value.items()) if isinstance(value, dict) else []
+
+
+def _is_plain_object(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, ModuleType)
+
+
+def _watch_module(module: nn.Module) -> None:
+    for child in module.modules():
+        for name in ("_parameters", "_buffers", "_modules"):
+            if type(vars(child)[name]) is dict:
+                vars(child)[name] = _WatchedDict(vars(child)[name])
+
+
+# Calls that change what a graph would read or do without a write to a module's dicts: other memory, another
+# view of it, other code to run.
+_CHANGING: dict[Any, tuple[str, ...]] = {
+    torch.Tensor: (
+        *("set_", "resize_", "resize_as_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_"),
+        *("squeeze_", "unsqueeze_"),
+    ),
+    torch.UntypedStorage: ("resize_",),
+    torch._C: ("_swap_tensor_impl",),
+    nn.Module: ("train", "register_forward_hook", "register_forward_pre_hook"),
+    RemovableHandle: ("remove",),
+}
+
+
+@functools.cache
+def _watch_tensors() -> None:
+    """Count, once a process captures anything, every call that gives a tensor other memory.
+
+    Neither version counters nor hooks see ``tensor.data = other``. Reading ``.data`` stays a call into C.
+    """
+    setter = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+    def set_data(tensor: Tensor, value: Tensor) -> None:
+        Changes.count += id(tensor) in Changes.watched
+        setter(tensor, value)
+
+    torch.Tensor.data = property(torch.Tensor.data.__get__, set_data, doc=torch.Tensor.data.__doc__)  # type: ignore
+    for holder, names in _CHANGING.items():
+        for name in names:
+            if hasattr(holder, name):
+                setattr(holder, name, _counting_call(getattr(holder, name)))
+
+
+def _counting_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        # Of tensors and modules only those that a graph reads matter: others change all the time.
+        changed = args[0] if args else None
+        Changes.count += id(changed) in Changes.watched or not isinstance(changed, (Tensor, nn.Module))
+        return call(*args, **kwargs)
+
+    return counted
+
+
+def _has_address(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Where a tensor lies and how: the same memory transposed is other numbers to a graph."""
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if _has_address(tensor) else None
