@@ -1,0 +1,273 @@
+"""The three ways to give a module graphs: mixin, class decorator, wrapper around an instance."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from simplegraph.builder import Graphed, invoke
+from simplegraph.config import CudaGraphConfig
+from simplegraph.errors import ConfigError
+from simplegraph.graph.device import GraphPool
+from simplegraph.graph.select import graph_device
+from simplegraph.jobs import CaptureSummary
+from simplegraph.manager import CudaGraphManager
+from simplegraph.report import GraphReport
+from simplegraph.runner import GraphRunner
+from simplegraph.stats import GraphStats
+
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+ClassType = TypeVar("ClassType", bound=type[nn.Module])
+
+
+class CudaGraphWrapper(Graphed):
+    """Mixin that gives an `nn.Module` CUDA graphs: ``class M(CudaGraphWrapper, nn.Module)``.
+
+    A call runs eagerly, is captured, or replays a graph, whichever is right for its batch; the caller
+    sees eager's results. Settings come from the class attribute `cuda_graph_config`, from
+    ``class M(CudaGraphWrapper, nn.Module, capture_sizes=[1, 2, 4])``, or from `configure_graphs`.
+    """
+
+    cuda_graph_config: ClassVar[CudaGraphConfig] = CudaGraphConfig()
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        known = {name: settings.pop(name) for name in list(settings) if name in _SETTINGS}
+        try:
+            super().__init_subclass__(**settings)
+        except TypeError as error:
+            if not settings:
+                raise
+            raise ConfigError(
+                f"class {cls.__name__} has keywords that are no settings: {', '.join(settings)}."
+            ) from error
+        if nn.Module in cls.__mro__ and cls.__mro__.index(nn.Module) < cls.__mro__.index(CudaGraphWrapper):
+            raise ConfigError(
+                f"class {cls.__name__} lists CudaGraphWrapper after nn.Module, whose call would win and never use a "
+                f"graph. Put it before: class {cls.__name__}(CudaGraphWrapper, ...)."
+            )
+        if known:
+            cls.cuda_graph_config = cls.cuda_graph_config.replace(**known)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return invoke(self, args, kwargs)  # the compiler sees the module itself, not this machinery
+        return self._graph_runner.call(self, args, kwargs)
+
+    @property
+    def _graph_runner(self) -> GraphRunner:
+        runner: GraphRunner | None = self.__dict__.get("_simplegraph")
+        if runner is None:
+            runner = self.__dict__["_simplegraph"] = GraphRunner(type(self).cuda_graph_config)
+        return runner
+
+    def configure_graphs(self, **settings: Any) -> None:
+        """Change settings of this instance; its graphs are dropped and captured anew as calls come.
+
+        Raises:
+            ConfigError: a setting is unknown or invalid; nothing is changed.
+        """
+        self._graph_runner.configure(self._graph_runner.settings.replace(**settings))
+
+    def use_graph_pool(self, pool: GraphPool) -> None:
+        """Share graph memory with other wrappers; this one's graphs are dropped and captured anew.
+
+        Graphs that share a pool never run at the same time, and a replay of any overwrites static outputs of all.
+        """
+        self._graph_runner.configure(self._graph_runner.settings, pool)
+
+    def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
+        """Capture all sizes now, largest first, from example inputs of any batch size.
+
+        The forward runs `num_warmups` times for real on the largest size, filled with the examples'
+        rows over and over; a module that keeps state sees these runs.
+
+        Returns:
+            What was captured, how long it took, and what failed.
+
+        Raises:
+            InputError: these inputs cannot be bound to a graph; the message says which, and why.
+            CaptureError: a size failed and ``on_capture_failure`` is "raise".
+        """
+        return self._graph_runner.capture_all(self, args, kwargs)
+
+    def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
+        """The static input buffers by argument name: write into them and pass them on, and nothing is copied.
+
+        Args:
+            batch_size: rows of the views; the largest size if None.
+
+        Raises:
+            ReplayError: nothing was captured yet, so there are no buffers.
+            CaptureSizeError: no captured size holds so many rows.
+        """
+        return self._graph_runner.static_inputs(batch_size)
+
+    def reset_graphs(self) -> None:
+        """Drop all graphs and their memory; later calls capture anew."""
+        self._graph_runner.reset()
+
+    def graph_report(self) -> GraphReport:
+        """Captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``."""
+        return self._graph_runner.report()
+
+    @property
+    def graph_stats(self) -> GraphStats:
+        """The counters behind `graph_report`."""
+        return self._graph_runner.stats
+
+    @property
+    def graph_manager(self) -> CudaGraphManager | None:
+        """The manager that holds the graphs; None before the first call tells the device."""
+        return self._graph_runner.manager
+
+
+_SETTINGS = frozenset(CudaGraphConfig.__dataclass_fields__)
+
+
+@overload
+def cuda_graph(target: ClassType) -> ClassType: ...
+@overload
+def cuda_graph(target: None = None, **settings: Any) -> Callable[[ClassType], ClassType]: ...
+def cuda_graph(target: Any = None, **settings: Any) -> Any:
+    """Class decorator that makes an `nn.Module` class a `CudaGraphWrapper`, with or without settings.
+
+        @cuda_graph
+        class Decoder(nn.Module): ...
+
+        @cuda_graph(capture_sizes=[1, 2, 4, 8])
+        class Decoder(nn.Module): ...
+
+    The class itself is changed and returned, so that ``super()``, pickling and subclasses work as
+    before. Decorating twice, or a subclass of a decorated class, does no harm: settings add up.
+
+    Raises:
+        ConfigError: the target is no module class, or a setting is invalid.
+    """
+    if target is None:
+        return functools.partial(cuda_graph, **settings)
+    if not isinstance(target, type) or not issubclass(target, nn.Module):
+        raise ConfigError(
+            f"@cuda_graph got {target!r}; expected a subclass of torch.nn.Module. "
+            "For a module that exists already use simplegraph.wrap(module)."
+        )
+    if not issubclass(target, CudaGraphWrapper):
+        if "__call__" in vars(target):
+            raise ConfigError(
+                f"{target.__name__} defines __call__ itself; rename it to forward, or use simplegraph.wrap."
+            )
+        config = CudaGraphConfig().replace(**settings)  # which names unknown settings, and the known ones
+        _insert_base(target)
+        target.cuda_graph_config = config  # type: ignore[attr-defined]
+    elif settings:
+        target.cuda_graph_config = target.cuda_graph_config.replace(**settings)
+    return target
+
+
+def wrap(
+    module: ModuleType, config: CudaGraphConfig | None = None, *, pool: GraphPool | None = None, **settings: Any
+) -> ModuleType:
+    """Graphs around an existing module, which itself stays as it is.
+
+    The result shares everything with the module (parameters, buffers, children, attributes, mode), is
+    an instance of its class and of `CudaGraphWrapper`, has the same ``state_dict`` keys, and can be
+    moved, copied and pickled; calls to it go through graphs, calls to `module` do not.
+
+    Args:
+        module: any `nn.Module` instance.
+        config: settings.
+        pool: graph memory to share with other wrappers (see `graph_pool`); None for its own.
+        **settings: fields of `CudaGraphConfig`, which win over `config`.
+
+    Raises:
+        ConfigError: it is no module, a TorchScript module, or a setting is invalid.
+    """
+    if isinstance(module, type) or not isinstance(module, nn.Module):
+        raise ConfigError(f"wrap got {module!r}; expected a torch.nn.Module instance (use @cuda_graph for a class).")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError("wrap got a TorchScript module; wrap the Python module it was made from.")
+    if config is not None and not isinstance(config, CudaGraphConfig):
+        raise ConfigError(
+            f"wrap got {config!r} as its config; expected a CudaGraphConfig. Give settings by name: "
+            "wrap(module, capture_sizes=[1, 2, 4])."
+        )
+    base = config if config is not None else CudaGraphConfig()
+    if isinstance(module, CudaGraphWrapper):
+        base = config if config is not None else module._graph_runner.settings
+        module = unwrap(module)
+    config = base.replace(**settings)
+    wrapped: ModuleType = _share(module, _graphed(type(module)))  # type: ignore[arg-type]
+    wrapped._graph_runner = GraphRunner(config, pool)  # type: ignore[assignment]
+    return wrapped
+
+
+def unwrap(module: ModuleType) -> ModuleType:
+    """The module that `wrap` was given, sharing everything with `module`; other modules as they are."""
+    original = getattr(type(module), "_simplegraph_original", None)
+    return module if original is None else _share(module, original)
+
+
+def _share(module: Any, kind: type[Any]) -> Any:
+    """An instance of another class with the very same attributes: whatever is set on one, both have."""
+    other = object.__new__(kind)
+    object.__setattr__(other, "__dict__", vars(module))
+    return other
+
+
+@functools.cache
+def _graphed(original: Any) -> type[nn.Module]:
+    """A subclass that calls through graphs. Its runner is in a slot, outside the shared attributes."""
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # ``type(self)(...)``, as slicing a Sequential does: another module, and one that nobody wrapped.
+        return original(*args, **kwargs)
+
+    def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
+        return wrap, (unwrap(self), self._graph_runner.settings)
+
+    def shallow_copy(self: Any) -> Any:
+        return wrap(copy.copy(unwrap(self)), self._graph_runner.settings)
+
+    namespace = {
+        "__slots__": ("_graph_runner",),
+        "__new__": new,
+        "__copy__": shallow_copy,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__reduce_ex__": reduce,
+        "_simplegraph_original": original,
+    }
+    bases = (original,) if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper, original)
+    graphed: type[nn.Module] = type(original)(original.__name__, bases, namespace)
+    return graphed
+
+
+def _insert_base(target: Any) -> None:
+    # A subclass decorated earlier lists CudaGraphWrapper before this class, which it could not inherit from then.
+    for child in _subclasses(target):
+        if CudaGraphWrapper in child.__bases__:
+            child.__bases__ = tuple(base for base in child.__bases__ if base is not CudaGraphWrapper)
+    target.__bases__ = (CudaGraphWrapper, *target.__bases__)
+
+
+def _subclasses(target: Any) -> Iterator[Any]:
+    for child in target.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def graph_pool(device: torch.device | str = "cuda") -> GraphPool:
+    """Graph memory for several wrappers or managers to share: their graphs then reuse each other's.
+
+    Right where they never run at the same time and none needs another's static output after it ran.
+
+    Args:
+        device: "cuda", a device with an index, or "cpu" for the emulator.
+    """
+    return graph_device(device).new_pool()
