@@ -1,0 +1,7 @@
+"""``python -m simplegraph``."""
+
+import sys
+
+from simplegraph.cli import main
+
+sys.exit(main())

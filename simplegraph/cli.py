@@ -1,0 +1,173 @@
+"""``python -m simplegraph doctor``: what this machine can do, found out by trying it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from simplegraph._version import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was tried.
+
+    Attributes:
+        name: what; ok: whether it works; detail: what was seen, or what went wrong and what to do.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def doctor() -> list[Finding]:
+    """Try capture and replay, and everything else this library leans on, on this machine."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    logging.getLogger("simplegraph").setLevel(logging.ERROR)
+    findings = [_versions(), _gpu()]
+    for name, trial in _TRIALS:
+        try:
+            findings.append(Finding(name, True, trial(device)))
+        except Exception as error:
+            findings.append(Finding(name, False, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+    findings += [_package(name) for name in _OPTIONAL]
+    return findings
+
+
+def _versions() -> Finding:
+    return Finding(
+        "versions", True, f"simplegraph {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("GPU", True, "none: graphs run on the emulator, which checks CUDA's rules and gives no speed")
+    properties = torch.cuda.get_device_properties(0)
+    gigabytes = properties.total_memory / 2**30
+    return Finding("GPU", True, f"{properties.name}, {gigabytes:.0f} GiB, CUDA {torch.version.cuda}")
+
+
+class _Doubler(nn.Module):
+    """The smallest module worth capturing; `synchronise` makes it one that cannot be."""
+
+    def __init__(self, *, synchronise: bool = False, random: bool = False) -> None:
+        super().__init__()
+        self._synchronise = synchronise
+        self._random = random
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._random:
+            return x + torch.rand_like(x)
+        if self._synchronise and x.sum().item() < 0:
+            return x
+        return x * 2
+
+
+def _graphed(device: torch.device, module: nn.Module) -> Any:
+    from simplegraph.wrapper import wrap
+
+    return wrap(module.to(device).eval(), capture_sizes=[2, 4], progress=False)
+
+
+def _try_replay(device: torch.device) -> str:
+    model = _graphed(device, _Doubler())
+    x = torch.randn(3, 5, device=device)
+    with torch.inference_mode():
+        model.capture_graphs(x)
+        right = torch.equal(model(x), x * 2)
+    if not right or model.graph_stats.replays != 1:
+        raise RuntimeError("a replay did not give eager's answer")
+    return "captured two sizes, replayed one padded: equal to eager"
+
+
+def _try_recovery(device: torch.device) -> str:
+    model = _graphed(device, _Doubler(synchronise=True))
+    x = torch.ones(4, 5, device=device)  # sums to more than 0: the forward doubles it
+    with torch.inference_mode():
+        answers = [model(x) for _ in range(3)]
+        good = _try_replay(device)
+    torch.rand(1, device=device)
+    if not all(torch.equal(answer, x * 2) for answer in answers) or not model.graph_stats.failures:
+        raise RuntimeError("a capture that should fail did not, or its calls went wrong")
+    return f"a forward that reads back fails to capture and runs eagerly; afterwards: {good}"
+
+
+def _try_random(device: torch.device) -> str:
+    model = _graphed(device, _Doubler(random=True))
+    x = torch.zeros(4, 5, device=device)
+    with torch.inference_mode():
+        model.capture_graphs(x)
+        torch.manual_seed(1)
+        replayed = [model(x) for _ in range(2)]
+        torch.manual_seed(1)
+        eager = [torch.rand_like(x) for _ in range(2)]
+    if not all(torch.equal(*pair) for pair in zip(replayed, eager, strict=True)):
+        raise RuntimeError("random numbers in a replay are not eager's")
+    return "replays draw the numbers that eager would"
+
+
+def _try_borrowing(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "not needed by the emulator"
+    from simplegraph.graph.cuda import _CAN_BORROW
+
+    if not _CAN_BORROW:
+        raise RuntimeError("this torch has no non-owning tensors; every captured size keeps its own outputs")
+    return "outputs of all sizes share the pool's memory"
+
+
+_TRIALS: tuple[tuple[str, Callable[[torch.device], str]], ...] = (
+    ("capture and replay", _try_replay),
+    ("recovery from a failed capture", _try_recovery),
+    ("random numbers", _try_random),
+    ("memory sharing between sizes", _try_borrowing),
+)
+_OPTIONAL = {
+    "flashinfer": "pip install 'simplegraph[flashinfer]'",
+    "transformers": "pip install 'simplegraph[bench]'",
+    "matplotlib": "pip install 'simplegraph[plot]'",
+}
+
+
+def _package(name: str) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding(name, True, f"not installed (optional): {_OPTIONAL[name]}")
+    distribution = {"flashinfer": "flashinfer-python"}.get(name, name)
+    try:
+        return Finding(name, True, importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, True, "installed, version unknown")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m simplegraph", description="CUDA graphs for any PyTorch module.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    trial = commands.add_parser("doctor", help="say what this machine can do, by trying it")
+    trial.add_argument("--json", action="store_true", help="print the findings as JSON")
+    options = parser.parse_args(argv)
+    findings = doctor()
+    if options.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}: {finding.detail}")
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
