@@ -1,0 +1,100 @@
+"""``python -m bench``: how soon is a model ready? Every arm in a fresh process, then a table, JSON and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from bench import plot, startup, table
+from bench.arms import ARMS
+from bench.measure import say
+from bench.worker import parse_sizes
+
+OUT = Path(__file__).parent / "out"
+LARGEST_GPU_SIZE = 512
+CPU_SIZES, CPU_STEPS = (1, 2, 4, 8), 10
+SMOKE_SIZES = (1, 2, 4)
+SMOKE_ARMS = ("eager", "simplegraph", "simplegraph-lazy", "compiled-piecewise")
+SMOKE_STEPS = 5
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; 1 if an arm failed."""
+    options = _parser().parse_args(arguments)
+    plan = plan_of(options)
+    with tempfile.TemporaryDirectory(prefix="compile-caches-") as folder:
+        results = startup.run_all(runs_of(options), plan, startup.CompileCaches(Path(folder)))
+    print(table.render(results))
+    _save(results, Path(options.json))
+    return int(any(result["status"] == "failed" for result in results.values()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--model", help="tiny, 8b, or a folder with a config.json; 8b on a GPU, else tiny")
+    parser.add_argument("--arms", help=f"names separated by commas; all by default: {','.join(ARMS)}")
+    parser.add_argument("--sizes", type=parse_sizes, help="batch sizes; the default sizes to 512 on a GPU")
+    parser.add_argument("--rounds", type=int, help="processes per arm that compiles nothing; 3 on a GPU, else 1")
+    parser.add_argument("--json", default=str(OUT / "startup.json"), help="where the figures go, the plot beside them")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU where there is one by default")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a process may take")
+    parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
+    parser.add_argument("--smoke", action="store_true", help="tiny model, few sizes, few arms, any machine")
+    return parser
+
+
+def plan_of(options: argparse.Namespace) -> startup.Plan:
+    """The options with their defaults, which depend on the machine."""
+    if options.smoke:
+        sizes = options.sizes or SMOKE_SIZES
+        return startup.Plan(options.model or "tiny", sizes, options.device, options.rounds or 1, steps=SMOKE_STEPS)
+    defaults = default_plan(options.device)
+    return startup.Plan(
+        options.model or defaults.model,
+        options.sizes or defaults.sizes,
+        options.device,
+        options.rounds or defaults.rounds,
+        steps=defaults.steps,
+        timeout=options.timeout,
+        lm_head=options.lm_head,
+    )
+
+
+def default_plan(device: str | None = None) -> startup.Plan:
+    """The 8B shape and all default sizes on a GPU; a small model and few sizes else."""
+    import torch
+
+    from bench.workload import default_sizes
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return startup.Plan("tiny", CPU_SIZES, device, rounds=1, steps=CPU_STEPS)
+    return startup.Plan("8b", tuple(default_sizes(LARGEST_GPU_SIZE)), device)
+
+
+def runs_of(options: argparse.Namespace) -> list[startup.Run]:
+    """The chosen runs; a smoke takes its compiled arm with a cold cache only."""
+    if options.arms:
+        return startup.runs_of(options.arms.split(","))
+    if options.smoke:
+        return [run for run in startup.runs_of(SMOKE_ARMS) if run.cache != "warm"]
+    return startup.runs_of(ARMS)
+
+
+def _save(results: dict[str, startup.Result], path: Path) -> None:
+    """JSON, and the plot beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"results": results, "comparison": startup.comparison(results)}, indent=2))
+    say(f"figures: {path}")
+    try:
+        plot.save(results, path.with_suffix(".png"))
+    except ImportError as error:
+        say(f"no plot ({error}); to have one: pip install matplotlib")
+    else:
+        say(f"plot: {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""The ways to run a model that are compared; each is loaded only when it runs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench.arms.base import Arm
+
+ARMS = {
+    "eager": "bench.arms.eager:Eager",
+    "plain-loop": "bench.arms.plain_loop:PlainLoop",
+    "simplegraph": "bench.arms.graphed:Upfront",
+    "simplegraph-lazy": "bench.arms.graphed:Lazy",
+    "compiled-piecewise": "bench.arms.piecewise:CompiledPiecewise",
+    "compiled-full": "bench.arms.compiled:CompiledFull",
+    "inductor-partition": "bench.arms.partition:InductorPartition",
+}
+
+# Measured twice: with an empty compile cache, and with the one the first run left.
+COMPILED = ("compiled-full", "compiled-piecewise")
+
+
+def load_arm(name: str) -> type[Arm]:
+    """The class of an arm.
+
+    Raises:
+        KeyError: no arm has this name.
+    """
+    if name not in ARMS:
+        raise KeyError(f"no arm is called {name!r}; the arms are {', '.join(ARMS)}.")
+    module, _, attribute = ARMS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

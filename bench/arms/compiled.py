@@ -1,0 +1,135 @@
+"""torch.compile over the whole model, one full CUDA graph per size captured over the result."""
+
+from __future__ import annotations
+
+import abc
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.compile_fx  # the compiler loads here, not under the clock
+from torch import Tensor
+
+from bench.arms.base import Arm, NotAvailable, Setup
+from bench.arms.lean import LeanCapture, alias
+from bench.arms.static import fill, padded_size, rows
+from bench.measure import Timeline, say
+from bench.workload import Batch
+
+Replay = Callable[[], Tensor]
+
+CPP_COMPILERS = (os.environ.get("CXX") or "g++", "clang++")
+# As this machine has it: some packages turn it down to one when they are imported.
+COMPILE_THREADS = torch._inductor.config.compile_threads
+
+
+def without_guards(guards: Sequence[Any]) -> list[bool]:
+    """Keep no guard: one compilation serves every size, also 1, which Dynamo would compile again."""
+    return [False] * len(guards)
+
+
+def mark_batch_dynamic(batch: Batch) -> None:
+    """Tell Dynamo that dimension 0 of every input varies."""
+    for tensor in batch:
+        torch._dynamo.mark_dynamic(tensor, 0)
+
+
+class Compiled(Arm, abc.ABC):
+    """Compiled once with a dynamic batch dimension, at the largest size; on a GPU then captured per size."""
+
+    exact = False
+    compiles = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._ascending = sorted(setup.sizes)
+        self._static: Batch = tuple(tensor.clone() for tensor in setup.largest)  # type: ignore[assignment]
+        self._views = {size: rows(self._static, size) for size in setup.sizes}
+        self._replays: dict[int, Replay] = {}
+        self._lean = LeanCapture() if setup.device.type == "cuda" else None
+        torch._inductor.config.compile_threads = COMPILE_THREADS
+        self._compiled = self.compile(setup.model)
+
+    @classmethod
+    def check_available(cls, device: torch.device) -> None:
+        if device.type == "cpu" and not any(map(shutil.which, CPP_COMPILERS)):
+            raise NotAvailable(f"Inductor needs a C++ compiler on a CPU: none of {', '.join(CPP_COMPILERS)} is here")
+
+    @abc.abstractmethod
+    def compile(self, model: torch.nn.Module) -> Callable[..., Tensor]:
+        """The compiled model; compilation itself may wait for the first call."""
+
+    @abc.abstractmethod
+    def capture(self, lean: LeanCapture, views: Batch) -> Replay:
+        """Capture one size; returns what replays it and gives its output."""
+
+    def start(self, first: Batch, timeline: Timeline) -> None:
+        if self._lean is None:
+            self.notes.append("compiled with the C++ compiler, no CUDA graphs")
+            self._compile_and_run(first, timeline)
+            for size in self.setup.sizes:
+                self._compiled(*self._views[size])
+        else:
+            with self._lean.on_stream():
+                self._compile_and_run(first, timeline)
+            self._capture_all(self._lean)
+        timeline.mark("ready")
+
+    def _compile_and_run(self, first: Batch, timeline: Timeline) -> None:
+        largest = self._views[self._ascending[-1]]
+        mark_batch_dynamic(largest)
+        self._compiled(*largest)
+        timeline.mark("compiled")
+        say(f"{self.name}: compiled after {timeline.seconds['compiled']:.1f} s")
+        self._compiled(*first)
+        timeline.mark("first_output")
+
+    def _capture_all(self, lean: LeanCapture) -> None:
+        with lean.session():
+            for size in self.setup.sizes:
+                self._replays[size] = self.capture(lean, self._views[size])
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        count = batch[0].shape[0]
+        if not self._replays:
+            return self._compiled(*batch)
+        size = padded_size(self._ascending, count)
+        fill(self._views[size], batch)
+        return self._replays[size]()[:count]
+
+    def graphs(self) -> str:
+        return "CUDA graphs" if self._lean else "none"
+
+    def details(self) -> dict[str, Any]:
+        counters = torch._dynamo.utils.counters
+        cached = {name: dict(counters[name]) for name in ("inductor", "aot_autograd") if name in counters}
+        hits = {name: value for group in cached.values() for name, value in group.items() if "cache" in name}
+        captures = self._lean.graphs if self._lean else 0
+        return {"captures": captures, "cache": hits, "compile_threads": COMPILE_THREADS}
+
+
+class CompiledFull(Compiled):
+    """One compiled function, one graph per size."""
+
+    name = "compiled-full"
+
+    def compile(self, model: torch.nn.Module) -> Callable[..., Tensor]:
+        return torch.compile(model, fullgraph=True, options={"guard_filter_fn": without_guards})
+
+    def capture(self, lean: LeanCapture, views: Batch) -> Replay:
+        graph, output = lean.capture(self._compiled, *views)
+        return _Full(graph, alias(output))
+
+
+class _Full:
+    """One graph and the output it writes."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
+        self._graph, self._output = graph, output
+
+    def __call__(self) -> Tensor:
+        self._graph.replay()
+        return self._output

@@ -1,0 +1,26 @@
+"""The model as it is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bench.arms.base import Arm
+from bench.arms.static import rows
+from bench.measure import Timeline
+from bench.workload import Batch
+
+
+class Eager(Arm):
+    """Nothing captured, nothing compiled; every size has run once when it is ready."""
+
+    name = "eager"
+
+    def start(self, first: Batch, timeline: Timeline) -> None:
+        self(*first)
+        timeline.mark("first_output")
+        for size in self.setup.sizes:
+            self(*rows(self.setup.largest, size))
+        timeline.mark("ready")
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        return self.setup.model(*batch)

@@ -1,0 +1,84 @@
+"""This library: one graph per size, captured up front or as the sizes come."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from bench.arms.base import Arm, Setup
+from bench.arms.static import rows
+from bench.measure import Timeline
+from bench.workload import INPUT_NAMES, PAD_VALUES, Batch
+from simplegraph import wrap  # by name: the library loads here, not under the clock
+
+
+class Upfront(Arm):
+    """All sizes captured in one session, before the first output."""
+
+    name = "simplegraph"
+    capture: ClassVar[str] = "upfront"
+    restartable = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._summary: Any = None
+        self.graphed = wrap(
+            setup.model,
+            capture_sizes=setup.sizes,
+            capture=self.capture,
+            outputs="static",
+            batch_dims=dict.fromkeys(INPUT_NAMES, 0),
+            pad_values=PAD_VALUES,
+            on_capture_failure="raise",
+            progress=False,
+        )
+
+    def start(self, first: Batch, timeline: Timeline) -> None:
+        self._summary = self.graphed.capture_graphs(*self.setup.largest)
+        timeline.mark("ready")
+        self(*first)
+        timeline.mark("first_output")
+        self._check_captured()
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        return self.graphed(*batch)
+
+    def graphs(self) -> str:
+        return "CUDA graphs" if self.setup.device.type == "cuda" else "emulator"
+
+    def details(self) -> dict[str, Any]:
+        stats = self.graphed.graph_stats
+        counted = {"captures": stats.captures, "replays": stats.replays, "graph_bytes": stats.graph_bytes}
+        summary = self._summary
+        return counted | ({} if summary is None else {"capture_s": summary.seconds, "capture_bytes": summary.bytes})
+
+    def _check_captured(self) -> None:
+        """A size that runs eagerly would be measured as something it is not."""
+        captures, sizes = self.graphed.graph_stats.captures, len(self.setup.sizes)
+        if captures != sizes:
+            raise RuntimeError(f"{captures} of {sizes} sizes were captured:\n{self.graphed.graph_report()}")
+
+
+class Lazy(Upfront):
+    """A size is captured after its first call; ready when every size came often enough."""
+
+    name = "simplegraph-lazy"
+    capture = "lazy"
+    restartable = False
+
+    def start(self, first: Batch, timeline: Timeline) -> None:
+        self(*first)
+        timeline.mark("first_output")
+        for size in self.setup.sizes:
+            self._call_until_captured(rows(self.setup.largest, size))
+        timeline.mark("ready")
+        self._check_captured()
+
+    def _call_until_captured(self, batch: Batch) -> None:
+        """Two calls at most: one to warm up, one in case the size asks for another."""
+        for _ in range(2):
+            captures = self.graphed.graph_stats.captures
+            self(*batch)
+            if self.graphed.graph_stats.captures > captures:
+                return

@@ -1,0 +1,90 @@
+"""The leanest capture a compiled baseline can have: one session for all sizes, nothing owned twice.
+
+The compiled arms get the same care in capture as this library takes, so that what is compared is
+the compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_ALIASES = ("_construct_storage_from_data_pointer", "_construct_CUDA_Tensor_From_Storage_And_Metadata")
+
+
+class LeanCapture:
+    """Captures into one pool on one stream; use inside `session`."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs = 0
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """One synchronise and one collection for all captures; gc rests meanwhile."""
+        torch.cuda.synchronize()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            with self.on_stream():
+                yield
+        finally:
+            gc.enable()
+            gc.unfreeze()
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Warmups belong here too: workspaces and free blocks are the stream's."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def capture(self, function: Callable[..., Any], *args: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Capture one call; returns the graph and what the call returned."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            result = function(*args)
+        finally:
+            graph.capture_end()
+        self.graphs += 1
+        return graph, result
+
+
+def can_alias() -> bool:
+    """Whether this torch can make tensors that do not own their memory."""
+    return all(hasattr(torch._C, name) for name in _ALIASES)
+
+
+def alias(tree: Any) -> Any:
+    """The same tensors without owning their memory, so that later captures may use it again.
+
+    Right only for pool memory that every replay writes again before it is read.
+    """
+    return pytree.tree_map_only(Tensor, _alias, tree) if can_alias() else tree
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    storage = tensor.untyped_storage()
+    metadata = {
+        "nbytes": storage.nbytes(),
+        "data_ptr": storage.data_ptr(),
+        "size": tuple(tensor.shape),
+        "stride": tensor.stride(),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+        "storage_offset": tensor.storage_offset(),
+    }
+    unowned = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, unowned)

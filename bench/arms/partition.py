@@ -1,0 +1,80 @@
+"""Inductor's own answer: its graph partition around attention, with the graphs of reduce-overhead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.arms.base import Arm, NotAvailable, Setup, require_cuda
+from bench.arms.compiled import COMPILE_THREADS, mark_batch_dynamic, without_guards
+from bench.arms.static import fill, padded_size, rows
+from bench.measure import Timeline, say
+from bench.workload import Batch
+
+# Inductor runs a shape once to warm up, records it at the second call, replays it from the third on.
+CALLS_TO_RECORD = 2
+
+
+class InductorPartition(Arm):
+    """`torch.compile` with `graph_partition`; the attention operator's tag keeps it out of the graphs."""
+
+    name = "inductor-partition"
+    exact = False
+    compiles = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._ascending = sorted(setup.sizes)
+        self._static: Batch = tuple(tensor.clone() for tensor in setup.largest)  # type: ignore[assignment]
+        torch._inductor.config.compile_threads = COMPILE_THREADS
+        options = {
+            "graph_partition": True,
+            "triton.cudagraphs": True,
+            "guard_filter_fn": without_guards,
+        }
+        self._compiled = torch.compile(setup.model, fullgraph=True, options=options)
+
+    @classmethod
+    def check_available(cls, device: torch.device) -> None:
+        require_cuda(device, "Inductor's graph partition with CUDA graphs")
+        if not hasattr(torch.Tag, "cudagraph_unsafe"):
+            raise NotAvailable("this torch has no cudagraph_unsafe tag to partition at")
+        if not hasattr(torch._inductor.config, "graph_partition"):
+            raise NotAvailable("this torch has no graph_partition")
+
+    def start(self, first: Batch, timeline: Timeline) -> None:
+        mark_batch_dynamic(self._static)
+        self._call(self._static)
+        timeline.mark("compiled")
+        say(f"{self.name}: compiled after {timeline.seconds['compiled']:.1f} s")
+        self(*first)
+        timeline.mark("first_output")
+        for size in self.setup.sizes:
+            for _ in range(CALLS_TO_RECORD):
+                self._call(rows(self._static, size))
+        timeline.mark("ready")
+        self._check_recorded()
+
+    def _call(self, batch: Batch) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return self._compiled(*batch)
+
+    def _check_recorded(self) -> None:
+        """Without graphs this would be another arm under this one's name."""
+        skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+        if skips:
+            raise NotAvailable(f"Inductor skipped its CUDA graphs {skips} times (TORCH_LOGS=perf_hints says why)")
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        count = batch[0].shape[0]
+        views = rows(self._static, padded_size(self._ascending, count))
+        fill(views, batch)
+        return self._call(views)[:count]
+
+    def graphs(self) -> str:
+        return "CUDA graphs"
+
+    def details(self) -> dict[str, Any]:
+        return {"cache": {k: v for k, v in torch._dynamo.utils.counters["inductor"].items() if "cache" in k}}

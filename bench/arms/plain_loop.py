@@ -1,0 +1,71 @@
+"""What people write today: a loop of `torch.cuda.graph`, one warmup per size."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.arms.base import Arm, Setup, require_cuda
+from bench.arms.static import fill, padded_size
+from bench.measure import Timeline
+from bench.workload import Batch
+
+
+class Captured(NamedTuple):
+    """One size: its graph, and the inputs and output that the graph reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Batch
+    output: Tensor
+
+
+class PlainLoop(Arm):
+    """Largest size first, one shared pool; each size has inputs and an output of its own."""
+
+    name = "plain-loop"
+    restartable = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.captured: dict[int, Captured] = {}
+        self._ascending = sorted(setup.sizes)
+
+    @classmethod
+    def check_available(cls, device: torch.device) -> None:
+        require_cuda(device, "a loop of torch.cuda.graph")
+
+    def start(self, first: Batch, timeline: Timeline) -> None:
+        # One side stream for all warmups: libraries keep a workspace for every stream they have run on.
+        pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        for size in self.setup.sizes:
+            self.captured[size] = self._capture(size, pool, side)
+        timeline.mark("ready")
+        self(*first)
+        timeline.mark("first_output")
+
+    def _capture(self, size: int, pool: Any, side: torch.cuda.Stream) -> Captured:
+        """As the PyTorch notes on CUDA graphs show it: a warmup on a side stream, then the capture."""
+        inputs: Batch = tuple(tensor[:size].clone() for tensor in self.setup.largest)  # type: ignore[assignment]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.setup.model(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = self.setup.model(*inputs)
+        return Captured(graph, inputs, output)
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        count = batch[0].shape[0]
+        captured = self.captured[padded_size(self._ascending, count)]
+        fill(captured.inputs, batch)
+        captured.graph.replay()
+        return captured.output[:count]
+
+    def graphs(self) -> str:
+        return "CUDA graphs"
+
+    def details(self) -> dict[str, Any]:
+        return {"captures": len(self.captured)}

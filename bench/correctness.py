@@ -1,0 +1,101 @@
+"""Whether an arm computes what eager computes, on fresh tokens of the text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from bench.arms.base import Arm, Setup
+
+# Relative to eager, in the norm of the whole output: what a model of few layers may differ by.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4, torch.float64: 1e-9}
+# The same for exact arms, in units of the dtype's epsilon.
+EXACT_EPSILONS = 2
+# Deep models with random weights amplify rounding: eager then differs from eager in another batch by
+# more than that, and an arm may by this many times as much; exact ones compute in eager's own order.
+NOISE_FACTOR, EXACT_NOISE_FACTOR = 3.0, 2.0
+# Bytes of the text between one compared batch and the next, so that no two see the same tokens.
+STRIDE = 997
+
+
+class Mismatch(RuntimeError):
+    """An arm's output is not eager's; its times must not count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One batch against eager.
+
+    Args:
+        count: requests in the batch.
+        captured: whether this very size is one of the arm's, so that nothing was padded.
+        error: norm of the difference over norm of eager's output.
+        equal: bit for bit.
+    """
+
+    count: int
+    captured: bool
+    error: float
+    equal: bool
+
+
+def compare_with_eager(arm: Arm, setup: Setup, counts: list[int]) -> list[Comparison]:
+    """Compare full contexts and mixed ones, at every count.
+
+    Raises:
+        Mismatch: an output is off by more than rounding.
+    """
+    noise = eager_noise(setup)
+    comparisons = [
+        _compare(arm, setup, count, start=STRIDE * index, mixed=mixed)
+        for index, count in enumerate(counts, start=1)
+        for mixed in (False, True)
+    ]
+    for comparison in comparisons:
+        _check(arm, comparison, next(setup.model.parameters()).dtype, noise)
+    return comparisons
+
+
+def eager_noise(setup: Setup) -> float:
+    """How much eager differs from itself when the same requests come in another batch: rounding alone.
+
+    Kernels are chosen by batch size, and add in another order.
+    """
+    whole = setup.model(*setup.largest).clone()
+    counts = {1, max(1, setup.sizes[0] // 2)}
+    alone = {count: setup.model(*(tensor[:count] for tensor in setup.largest)) for count in counts}
+    return max(relative_error(rows, whole[:count]) for count, rows in alone.items())
+
+
+def counts_to_compare(sizes: list[int]) -> list[int]:
+    """Smallest, largest and middle size, and a padded batch just below each of these."""
+    picked = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
+    return sorted(picked | {size - 1 for size in picked if size > 1})
+
+
+def _compare(arm: Arm, setup: Setup, count: int, *, start: int, mixed: bool) -> Comparison:
+    batch = setup.batch(count, start=start, mixed_lengths=mixed)
+    expected = setup.model(*batch).clone()
+    found = arm(*batch)
+    if found.shape != expected.shape:
+        raise Mismatch(f"{arm.name}: batch {count} gave {tuple(found.shape)}, eager gives {tuple(expected.shape)}.")
+    return Comparison(count, count in setup.sizes, relative_error(found, expected), torch.equal(found, expected))
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over norm of what was expected, in float64."""
+    expected = expected.double()
+    return float(torch.linalg.vector_norm(found.double() - expected) / torch.linalg.vector_norm(expected))
+
+
+def _check(arm: Arm, comparison: Comparison, dtype: torch.dtype, noise: float) -> None:
+    allowed = max(TOLERANCE[dtype], NOISE_FACTOR * noise)
+    if arm.exact and comparison.captured:
+        allowed = max(EXACT_EPSILONS * torch.finfo(dtype).eps, EXACT_NOISE_FACTOR * noise)
+    if not comparison.error <= allowed:  # also refuses NaN
+        raise Mismatch(
+            f"{arm.name}: batch {comparison.count} is off from eager by {comparison.error:.2e} relative; {allowed:.2e} "
+            f"is allowed in {str(dtype).removeprefix('torch.')}, where eager itself varies by {noise:.2e}."
+        )

@@ -1,0 +1,98 @@
+"""Clocks and memory counters; on a CPU the same calls, without a device to wait for."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def say(message: str) -> None:
+    """A line of progress, to stderr."""
+    print(f"[bench] {message}", file=sys.stderr, flush=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, where there is one to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Timeline:
+    """Seconds from the built model to each mark, the device's work included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds: dict[str, float] = {}
+        synchronize(device)
+        self._start = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        """Note how long it took to get here; the first mark of a name stands."""
+        synchronize(self._device)
+        self.seconds.setdefault(name, time.perf_counter() - self._start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device at one moment, nothing cached that could be given back."""
+
+    free: int
+    reserved: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> Memory | None:
+        """The counters, or None on a CPU."""
+        if device.type != "cuda":
+            return None
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+
+    def spent(self, later: Memory) -> dict[str, int]:
+        """What a stretch of work keeps: bytes the device lost, bytes the allocator gained."""
+        return {"device_bytes": self.free - later.free, "reserved_bytes": later.reserved - self.reserved}
+
+
+def step_milliseconds(call: Callable[[], object], device: torch.device, *, warmup: int = 5, steps: int = 50) -> float:
+    """The median time of one call, in ms; on a GPU from its own events, calls issued back to back."""
+    for _ in range(warmup):
+        call()
+    synchronize(device)
+    if device.type != "cuda":
+        return statistics.median(_timed(call) for _ in range(steps)) * 1e3
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    synchronize(device)
+    return statistics.median(first.elapsed_time(second) for first, second in itertools.pairwise(marks))
+
+
+def host_microseconds(call: Callable[[], object], device: torch.device, *, warmup: int = 5, calls: int = 50) -> float:
+    """The median time to issue one call, in us, not waiting for its result.
+
+    The device is idle before each call, so a full launch queue never makes the host wait.
+    """
+    for _ in range(warmup):
+        call()
+    seconds = []
+    for _ in range(calls):
+        synchronize(device)
+        seconds.append(_timed(call))
+    synchronize(device)
+    return statistics.median(seconds) * 1e6
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

@@ -1,0 +1,98 @@
+"""Weights from safetensors files, single or sharded, under the names Hugging Face gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LISTED = 5
+
+
+class CheckpointError(ValueError):
+    """A checkpoint does not fit the model; the message names the tensors."""
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether the folder holds safetensors weights."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
+@torch.no_grad()
+def load_checkpoint(model: nn.Module, folder: Path | str) -> None:
+    """Copy a checkpoint's tensors into the model's parameters, on their device and in their dtype.
+
+    Raises:
+        CheckpointError: no or unreadable files; tensors missing, unexpected or of another shape.
+    """
+    folder = Path(folder)
+    files = _files(folder)
+    targets = dict(model.named_parameters(remove_duplicate=False))
+    missing, extra, misshaped = set(targets), [], []
+    for name, tensor in _tensors(folder, files):
+        target = targets.get(name)
+        if target is None:
+            extra.append(name)
+            continue
+        missing.discard(name)
+        if target.shape == tensor.shape:
+            target.copy_(tensor)
+        else:
+            misshaped.append(f"{name} is {tuple(tensor.shape)}, the model has {tuple(target.shape)}")
+    _raise_unless_whole(folder, _untied(missing, targets), _unexpected(extra, model), misshaped)
+
+
+def _files(folder: Path) -> list[str]:
+    """The checkpoint's file names: the index's, where there is one."""
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())
+        if not isinstance(index.get("weight_map"), dict):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map; expected tensor names mapped to file names.")
+        return sorted(set(index["weight_map"].values()))
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}.")
+
+
+def _tensors(folder: Path, files: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder / INDEX} names {file}, which is not there; is the download complete?")
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                names = opened.keys()  # the handle itself is not iterable in older releases
+                for name in names:
+                    yield name, opened.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
+
+
+def _untied(missing: set[str], targets: dict[str, nn.Parameter]) -> list[str]:
+    """What is missing and does not share its memory with a parameter that was there."""
+    loaded = {id(parameter) for name, parameter in targets.items() if name not in missing}
+    return sorted(name for name in missing if id(targets[name]) not in loaded)
+
+
+def _unexpected(extra: list[str], model: nn.Module) -> list[str]:
+    """What the model has no place for and cannot do without saying so."""
+    headless = getattr(model, "lm_head", None) is None
+    return [name for name in extra if not ((headless and name == "lm_head.weight") or name.endswith("inv_freq"))]
+
+
+def _raise_unless_whole(folder: Path, missing: list[str], extra: list[str], misshaped: list[str]) -> None:
+    kinds = {"missing": missing, "unexpected": extra, "of another shape": misshaped}
+    lines = [f"  {len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    if lines:
+        reason = f"{folder} does not fit the model; is its config.json the right one?"
+        raise CheckpointError("\n".join([reason, *lines]))
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")

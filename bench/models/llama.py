@@ -1,0 +1,336 @@
+"""A Llama for decoding, written as users write it: plain torch operators, a paged KV cache, no fusion.
+
+Batches are flat: one token per request, T tokens for T requests. Weights carry the names of Hugging
+Face checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from bench.models import attention
+
+
+class CacheShape(NamedTuple):
+    """The paged cache of every layer; page 0 is scratch."""
+
+    num_pages: int
+    page_size: int
+
+
+class Step(NamedTuple):
+    """What the layers of one forward share.
+
+    cos, sin: (T, 1, head_dim), sin negated in its first half. slots: (T,) int64, padding at 0. seq_lens: (T,) int32.
+    block_table: (T, max_blocks) int32. query_start_loc: (T + 1,) int32.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary positions; the frequencies of the ``default`` and ``llama3`` kinds."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("inv_freq", torch.empty(head_dim(config) // 2), persistent=False)
+
+    def reset(self) -> None:
+        """Fill the frequencies, in radians per token."""
+        self.inv_freq.copy_(inverse_frequencies(self.config))
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = positions.float()[:, None, None] * self.inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
+class Joined(nn.Module):
+    """Several projections of one input as one, over the very memory of their weights.
+
+    The parts stay parameters under their checkpoint names; `join` lays them side by side.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, *parts: nn.Linear) -> None:
+        super().__init__()
+        self._parts = parts  # a tuple: not registered, they belong to the parent
+        self.register_buffer("weight", torch.empty(0), persistent=False)
+        self.register_buffer("bias", None, persistent=False)
+
+    def join(self) -> None:
+        """Give the parts one memory, with their values; call after they were made or moved."""
+        self.weight = _join([part.weight for part in self._parts])
+        self.bias = None if self._parts[0].bias is None else _join([part.bias for part in self._parts])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+
+def _join(parameters: list[nn.Parameter]) -> Tensor:
+    """The parameters' values in one tensor, of which they become parts."""
+    joined = torch.cat([parameter.data for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = joined[start : start + parameter.shape[0]]
+        start += parameter.shape[0]
+    return joined
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the layer's own paged cache."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def __init__(self, config: LlamaConfig, cache: CacheShape) -> None:
+        super().__init__()
+        self.head_dim = head_dim(config)
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, self.num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden, bias=bias)
+        self.qkv_proj = Joined(self.q_proj, self.k_proj, self.v_proj)
+        for name in ("k_cache", "v_cache"):
+            self.register_buffer(name, torch.empty(*cache, self.num_kv_heads, self.head_dim), persistent=False)
+
+    def forward(self, hidden: Tensor, step: Step) -> Tensor:
+        tokens, rotated = hidden.shape[0], self.num_heads + self.num_kv_heads
+        heads = self.qkv_proj(hidden).view(tokens, -1, self.head_dim)
+        q, k = rotate(heads[:, :rotated], step).split((self.num_heads, self.num_kv_heads), dim=1)
+        v = heads[:, rotated:]
+        # The output is allocated here, outside the operator: a compiler that splits at the operator
+        # then has it in graph memory, at an address that stays.
+        out = hidden.new_empty(tokens, self.num_heads, self.head_dim)
+        attend = torch.ops.bench.paged_attention if torch.compiler.is_compiling() else attention.paged_attention
+        attend(q, k, v, self.k_cache, self.v_cache, out, *step[2:], self.head_dim**-0.5)
+        return self.o_proj(out.view(tokens, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {config.hidden_act!r}; this Llama knows 'silu'.")
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.gate_up_proj = Joined(self.gate_proj, self.up_proj)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate).mul_(up))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: LlamaConfig, cache: CacheShape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, cache)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, step: Step) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), step)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm; named as in the checkpoints."""
+
+    query_start_loc: Tensor
+
+    def __init__(self, config: LlamaConfig, cache: CacheShape, max_batch: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, cache) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.register_buffer("query_start_loc", torch.empty(max_batch + 1, dtype=torch.int32), persistent=False)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor, block_table: Tensor
+    ) -> Tensor:
+        hidden = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(positions, hidden.dtype)
+        # Padding's slot -1 becomes slot 0, which lies in the scratch page.
+        slots = slot_mapping.clamp(min=0)
+        step = Step(cos, sin, slots, seq_lens, block_table, self.query_start_loc[: input_ids.shape[0] + 1])
+        for layer in self.layers:
+            hidden = layer(hidden, step)
+        return self.norm(hidden)
+
+
+class Llama(nn.Module):
+    """A decoding Llama with its KV cache inside. Build one with `build_llama`.
+
+    Args:
+        config: a transformers `LlamaConfig`.
+        cache: pages of every layer's KV cache, the scratch page included.
+        max_batch: the largest batch, in requests.
+        lm_head: True returns logits, False final hidden states.
+    """
+
+    def __init__(self, config: LlamaConfig, cache: CacheShape, max_batch: int, *, lm_head: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.max_batch = max_batch
+        self.model = Decoder(config, cache, max_batch)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if lm_head else None
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor, block_table: Tensor
+    ) -> Tensor:
+        """One decode step: T requests, one token each.
+
+        Args:
+            input_ids: (T,) int64.
+            positions: (T,) int64, the position of each token in its request.
+            slot_mapping: (T,) int64, where its key and value go: page * page_size + offset; -1 for padding.
+            seq_lens: (T,) int32, tokens in the cache after this step; 0 for padding.
+            block_table: (T, max_blocks) int32, the pages of each request.
+
+        Returns:
+            (T, vocab_size) logits, or (T, hidden_size) without lm_head.
+        """
+        hidden = self.model(input_ids, positions, slot_mapping, seq_lens, block_table)
+        return hidden if self.lm_head is None else self.lm_head(hidden)
+
+    def reset_buffers(self, seed: int | None = None) -> None:
+        """Fill what no checkpoint holds: frequencies, row offsets, and the caches with noise (zeros without a seed)."""
+        self.model.rotary_emb.reset()
+        self.model.query_start_loc.copy_(torch.arange(self.max_batch + 1, dtype=torch.int32))
+        generator = None if seed is None else torch.Generator(self.model.query_start_loc.device).manual_seed(seed)
+        for layer in self.model.layers:
+            for cache in (layer.self_attn.k_cache, layer.self_attn.v_cache):
+                cache.zero_() if generator is None else cache.normal_(generator=generator)
+
+    def tie_weights(self) -> None:
+        """Share the embedding with lm_head, where the config says so."""
+        if self.lm_head is not None and self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+def build_llama(
+    config: LlamaConfig,
+    cache: CacheShape,
+    max_batch: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    lm_head: bool = True,
+    seed: int = 0,
+    random_weights: bool = True,
+) -> Llama:
+    """A Llama in eval mode, its weights and caches made in place on the device.
+
+    Args:
+        config: a transformers `LlamaConfig`.
+        cache: pages of every layer's KV cache.
+        max_batch: the largest batch, in requests.
+        dtype: of weights and cache; the config's own by default.
+        seed: of the random weights and cache contents; the same seed gives the same model on the same device.
+        random_weights: False leaves the weights unset, for `load_checkpoint`.
+    """
+    with torch.device("meta"):
+        model = Llama(config, cache, max_batch, lm_head=lm_head)
+    dtype = dtype or config_dtype(config)
+    for module in model.modules():
+        if not isinstance(module, RotaryEmbedding):  # frequencies stay in float32
+            module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
+    model.to_empty(device=device)
+    for module in model.modules():
+        if isinstance(module, Joined):
+            module.join()
+    model.requires_grad_(False).eval().tie_weights()
+    model.reset_buffers(seed)
+    if random_weights:
+        _randomize(model, config.initializer_range, seed)
+    return model
+
+
+def _randomize(model: Llama, std: float, seed: int) -> None:
+    """Normal weights, unit norms, zero biases."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            weight.zero_()
+        elif weight.dim() == 1:
+            weight.fill_(1.0)
+        else:
+            weight.normal_(std=std, generator=generator)
+
+
+def rotate(heads: Tensor, step: Step) -> Tensor:
+    """Apply rotary positions to (T, num_heads, head_dim)."""
+    # The halves change places, and the sign that goes with it is in `sin`.
+    first, second = heads.chunk(2, dim=-1)
+    return heads * step.cos + torch.cat((second, first), dim=-1) * step.sin
+
+
+def head_dim(config: LlamaConfig) -> int:
+    """Elements per head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def config_dtype(config: LlamaConfig) -> torch.dtype:
+    """The dtype the config names, float32 where it names none."""
+    # `torch_dtype` in transformers 4, `dtype` from 5 on, where reading the old name warns.
+    values = vars(config)
+    named = values.get("dtype") or values.get("torch_dtype") or values.get("_dtype") or torch.float32
+    return getattr(torch, named) if isinstance(named, str) else named
+
+
+def inverse_frequencies(config: LlamaConfig) -> Tensor:
+    """(head_dim / 2,) float32, radians per token.
+
+    Raises:
+        ValueError: the config's kind of rotary scaling is not known here.
+
+    Source: the llama3 rule is that of the Llama 3.1 model card, as in transformers' ``rope_utils``.
+    """
+    rope = _rope_parameters(config)
+    size = head_dim(config)
+    frequencies = rope["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+    if rope["rope_type"] == "default":
+        return frequencies
+    if rope["rope_type"] == "llama3":
+        return _llama3(frequencies, rope)
+    raise ValueError(f"rope_type is {rope['rope_type']!r}; this Llama knows 'default' and 'llama3'.")
+
+
+def _rope_parameters(config: LlamaConfig) -> dict[str, Any]:
+    """Base and scaling from either generation of transformers' configs."""
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Long wavelengths stretched by the factor, short ones kept, a smooth blend between."""
+    old_context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    wavelengths = 2 * math.pi / frequencies
+    blend = ((old_context / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * frequencies / rope["factor"] + blend * frequencies

@@ -1,0 +1,117 @@
+"""The batches every arm runs: decode steps over a real text, on a paged cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from bench import text
+from bench.models.checkpoint import has_checkpoint, load_checkpoint
+from bench.models.llama import CacheShape, Llama, build_llama, config_dtype
+
+CONFIGS = Path(__file__).parent / "models" / "configs"
+INPUT_NAMES = ("input_ids", "positions", "slot_mapping", "seq_lens", "block_table")
+PAD_VALUES = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "seq_lens": 0, "block_table": 0}
+PAGE_SIZE = 16
+CONTEXT = 200
+
+Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def default_sizes(largest: int) -> list[int]:
+    """1, 2, 4, multiples of 8 to 256, of 16 above; the largest always."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, largest + 1, 16)]
+    return sorted({size for size in sizes if size <= largest} | {largest})
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Decode steps of requests with a given context.
+
+    Args:
+        model: ``tiny``, ``8b``, or a folder with a Hugging Face config.json, with weights or without.
+        sizes: batch sizes to have ready, in requests.
+        device: where the model lives.
+        context: tokens in each request's cache, the step's own included.
+        lm_head: whether the model returns logits.
+    """
+
+    model: str
+    sizes: tuple[int, ...]
+    device: torch.device
+    context: int = CONTEXT
+    lm_head: bool = False
+    seed: int = 0
+
+    @property
+    def max_batch(self) -> int:
+        """The largest size, in requests."""
+        return max(self.sizes)
+
+    @property
+    def blocks(self) -> int:
+        """Pages a request owns."""
+        return math.ceil(self.context / PAGE_SIZE)
+
+    @property
+    def folder(self) -> Path:
+        """Where the model's config.json is.
+
+        Raises:
+            FileNotFoundError: no such shape and no such folder.
+        """
+        for folder in (CONFIGS / self.model, Path(self.model)):
+            if (folder / "config.json").is_file():
+                return folder
+        shapes = ", ".join(sorted(path.name for path in CONFIGS.iterdir()))
+        raise FileNotFoundError(f"--model is {self.model!r}; expected {shapes}, or a folder with a config.json.")
+
+    def config(self) -> LlamaConfig:
+        """The model's config."""
+        return LlamaConfig.from_pretrained(self.folder)
+
+    def build(self) -> Llama:
+        """The model on its device: a checkpoint's weights where there is one, seeded random ones else."""
+        config, weights = self.config(), has_checkpoint(self.folder)
+        cache = CacheShape(1 + self.max_batch * self.blocks, PAGE_SIZE)
+        dtype = config_dtype(config) if self.device.type == "cuda" else torch.float32
+        model = build_llama(
+            config,
+            cache,
+            self.max_batch,
+            device=self.device,
+            dtype=dtype,
+            lm_head=self.lm_head,
+            seed=self.seed,
+            random_weights=not weights,
+        )
+        if weights:
+            load_checkpoint(model, self.folder)
+        return model
+
+    def batch(self, count: int, vocab_size: int, *, start: int = 0, mixed_lengths: bool = False) -> Batch:
+        """One decode step of requests 0 to count - 1.
+
+        Args:
+            count: requests, at most `max_batch`.
+            start: the first byte of the text taken, so that other calls see other tokens.
+            mixed_lengths: contexts of 1 to `context` tokens, drawn from the text, in place of full ones.
+
+        Returns:
+            input_ids, positions, slot_mapping: (count,) int64. seq_lens: (count,) int32.
+            block_table: (count, blocks) int32.
+        """
+        lengths = torch.full((count,), self.context)
+        if mixed_lengths:
+            lengths = 1 + text.token_ids(count, 256, start=start) * 31 % self.context
+        positions = lengths - 1
+        pages = 1 + torch.arange(count * self.blocks).view(count, self.blocks)
+        slots = pages.gather(1, positions[:, None] // PAGE_SIZE)[:, 0] * PAGE_SIZE + positions % PAGE_SIZE
+        ids = text.token_ids(count, vocab_size, start=start)
+        batch = (ids, positions, slots, lengths.int(), pages.int())
+        return tuple(tensor.to(self.device) for tensor in batch)  # type: ignore[return-value]
