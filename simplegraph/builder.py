@@ -21,6 +21,7 @@ from simplegraph.plan import Call, Layout
 from simplegraph.signature import CallReader, CannotBind, ConstantArg
 from simplegraph.staleness import CapturedState, Entry, held_tensors, put_back
 from simplegraph.tree import TreeSpec, flatten
+from simplegraph.verify import Check
 
 logger = logging.getLogger("simplegraph")
 
@@ -80,6 +81,7 @@ class GraphBuilder:
     def run_padded(self, call: Call) -> Any:
         """An eager run on the padded static inputs, exactly what will be captured; the caller gets its rows."""
         self.manager.stats.ran_eagerly(Reason.WARMUP)
+        check = self._eager_first(call) if self.manager.config.verify else None
         inputs = self._inputs(call)
         plan_leaves = self._static_leaves(call.layout, inputs, call.padded)
         self._load(call, inputs)
@@ -97,10 +99,21 @@ class GraphBuilder:
             leaf.clone() if isinstance(leaf, Tensor) and storage_key(leaf) in own else leaf
             for leaf in binding.outputs.cut(outputs, call.batch, call.padded)
         ]
+        if check is not None:
+            check.compare(outputs)
         for name in binding.written:
             index = call.names.index(name)
             call.leaves[index].copy_(inputs.inputs[name].part(call.padded, 0, call.batch))
         return spec.unflatten(outputs)
+
+    def _eager_first(self, call: Call) -> Check:
+        """With `verify`, what eager gives for the call as it is; padding is compared with that."""
+        check = Check(f"the padded warmup of batch size {call.padded}", self.manager.device.torch_device)
+        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+        args, kwargs = call.spec.unflatten(copies)
+        with bypassed(Reason.NESTED):
+            check.expect(flatten(invoke(call.module, args, kwargs))[0])
+        return check
 
     def _run_on_capture_stream(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -219,7 +219,7 @@ class CudaGraphManager:
         return GraphReport(self.stats, str(self.device.torch_device), emulated=self.device.emulated)
 
     def reset(self) -> None:
-        """Drop every graph and what they own. The whole generation goes at once (see the design's reasons)."""
+        """Drop every graph and what they own, all at once: graphs may share a cuBLAS workspace."""
         with self.pool.lock:
             if self.programs:
                 self.device.synchronize()  # a graph still running must not lose its memory

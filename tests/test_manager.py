@@ -707,3 +707,9 @@ def test_attention_of_uniform_batches_gets_full_decode_graphs(device: torch.devi
     )
     assert manager.dispatch(4, 4, 1).mode is sg.CudaGraphMode.FULL
     assert manager.dispatch(4, 2).mode is sg.CudaGraphMode.NONE
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match="emulator"):
+        CudaGraphManager(device="cuda")

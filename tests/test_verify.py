@@ -72,6 +72,15 @@ def test_a_module_that_mixes_rows_is_an_error_under_padding(device, function, fo
     assert "padding=False" in str(raised.value)
 
 
+def test_the_first_padded_call_is_compared_too(device):
+    model = verified(device, lambda m, x: x - x.mean(0))
+    x = torch.randn(3, 4, device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), x - x.mean(0))  # as it is: nothing is padded yet
+        with pytest.raises(sg.VerificationError, match="warmup of batch size"):
+            model(x)
+
+
 def test_the_advice_in_the_error_helps(device):
     model = verified(device, lambda m, x: x - x.mean(0), padding=False)
     for size in (4, 4, 4, 3, 8, 8, 8, 4, 5):

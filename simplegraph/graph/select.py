@@ -20,6 +20,8 @@ def graph_device(device: torch.device | str | GraphDevice) -> GraphDevice:
     if device.type == "cuda":
         from simplegraph.graph.cuda import cuda_device
 
+        if not torch.cuda.is_available():
+            raise ConfigError("device is 'cuda', but this machine or this torch has none; 'cpu' runs on the emulator.")
         return cuda_device(torch.cuda.current_device() if device.index is None else device.index)
     if device.type == "cpu":
         from simplegraph.graph.emulator import emulator
