@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from bench import startup, worker
-from bench.arms import ARMS, load_arm, piecewise
+from bench.arms import ARMS, compiled, load_arm, piecewise
 from bench.arms.base import NotAvailable, Setup
 from bench.arms.eager import Eager
 from bench.arms.piecewise import CompiledPiecewise, is_attention, split_at_attention
@@ -78,7 +78,7 @@ def test_arms_that_need_a_gpu_say_so(name: str) -> None:
 
 
 def test_a_cpu_without_a_compiler_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(compiled, "CPP_COMPILERS", ("no-such-compiler",))
     with pytest.raises(NotAvailable, match=r"needs a C\+\+ compiler"):
         CompiledPiecewise.check_available(CPU)
 
