@@ -110,7 +110,7 @@ class CudaGraphConfig:
             ``"raise"`` raises it.
         on_stale: ``"recapture"`` drops all graphs when something they read was moved or replaced, and
             captures again; ``"raise"`` raises `StaleGraphError`.
-        verify: compare the first this many replays of each size with eager, and raise
+        verify: compare the first this many replays of each batch size with eager, the padded warmup too, and raise
             `VerificationError` on a difference. The forward then runs twice in those calls.
         max_signatures: how many different call signatures (dtypes, trailing shapes, non-tensor
             values) are captured; calls of further ones run eagerly.

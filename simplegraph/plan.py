@@ -224,18 +224,15 @@ class Plan:
     def load(self, copies: Copies) -> None:
         """Copy the inputs that are not in place, and set padding rows that hold something else."""
         sources, targets = copies
-        if not self.padding:
-            if self.inputs.dirty < self.rows:
-                self.inputs.dirty = self.rows
-        else:
+        if self.padding:
             if self.inputs.handed_out or self.inputs.dirty > self.rows:
                 sources, targets = [*sources, *self._pad_sources], [*targets, *self._pad_targets]
                 if self.inputs.dirty <= self.padded:
                     self.inputs.dirty = self.rows
             elif self._overlapping:
                 sources, targets = [*sources, *self._overlapping[0]], [*targets, *self._overlapping[1]]
-            if self.inputs.dirty < self.rows:
-                self.inputs.dirty = self.rows
+        if self.inputs.dirty < self.rows:
+            self.inputs.dirty = self.rows
         if len(sources) == 1:
             targets[0].copy_(sources[0])
         elif sources:

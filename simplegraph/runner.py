@@ -63,7 +63,7 @@ class GraphRunner:
         self._last: Layout | None = None
         self._strikes = 0
         self._served_before = 0
-        self._disabled: Reason | None = Reason.MODE_NONE if self.config.mode is CudaGraphMode.NONE else None
+        self._disabled = _switched_off(self.config)
 
     def __reduce__(self) -> tuple[type, tuple[CudaGraphConfig]]:
         return GraphRunner, (self.settings,)
@@ -75,11 +75,13 @@ class GraphRunner:
 
     def configure(self, settings: CudaGraphConfig, pool: GraphPool | None = None) -> None:
         """Drop the graphs and start over with other settings, or in another pool."""
+        config = settings.from_env()  # refuses before anything is dropped
         with self._lock:
-            stats = self.stats
             self.reset()
-            GraphRunner.__init__(self, settings, pool or self._pool)
-            self.stats = stats
+            self.settings, self.config, self._pool = settings, config, pool or self._pool
+            self.builder = self._reader = None
+            self.stats.failures.clear()
+            self._disabled = _switched_off(config)
 
     # The replay path.
 
@@ -414,6 +416,10 @@ class GraphRunner:
             binding.warm.clear()
         if self.builder is not None:
             self.builder.drop()
+
+
+def _switched_off(config: CudaGraphConfig) -> Reason | None:
+    return Reason.MODE_NONE if config.mode is CudaGraphMode.NONE else None
 
 
 def _cloned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
