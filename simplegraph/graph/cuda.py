@@ -260,8 +260,8 @@ _CAN_BORROW = hasattr(torch._C, "_construct_storage_from_data_pointer") and hasa
 
 def _segment_ranges(pool_ids: Container[tuple[int, int]]) -> list[tuple[int, int]]:
     """Address ranges (start, end) of some pools' memory."""
-    # Of all pools: asked for one pool by id, torch 2.11 steals a reference to the id's numbers, which
-    # corrupts the interpreter once they are above 256.
+    # Of all pools: asked for one by id, torch 2.11 left the interpreter's heap corrupted after some hundred
+    # pools (crashes anywhere later, as from a reference too few on the id's numbers).
     segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
     return [
         (segment["address"], segment["address"] + segment["total_size"])
