@@ -67,7 +67,7 @@ def default_plan(device: str | None = None) -> startup.Plan:
     """The 8B shape and all default sizes on a GPU; a small model and few sizes else."""
     import torch
 
-    from bench.workload import default_sizes
+    from simplegraph.batch.sizes import default_sizes
 
     if device == "cpu" or not torch.cuda.is_available():
         return startup.Plan("tiny", CPU_SIZES, device, rounds=1, steps=CPU_STEPS)

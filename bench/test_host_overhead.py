@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import host_overhead
-from bench.workload import default_sizes
+from simplegraph.batch.sizes import default_sizes
 
 ROUNDS = {"cuda": 50, "cpu": 3}
 SIZES = {"1 size": [host_overhead.SIZE], "51 sizes": default_sizes(512)}

@@ -23,12 +23,6 @@ CONTEXT = 200
 Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def default_sizes(largest: int) -> list[int]:
-    """1, 2, 4, multiples of 8 to 256, of 16 above; the largest always."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, largest + 1, 16)]
-    return sorted({size for size in sizes if size <= largest} | {largest})
-
-
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """Decode steps of requests with a given context.

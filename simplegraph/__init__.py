@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from simplegraph.errors import ConfigError as ConfigError
     from simplegraph.errors import EmulatorError as EmulatorError
     from simplegraph.errors import InputError as InputError
-    from simplegraph.errors import MissingDependencyError as MissingDependencyError
     from simplegraph.errors import ReplayError as ReplayError
     from simplegraph.errors import SimpleGraphError as SimpleGraphError
     from simplegraph.errors import StaleGraphError as StaleGraphError
@@ -61,7 +60,6 @@ _HOMES = {
         "ConfigError",
         "EmulatorError",
         "InputError",
-        "MissingDependencyError",
         "ReplayError",
         "SimpleGraphError",
         "StaleGraphError",

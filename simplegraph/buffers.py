@@ -61,6 +61,11 @@ class StaticInput:
         return buffer.fill_(self.pad_number)
 
     @property
+    def pads_with_number(self) -> bool:
+        """Whether padding rows hold one number, whatever the real rows are."""
+        return self.batched and self.pad not in ("keep", "repeat-last")
+
+    @property
     def pad_number(self) -> int | float | bool:
         return self.pad if not isinstance(self.pad, str) else 0
 
@@ -113,6 +118,13 @@ class InputSet:
         }
         storages = [item.view(rows).untyped_storage() for item in self.inputs.values() if item._reference is None]
         self._ranges = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+
+    def clean(self, start: int) -> None:
+        """Let all rows from `start` on hold their padding values; where rows of sizes overlap, that has no meaning."""
+        for static in self.inputs.values():
+            if static.rows_first and static.pads_with_number:
+                static.fill(self.rows, start, self.dirty)
+        self.dirty = start
 
     def detached(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """The sources, copied where they lie in these buffers: one copied in would overwrite another, still to come."""

@@ -47,7 +47,3 @@ class VerificationError(SimpleGraphError, RuntimeError):
 
 class EmulatorError(SimpleGraphError, RuntimeError):
     """The emulated device saw something that a CUDA graph does not allow."""
-
-
-class MissingDependencyError(SimpleGraphError, ImportError):
-    """An optional package is needed here; the message holds the pip line that installs it."""

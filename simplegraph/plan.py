@@ -173,8 +173,8 @@ class Plan:
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
         """Views of the padding rows, and what goes into them."""
         rows, padded = self.rows, self.padded
-        numbers = [s for s in statics if (self.padding and not isinstance(s.pad, str)) or s.pad == "zero"]
-        tails = [(s, s.part(padded, rows, padded)) for s in numbers if self.padding]
+        padded_statics = statics if self.padding else []
+        tails = [(s, s.part(padded, rows, padded)) for s in padded_statics if s.pads_with_number]
         self._pad_targets = [tail for _, tail in tails]
         self._pad_sources = [s.pad_value.expand(tail.shape) for s, tail in tails]
         # Views of inputs whose rows are not first overlap between sizes: padding must be set every time.
@@ -185,8 +185,8 @@ class Plan:
         )
         self._repeated = [
             (tail, s.part(padded, rows - 1, rows).expand_as(tail))
-            for s in statics
-            if self.padding and s.pad == "repeat-last"
+            for s in padded_statics
+            if s.pad == "repeat-last"
             for tail in [s.part(padded, rows, padded)]
         ]
 
@@ -225,6 +225,8 @@ class Plan:
         """Copy the inputs that are not in place, and set padding rows that hold something else."""
         sources, targets = copies
         if self.padding:
+            if self.inputs.dirty > self.padded and not self.inputs.handed_out:
+                self.inputs.clean(self.rows)  # once after a larger batch, rather than these rows at every call
             if self.inputs.handed_out or self.inputs.dirty > self.rows:
                 sources, targets = [*sources, *self._pad_sources], [*targets, *self._pad_targets]
                 if self.inputs.dirty <= self.padded:

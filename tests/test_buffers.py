@@ -971,3 +971,18 @@ def test_a_cache_passed_by_reference_is_written_where_it_is(device):
         close(cache, twin)
     assert model.graph_stats.replays >= 5
     assert len(model.graph_stats.graphs) == 2
+
+
+def test_one_large_batch_does_not_make_every_smaller_call_pad_anew(device):
+    module = nn.Linear(6, 6).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4, 16], progress=False, outputs="static")
+    with torch.no_grad():
+        model.capture_graphs(torch.randn(16, 6, device=device))
+        model(torch.randn(16, 6, device=device))
+        for _ in range(2):
+            x = torch.randn(3, 6, device=device)
+            close(model(x), module(x))
+        plan = next(plan for plan in model._graph_runner._last.plans.values() if plan.rows == 3)
+        assert plan.inputs.dirty == 3
+        static = plan.inputs.inputs["input"]
+        assert torch.equal(static.part(16, 3, 16), torch.zeros(13, 6, device=device))

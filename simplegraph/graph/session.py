@@ -28,7 +28,7 @@ class CaptureSession:
 
     A graph destroyed by the collector during another's capture is an error (pytorch #161037), so gc is
     off. `thorough` sessions, meant for many captures, also start from a synchronised device and an
-    emptied cache, and collect before and after; a single lazy capture does without that second.
+    emptied cache, and collect before and after; a single lazy capture does without that.
 
     Args:
         device: where to capture.

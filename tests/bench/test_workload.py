@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import text
-from bench.workload import PAGE_SIZE, Workload, default_sizes
+from bench.workload import PAGE_SIZE, Workload
 
 CPU = torch.device("cpu")
 
@@ -31,14 +31,6 @@ def test_an_empty_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_bytes(b"")
     with pytest.raises(ValueError, match="is empty"):
         text.token_ids(1, 256, path=tmp_path / "empty.txt")
-
-
-def test_default_sizes_are_51_to_512_and_hold_the_maximum() -> None:
-    sizes = default_sizes(512)
-    assert len(sizes) == 51
-    assert sizes[:5] == [1, 2, 4, 8, 16]
-    assert sizes[-1] == 512
-    assert default_sizes(300)[-1] == 300
 
 
 @pytest.mark.parametrize("mixed", [False, True])
