@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from simplegraph.config import CudaGraphMode as CudaGraphMode
     from simplegraph.context import describe as describe
     from simplegraph.context import eager as eager
+    from simplegraph.errors import BreakError as BreakError
     from simplegraph.errors import CaptureError as CaptureError
     from simplegraph.errors import CaptureSizeError as CaptureSizeError
     from simplegraph.errors import ConfigError as ConfigError
@@ -37,10 +38,14 @@ if TYPE_CHECKING:
     from simplegraph.errors import SimpleGraphError as SimpleGraphError
     from simplegraph.errors import StaleGraphError as StaleGraphError
     from simplegraph.errors import VerificationError as VerificationError
+    from simplegraph.graph.breaks import break_at as break_at
+    from simplegraph.graph.breaks import eager_break as eager_break
     from simplegraph.jobs import CaptureSummary as CaptureSummary
     from simplegraph.jobs import MemoryEstimate as MemoryEstimate
     from simplegraph.manager import CudaGraphManager as CudaGraphManager
     from simplegraph.manager import GraphHooks as GraphHooks
+    from simplegraph.promotion import FullReport as FullReport
+    from simplegraph.promotion import try_full as try_full
     from simplegraph.wrapper import CudaGraphWrapper as CudaGraphWrapper
     from simplegraph.wrapper import cuda_graph as cuda_graph
     from simplegraph.wrapper import graph_pool as graph_pool
@@ -54,7 +59,9 @@ _HOMES = {
     "batch.sizes": ("SizePlan", "plan_sizes"),
     "checking": ("CheckReport", "check"),
     "config": ("AttentionCGSupport", "CudaGraphConfig", "CudaGraphMode"),
+    "graph.breaks": ("break_at", "eager_break"),
     "errors": (
+        "BreakError",
         "CaptureError",
         "CaptureSizeError",
         "ConfigError",
@@ -67,6 +74,7 @@ _HOMES = {
     ),
     "jobs": ("CaptureSummary", "MemoryEstimate"),
     "manager": ("CudaGraphManager", "GraphHooks"),
+    "promotion": ("FullReport", "try_full"),
     "context": ("describe", "eager"),
     "wrapper": ("CudaGraphWrapper", "cuda_graph", "graph_pool", "unwrap", "wrap"),
 }

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from simplegraph.batch.dispatch import Reason
+from simplegraph.constants import constant_key
 from simplegraph.graph.observe import storage_key
-from simplegraph.signature import Arg, CannotBind, ConstantArg, TensorArg, constant_key
+from simplegraph.signature import Arg, CannotBind, ConstantArg, TensorArg
 from simplegraph.tree import TreeSpec
 
 # Static inputs are made for the largest size at once, so that all sizes share them, unless that would

@@ -14,8 +14,9 @@ from simplegraph.binding import Binding
 from simplegraph.buffers import InputSet
 from simplegraph.config import CudaGraphMode
 from simplegraph.context import bypassed
+from simplegraph.graph.breaks import told
 from simplegraph.graph.observe import MemoryObserver, storage_key
-from simplegraph.jobs import CaptureJob, CaptureSummary
+from simplegraph.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager import CudaGraphManager
 from simplegraph.plan import Call, Layout
 from simplegraph.signature import CallReader, CannotBind, ConstantArg
@@ -66,7 +67,8 @@ class GraphBuilder:
     def run_as_called(self, call: Call, reason: Reason) -> Any:
         """An eager run on the capture stream, with the caller's own tensors, that teaches what calls look like."""
         self.manager.stats.ran_eagerly(reason)
-        outputs, spec, observer = self._run_on_capture_stream(call.module, call.args, call.kwargs)
+        trace_for = self._trace_for(call) if call.batch == call.padded else None
+        outputs, spec, observer = self._run_on_capture_stream(call.module, call.args, call.kwargs, trace_for)
         binding = call.binding
         inputs = {storage_key(leaf) for leaf, _ in call.tensors}
         binding.writes = binding.writes or not inputs.isdisjoint(observer.written)
@@ -86,7 +88,7 @@ class GraphBuilder:
         plan_leaves = self._static_leaves(call.layout, inputs, call.padded)
         self._load(call, inputs)
         args, kwargs = call.spec.unflatten(plan_leaves)
-        outputs, spec, observer = self._run_on_capture_stream(call.module, args, kwargs)
+        outputs, spec, observer = self._run_on_capture_stream(call.module, args, kwargs, self._trace_for(call))
         binding = call.binding
         self._keep_external(observer, inputs.storages)
         binding.note_written(observer, inputs)
@@ -115,13 +117,25 @@ class GraphBuilder:
             check.expect(flatten(invoke(call.module, args, kwargs))[0])
         return check
 
+    def needs_warmup(self, call: Call) -> bool:
+        """Whether the call's size must run eagerly once more before its capture."""
+        untraced = self._trace_for(call) is not None and call.key not in self.manager.traces
+        return untraced or call.binding.warm[call.padded] < self.manager.config.num_warmups
+
+    def _trace_for(self, call: Call) -> Key | None:
+        return call.key if call.dispatch.mode is CudaGraphMode.PIECEWISE else None
+
     def _run_on_capture_stream(
-        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trace_for: Key | None = None
     ) -> tuple[list[Any], TreeSpec, MemoryObserver]:
+        """An eager run, observed; a warmup of the piecewise graph `trace_for` also learns what breaks return."""
         device = self.manager.device
         observer = MemoryObserver()
-        with device.on_capture_stream(), bypassed(Reason.NESTED), observer:
+        trace = None if trace_for is None else self.manager.traces.begin(observer)
+        with device.on_capture_stream(), bypassed(Reason.NESTED), observer, told(trace):
             outputs, spec = flatten(invoke(module, args, kwargs))
+        if trace is not None and trace_for is not None:
+            self.manager.traces.add(trace_for, trace)
         for leaf in outputs:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 leaf.record_stream(torch.cuda.current_stream(leaf.device))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from simplegraph.binding import unreturnable
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import bypassed
 from simplegraph.errors import CaptureError, InputError
+from simplegraph.graph.breaks import breaking_operators, told
 from simplegraph.graph.observe import MemoryObserver, storage_key
 from simplegraph.graph.program import Program
+from simplegraph.graph.recorder import Trace
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.session import CaptureSession, user_location
 from simplegraph.signature import Arg, CallReader, CannotBind, TensorArg
@@ -96,11 +99,28 @@ def check(module: nn.Module, *args: Any, batch_dims: Mapping[str, Any] | None = 
     if module.training:
         raise InputError("the module is in training mode; call .eval() before check.")
     with torch.no_grad(), bypassed(Reason.NESTED):
-        return _Checker(module, args, kwargs, CudaGraphConfig(batch_dims=batch_dims or {})).report()
+        return Checker(module, args, kwargs, CudaGraphConfig(batch_dims=batch_dims or {})).report()
 
 
-class _Checker:
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], config: CudaGraphConfig):
+class Checker:
+    """Tries one module on one set of inputs, and leaves it as it was.
+
+    Args:
+        module, args, kwargs: the call to try.
+        config: batch dimensions, and operators that break.
+        before: called with a batch's number before every run and replay of it; metadata is set there.
+        number: the batch's own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        config: CudaGraphConfig,
+        before: Callable[[int], object] = bool,
+        number: int = 0,
+    ):
         self._module = module
         reader = CallReader(module.forward, config)
         self._leaves, self._names, self._spec = reader.leaves(args, kwargs)
@@ -114,6 +134,18 @@ class _Checker:
         self._state = {entry.name: entry.tensor for entry in self._held}
         self._saved = {name: tensor.detach().clone() for name, tensor in self._state.items()}
         self._random = random_state(self._device.torch_device)
+        self._before = before
+        self._number = number
+        self._batches = {number: self._leaves}
+        self._break_ops = config.break_ops
+
+    def also(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Compare replays on this batch too; False if it needs a graph of its own."""
+        leaves, spec = flatten((args, kwargs))
+        alike = spec == self._spec and [_form(leaf) for leaf in leaves] == [_form(leaf) for leaf in self._leaves]
+        if alike:
+            self._batches[number] = leaves
+        return alike
 
     def report(self) -> CheckReport:
         observer = MemoryObserver()
@@ -129,7 +161,7 @@ class _Checker:
         )
         self._restore()
         mixing = self._mixing()
-        problem = self._capture_problem()
+        problem = self.problem()
         return CheckReport(
             problem is None,
             problem,
@@ -141,6 +173,7 @@ class _Checker:
         )
 
     def _run(self, leaves: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
+        self._before(self._number)
         args, kwargs = self._spec.unflatten(leaves)
         return flatten(self._module(*args, **kwargs))
 
@@ -191,11 +224,27 @@ class _Checker:
             leaves.append(leaf.clone() if _is_tensor(leaf) else leaf)
         return leaves
 
-    def _capture_problem(self) -> str | None:
+    def trace(self, inlined: frozenset[Any] = frozenset()) -> Trace:
+        """Which eager breaks a run meets, but for those that are to be captured inline, and what they return."""
+        observer = MemoryObserver()
+        trace = Trace(breaking_operators(self._break_ops), observer, self._device.torch_device, inlined)
+        with observer, told(trace):
+            self._run(self._fresh(self._leaves))
+        trace.finish()
+        self._restore()
+        return trace
+
+    def problem(self, inlined: frozenset[Any] | None = None) -> str | None:
+        """What is in the way of a capture, or wrong about its replays; None if nothing is.
+
+        Args:
+            inlined: breaks to capture inline, in a piecewise capture; None captures one full graph.
+        """
         static = self._fresh(self._leaves)
         pool = self._device.new_pool()
         program: Program | None = None
         try:
+            trace = None if inlined is None else self.trace(inlined)
             outputs, _ = self._run(static)  # a warmup, as before every capture
             self._restore()
             detail = unreturnable(outputs)
@@ -203,7 +252,8 @@ class _Checker:
                 return f"{Reason.UNSUPPORTED_OUTPUT.text} ({detail})."
             _copy(static, self._leaves)
             with CaptureSession(self._device, pool, thorough=False) as session:
-                program = session.capture(lambda: self._unflat(static), label=f"batch size {self._rows}")
+                label = f"batch size {self._rows}"
+                program = session.capture(lambda: self._unflat(static), label=label, trace=trace)
             kept = [entry.name for entry in _held(self._module) if self._device.in_pool(pool, entry.tensor)]
             if kept:
                 return (
@@ -228,22 +278,36 @@ class _Checker:
 
     def _compare(self, program: Program, static: list[Any]) -> str | None:
         """Replay and eager on the inputs, and on their rows in another order."""
-        for turn in range(3):
-            values = [_rolled(leaf, arg, turn) for leaf, arg in zip(self._leaves, self._args, strict=True)]
-            self._restore()
-            expected, _ = self._run(self._fresh(values))
-            expected = self._fresh(expected)
-            expected_state = {name: tensor.clone() for name, tensor in self._state.items()}
-            self._restore()
-            _copy(static, values)
-            program.replay()
-            found = first_difference(program.outputs, expected)
-            if found is not None:
-                return f"a replay does not equal eager: {found}. Python state that changes from call to call is frozen."
-            for name, tensor in self._state.items():
-                found = first_difference([tensor], [expected_state[name]])
+        first = self._number
+        try:
+            for turn, number in itertools.product(range(3), self._batches):
+                self._number = number
+                found = self._difference(program, static, turn)
                 if found is not None:
-                    return f"after a replay {name} is not what eager leaves: {found}."
+                    return found
+        finally:
+            self._number = first
+        return None
+
+    def _difference(self, program: Program, static: list[Any], turn: int) -> str | None:
+        """How a replay differs from eager on one batch, rolled by some rows."""
+        leaves = self._batches[self._number]
+        values = [_rolled(leaf, arg, turn) for leaf, arg in zip(leaves, self._args, strict=True)]
+        self._restore()
+        expected, _ = self._run(self._fresh(values))
+        expected = self._fresh(expected)
+        expected_state = {name: tensor.clone() for name, tensor in self._state.items()}
+        self._restore()
+        _copy(static, values)
+        self._before(self._number)
+        program.replay()
+        found = first_difference(program.outputs, expected)
+        if found is not None:
+            return f"a replay does not equal eager: {found}. Python state that changes from call to call is frozen."
+        for name, tensor in self._state.items():
+            found = first_difference([tensor], [expected_state[name]])
+            if found is not None:
+                return f"after a replay {name} is not what eager leaves: {found}."
         return None
 
 
@@ -268,6 +332,11 @@ def _rolled(leaf: Any, arg: Arg, by: int) -> Any:
     if isinstance(arg, TensorArg) and isinstance(arg.batch_dim, int):
         return leaf.roll(by, arg.batch_dim)
     return leaf
+
+
+def _form(leaf: Any) -> Any:
+    """What one graph fixes about an argument."""
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 def _head(leaf: Any, like: Any) -> Any:

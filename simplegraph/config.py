@@ -18,8 +18,8 @@ class CudaGraphMode(enum.Enum):
     """Which graphs serve which batches.
 
     A mode is a pair (decode, mixed): how a uniform decode batch runs, and how every other batch
-    runs. NONE, PIECEWISE and FULL treat both alike and are the only modes a single run can have. There are
-    no eager breaks yet, so a PIECEWISE graph is one segment, as FULL's is.
+    runs. NONE, PIECEWISE and FULL treat both alike and are the only modes a single run can have. A
+    PIECEWISE run is graph segments with eager breaks between them (see `eager_break`); without any, one segment.
 
     Source: the mode names follow vLLM's ``cudagraph_mode``.
     """
@@ -116,6 +116,10 @@ class CudaGraphConfig:
             values) are captured; calls of further ones run eagerly.
         trusted_args: argument names whose non-tensor objects are known never to change inside; they
             become part of the key by identity.
+        break_ops: operators (``"mylib::attention"``) that are eager breaks, beside those that carry
+            ``torch.Tag.cudagraph_unsafe``.
+        decode_capture_sizes: tokens of the uniform decode batches to capture, where these run in another mode
+            than mixed ones; None takes the sizes of mixed batches that such a batch can have.
         debug: check the address of every captured input at every replay, and name what moved.
         progress: show a progress bar while capturing several sizes.
 
@@ -143,6 +147,8 @@ class CudaGraphConfig:
     verify: int = 0
     max_signatures: int = 16
     trusted_args: Sequence[str] = ()
+    break_ops: Sequence[str] = ()
+    decode_capture_sizes: Sequence[int] | None = None
     debug: bool = False
     progress: bool = True
 
@@ -171,7 +177,31 @@ class CudaGraphConfig:
         self._check_limits()
         _set(self, "batch_dims", _checked_mapping("batch_dims", self.batch_dims, _check_batch_dim))
         _set(self, "pad_values", _checked_mapping("pad_values", self.pad_values, _check_pad_rule))
-        _set(self, "trusted_args", _checked_names(self.trusted_args))
+        for name in ("trusted_args", "break_ops"):
+            _set(self, name, _checked_names(name, getattr(self, name)))
+        self._check_break_ops()
+        self._check_decode_sizes()
+
+    def _check_break_ops(self) -> None:
+        for name in self.break_ops:
+            if not all(name.partition("::")):
+                raise ConfigError(f"break_ops has {name!r}; expected operators such as 'mylib::attention'.")
+
+    def _check_decode_sizes(self) -> None:
+        if self.decode_capture_sizes is None:
+            return
+        sizes = _checked_sizes(self.decode_capture_sizes, "decode_capture_sizes")
+        _set(self, "decode_capture_sizes", sizes)
+        odd = [size for size in sizes if size % self.uniform_query_len]
+        if odd:
+            raise ConfigError(
+                f"decode_capture_sizes has {odd[0]}; expected multiples of uniform_query_len={self.uniform_query_len}."
+            )
+        if self.max_num_tokens is not None and sizes[-1] > self.max_num_tokens:
+            raise ConfigError(
+                f"decode_capture_sizes has {sizes[-1]}, above max_num_tokens={self.max_num_tokens}; "
+                "no batch could ever use it."
+            )
 
     def _check_limits(self) -> None:
         if self.max_num_tokens is None:
@@ -240,19 +270,19 @@ def _check_int(name: str, value: object, *, at_least: int) -> None:
         raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {at_least}.")
 
 
-def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+def _checked_sizes(sizes: Sequence[int], name: str = "capture_sizes") -> tuple[int, ...]:
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, (Sequence, set, frozenset, range)):
-        raise ConfigError(f"capture_sizes is {sizes!r}; expected a sequence of batch sizes, such as [1, 2, 4, 8].")
+        raise ConfigError(f"{name} is {sizes!r}; expected a sequence of batch sizes, such as [1, 2, 4, 8].")
     if not sizes:
-        raise ConfigError("capture_sizes is empty; give at least one size, or mode='NONE' for no graphs.")
+        raise ConfigError(f"{name} is empty; give at least one size, or mode='NONE' for no graphs.")
     for size in sizes:
-        _check_int("capture_sizes entry", size, at_least=1)
+        _check_int(f"{name} entry", size, at_least=1)
     return tuple(sorted(set(sizes)))
 
 
-def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
+def _checked_names(setting: str, names: Sequence[str]) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"trusted_args is {names!r}; expected a sequence of argument names.")
+        raise ConfigError(f"{setting} is {names!r}; expected a sequence of names.")
     return tuple(names)
 
 
@@ -335,9 +365,9 @@ def _variable_parsers() -> dict[str, Callable[[str], Any]]:
     parsers: dict[str, Callable[[str], Any]] = {}
     for name, hint in _hints().items():
         arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        if name == "capture_sizes":
+        if name in ("capture_sizes", "decode_capture_sizes"):
             parsers[name] = _parse_sizes
-        elif name == "trusted_args":
+        elif name in ("trusted_args", "break_ops"):
             parsers[name] = _parse_names
         elif bool in arms:
             parsers[name] = _parse_bool

@@ -33,6 +33,10 @@ class CaptureError(SimpleGraphError, RuntimeError):
         self.cause = cause
 
 
+class BreakError(SimpleGraphError, RuntimeError):
+    """An eager break cannot be part of a captured forward, or returned something else than it did before."""
+
+
 class ReplayError(SimpleGraphError, RuntimeError):
     """A replay was asked for that cannot be served: nothing captured, or the graphs were dropped."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -13,11 +12,11 @@ import torch
 from simplegraph.batch.dispatch import BatchDescriptor
 from simplegraph.config import CudaGraphMode
 from simplegraph.errors import CaptureError, InputError
+from simplegraph.graph.breaks import breaking_operators
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
+from simplegraph.graph.recorder import Trace
 from simplegraph.stats import GraphCounters
-
-logger = logging.getLogger("simplegraph")
 
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
 Key = Hashable
@@ -103,35 +102,60 @@ def bound(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) ->
     return run
 
 
-def warmed_up(job: CaptureJob, observers: list[MemoryObserver]) -> bool:
-    """Run a job eagerly, so that its capture finds everything set up; whether that went well."""
-    try:
-        observed(job.run, observers)
-    except InputError:
-        raise
-    except Exception as error:
-        logger.debug("warming up %s failed: %s", job.label, error)
-        return False
-    return True
+class Traces:
+    """What warmups learnt of the eager breaks of piecewise graphs, by the graph's key.
+
+    Args:
+        device: where the forwards run.
+        names: operators that break, beside the tagged ones.
+    """
+
+    def __init__(self, device: torch.device, names: Sequence[str]) -> None:
+        self._device = device
+        self._names = names
+        self._by_key: dict[Key, Trace] = {}
+        self._any_size: Trace | None = None
+
+    def begin(self, observer: MemoryObserver) -> Trace:
+        """A trace for a run that `observer` sees."""
+        return Trace(breaking_operators(self._names), observer, self._device)
+
+    def add(self, key: Key, trace: Trace) -> None:
+        """Keep the trace of a warmup."""
+        trace.finish()
+        self._by_key[key] = trace
+        if trace.any_size:
+            self._any_size = trace
+
+    def find(self, key: Key) -> Trace | None:
+        """The key's own trace, or one whose breaks return the same for every batch size."""
+        return self._by_key.get(key) or self._any_size
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._by_key
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._by_key.clear()
+        self._any_size = None
 
 
 def observing(run: Callable[[], Any], observers: list[MemoryObserver]) -> Callable[[], Any]:
-    """The run, observed."""
-    return lambda: observed(run, observers)
+    """The run, which notes what it reads."""
+
+    def observed() -> Any:
+        observer = MemoryObserver()
+        with observer:
+            outputs = run()
+        observers.append(observer)
+        return outputs
+
+    return observed
 
 
 def read_differently(observers: Sequence[MemoryObserver]) -> bool:
     """Whether the sizes looked at were seen to read different memory, so that any other may as well."""
     return len(observers) > 1 and observers[0].external.keys() != observers[-1].external.keys()
-
-
-def observed(run: Callable[[], Any], observers: list[MemoryObserver]) -> Any:
-    """Run, and note what was read."""
-    observer = MemoryObserver()
-    with observer:
-        outputs = run()
-    observers.append(observer)
-    return outputs
 
 
 def counters(job: CaptureJob, program: Program) -> GraphCounters:
@@ -144,5 +168,7 @@ def counters(job: CaptureJob, program: Program) -> GraphCounters:
         program.seconds,
         program.bytes,
         len(nodes),
+        len(program.breaks),
         sum(count for count in nodes if count is not None) if all(count is not None for count in nodes) else None,
+        costs=program.costs,
     )

@@ -21,10 +21,13 @@ import torch
 
 from simplegraph.batch.dispatch import BatchDescriptor, Dispatch, Dispatcher, Reason
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
-from simplegraph.errors import CaptureError, ConfigError, ReplayError
+from simplegraph.context import bypassed
+from simplegraph.errors import CaptureError, ConfigError, InputError, ReplayError
+from simplegraph.graph.breaks import told
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
+from simplegraph.graph.recorder import Trace
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.session import CaptureSession
 from simplegraph.jobs import (
@@ -33,12 +36,12 @@ from simplegraph.jobs import (
     Forward,
     Key,
     MemoryEstimate,
+    Traces,
     bound,
     counters,
     observing,
     own,
     read_differently,
-    warmed_up,
 )
 from simplegraph.progress import capture_bar
 from simplegraph.report import GraphReport
@@ -96,14 +99,11 @@ class CudaGraphManager:
         if pool is not None and pool.device is not self.device:
             raise ConfigError(f"the pool belongs to {pool.device.torch_device}, not to {self.device.torch_device}.")
         self.dispatcher = Dispatcher(self.config, support, lora_cases=lora_cases, requests=requests)
-        if support is not AttentionCGSupport.ALWAYS and self.dispatcher.mode.has_piecewise():
-            raise ConfigError(
-                f"attention support {support.name} needs eager breaks for some batches, which this version does not "
-                "have yet: a piecewise graph would hold the attention. Use mode='FULL_DECODE_ONLY' or mode='NONE'."
-            )
+        self.support = support
         self.stats = GraphStats(name)
         self.programs: dict[Key, Program] = {}
         self.failures: dict[Key, CaptureError] = {}
+        self.traces = Traces(self.device.torch_device, self.config.break_ops)
         self.hooks: list[GraphHooks] = []
         self.pool = self.device.new_pool() if pool is None else pool
         if pool is None or pool.managers:  # else somebody else made it, and may use it in other ways
@@ -227,6 +227,7 @@ class CudaGraphManager:
                 program.drop()
             self.programs.clear()
             self.failures.clear()
+            self.traces.clear()
             self._owned.clear()
             self.stats.dropped()
             if self.pool.managers and not any(manager.programs for manager in self.pool.managers):
@@ -266,7 +267,7 @@ class CudaGraphManager:
         show = self.config.progress and len(jobs) > 1
         with CaptureSession(self.device, self.pool, thorough=not lazy) as session:
             for _ in range(num_warmups):
-                if not warmed_up(jobs[0], observers):
+                if not self._warm_up(jobs[0], observers):
                     break  # its capture will say why, and smaller sizes may do better
             with capture_bar(len(jobs), show) as bar:
                 # A warmup shows what the first one reads, but for hooks, which it does not run.
@@ -278,7 +279,7 @@ class CudaGraphManager:
                     watched = index in (first, len(jobs) - 1)
                     unseen += [] if watched else [job]
                     error = self._capture_one(session, job, observers if watched else None)
-                    if error is not None and not lazy and warmed_up(job, observers):
+                    if error is not None and not lazy and self._warm_up(job, observers):
                         error = self._capture_one(session, job, observers)
                     if error is not None:
                         failed[job.label] = error
@@ -294,6 +295,23 @@ class CudaGraphManager:
             time.perf_counter() - started,
             max(0, free_before - self.device.free_memory()),
         )
+
+    def _warm_up(self, job: CaptureJob, observers: list[MemoryObserver]) -> bool:
+        """Run a job eagerly, so that its capture finds everything set up; whether that went well."""
+        observer = MemoryObserver()
+        trace = self.traces.begin(observer) if job.mode is CudaGraphMode.PIECEWISE else None
+        try:
+            with observer, told(trace):
+                job.run()
+        except InputError:
+            raise
+        except Exception as error:
+            logger.debug("warming up %s failed: %s", job.label, error)
+            return False
+        observers.append(observer)
+        if trace is not None:
+            self.traces.add(job.key, trace)
+        return True
 
     def forget(self, jobs: Iterable[CaptureJob]) -> None:
         """Drop these jobs' programs as if they had not been captured."""
@@ -321,8 +339,10 @@ class CudaGraphManager:
         if observers is not None:
             run = observing(run, observers)
         try:
+            trace = self._trace(job)
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
-                program = session.capture(run, label=job.label, generators=job.generators)
+                program = session.capture(run, label=job.label, generators=job.generators, trace=trace)
+            self._check_breaks(job, program)
         except CaptureError as error:
             return error
         self.programs[job.key] = program
@@ -330,6 +350,26 @@ class CudaGraphManager:
             self.stats.failures.pop(job.label, None)
         self.stats.captured(job.key, counters(job, program))
         return None
+
+    def _trace(self, job: CaptureJob) -> Trace | None:
+        """What is known of the job's breaks, from a warmup of its own where another size's does not tell."""
+        if job.mode is not CudaGraphMode.PIECEWISE:
+            return None
+        if self.traces.find(job.key) is None:
+            self._warm_up(job, [])
+        known = self.traces.find(job.key)
+        return self.traces.begin(MemoryObserver()) if known is None else known
+
+    def _check_breaks(self, job: CaptureJob, program: Program) -> None:
+        """A piecewise graph must not hold attention that cannot be in one."""
+        if job.mode is CudaGraphMode.PIECEWISE and self.support < AttentionCGSupport.ALWAYS and not program.breaks:
+            program.drop()
+            cause = f"the attention declares {self.support.name}, but the forward met no eager break"
+            raise CaptureError(
+                f"capturing {job.label} failed\n  {cause}: the graph would hold the attention.\n"
+                "  Mark it with @simplegraph.eager_break, simplegraph.break_at, or by its operator in break_ops.",
+                cause=cause,
+            )
 
     def _with_end_hooks(self, job: CaptureJob) -> Callable[[], Any]:
         if not self.hooks:
@@ -358,7 +398,7 @@ class CudaGraphManager:
             hooks.before_replay(*key)
         with self.pool.lock:
             self.order_streams()
-            with replay_range(key):
+            with replay_range(key), around_breaks(program):
                 program.replay()
         counters = self.stats.graphs[key]
         counters.replays += 1
@@ -378,6 +418,11 @@ def replay_range(key: Key) -> contextlib.AbstractContextManager[Any]:
     if profiler_enabled():
         return torch.profiler.record_function(f"simplegraph.replay {key}")
     return _NO_RANGE
+
+
+def around_breaks(program: Program) -> contextlib.AbstractContextManager[Any]:
+    """Around a replay: wrapped modules that its breaks call belong to it, and run eagerly."""
+    return bypassed(Reason.NESTED) if program.breaks else _NO_RANGE
 
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from simplegraph.batch.dispatch import Dispatch
 from simplegraph.binding import Binding
 from simplegraph.buffers import InputSet, Slot, StaticInput, overlap
 from simplegraph.graph.program import Program
-from simplegraph.manager import CudaGraphManager
+from simplegraph.manager import CudaGraphManager, around_breaks
 from simplegraph.signature import PLAIN_TENSORS, Arg, TensorArg, is_flat
 from simplegraph.staleness import CapturedState
 from simplegraph.stats import GraphCounters
@@ -22,6 +23,11 @@ from simplegraph.tree import TreeSpec, flatten
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
 _copy_all = torch._foreach_copy_
+
+
+def _replay_around_breaks(program: Program) -> None:
+    with around_breaks(program):
+        program.replay()
 
 
 class Layout:
@@ -137,7 +143,7 @@ class Plan:
         self.padded = padded
         self.padding = padded - rows
         self.program = program
-        self.replay = program.replay
+        self.replay = functools.partial(_replay_around_breaks, program) if program.breaks else program.replay
         self.counters = counters
         self.checks = manager.config.verify
         self.debug = manager.config.debug

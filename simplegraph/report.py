@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from simplegraph.stats import GraphStats
+from simplegraph.stats import GraphCounters, GraphStats
 
 
 class GraphReport:
@@ -39,7 +39,7 @@ class GraphReport:
             "recaptures": stats.recaptures,
             "eager": {reason.value: count for reason, count in stats.eager.most_common()},
             "failures": dict(stats.failures),
-            "graphs": [dataclasses.asdict(graph) for graph in self._graphs()],
+            "graphs": [_as_dict(graph) for graph in self._graphs()],
         }
 
     def to_json(self) -> str:
@@ -57,19 +57,43 @@ class GraphReport:
             f"{_mib(stats.graph_bytes)} MiB; {stats.replays} replays, {stats.padded_tokens} padded tokens, "
             f"{sum(stats.eager.values())} eager calls"
         ]
-        rows = [("mode", "size", "segments", "nodes", "capture ms", "MiB", "replays", "padded")]
+        rows = [("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded")]
         for graph in self._graphs():
             nodes = "-" if graph.nodes is None else str(graph.nodes)
             costs = (f"{graph.seconds * 1e3:.1f}", _mib(graph.bytes))
             counts = (str(graph.replays), str(graph.padded_tokens))
-            rows.append((graph.mode, str(graph.size), str(graph.segments), nodes, *costs, *counts))
+            rows.append((graph.mode, str(graph.size), str(graph.segments), str(graph.breaks), nodes, *costs, *counts))
         if len(rows) > 1:
             lines += _table(rows)
+        lines += [_shares(graph) for graph in self._graphs() if graph.breaks]
         lines += [f"  eager {count:>6} x {reason.value}: {reason.text}" for reason, count in stats.eager.most_common()]
         lines += [f"  failed: {_cause(message)}" for message in stats.failures.values()]
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _as_dict(graph: GraphCounters) -> dict[str, Any]:
+    """A graph's counters as plain values; `steps` only where there are several."""
+    fields = {field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)}
+    costs = fields.pop("costs")
+    return fields | ({"steps": [dataclasses.asdict(cost) for cost in costs()]} if graph.breaks else {})
+
+
+def _shares(graph: GraphCounters) -> str:
+    """Where a piecewise replay's time goes: the segments together, and every break function."""
+    costs = graph.costs()
+    parts: dict[str, list[float | None]] = {}
+    for cost in costs:
+        parts.setdefault(cost.name or "segments", []).append(cost.ms)
+    times = {name: sum(ms) for name, known in parts.items() if (ms := [t for t in known if t is not None])}
+    total = sum(times.values())
+    shown = [
+        f"{name} x {len(known)}" + (f" {times[name]:.3f} ms ({times[name] / total:.0%})" if total else "")
+        for name, known in parts.items()
+    ]
+    untimed = "" if times else " (timed at the second replay)"
+    return f"  {graph.mode} {graph.size}: {', '.join(shown)}{untimed}"
 
 
 def _cause(message: str) -> str:

@@ -16,7 +16,7 @@ from simplegraph.binding import Binding
 from simplegraph.builder import GraphBuilder, invoke
 from simplegraph.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.context import LOCAL, Special, bypassed
-from simplegraph.errors import CaptureSizeError, InputError, ReplayError, StaleGraphError
+from simplegraph.errors import CaptureError, CaptureSizeError, InputError, ReplayError, StaleGraphError
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.observe import storage_key
 from simplegraph.graph.select import graph_device
@@ -25,7 +25,7 @@ from simplegraph.manager import CudaGraphManager, profiler_enabled, replay_range
 from simplegraph.plan import NOTHING, Call, Copies, Layout, Plan
 from simplegraph.report import GraphReport
 from simplegraph.signature import CallReader, CannotBind
-from simplegraph.staleness import CapturedState
+from simplegraph.staleness import CapturedState, held_tensors
 from simplegraph.stats import GraphStats
 from simplegraph.tree import flatten
 from simplegraph.verify import Check
@@ -77,7 +77,7 @@ class GraphRunner:
         """Drop the graphs and start over with other settings, or in another pool."""
         config = settings.from_env()  # refuses before anything is dropped
         with self._lock:
-            self.reset()
+            self.reset("configuring graphs")
             self.settings, self.config, self._pool = settings, config, pool or self._pool
             self.builder = self._reader = None
             self.stats.failures.clear()
@@ -167,7 +167,9 @@ class GraphRunner:
                 "Something resized or replaced it; call reset_graphs() to capture anew."
             )
         if not plan.checks:
-            return self._replay(plan, leaves, copies)
+            result = self._replay(plan, leaves, copies)
+            _refuse_kept(module, plan)
+            return result
         plan.checks -= 1
         plan.checked = plan.debug or plan.checks > 0
         check = Check(plan.counters.label, plan.device.torch_device)
@@ -175,6 +177,7 @@ class GraphRunner:
             check.expect(flatten(invoke(module, *_cloned(args, kwargs)))[0])
         result = self._replay(plan, leaves, copies)
         check.compare(flatten(result)[0])
+        _refuse_kept(module, plan)
         return result
 
     # Every other call.
@@ -294,7 +297,7 @@ class GraphRunner:
                 return builder.run_as_called(call, Reason.FIRST_CALL)
             if call.padding and not binding.outputs.can_cut(call.padded):
                 return builder.run_as_called(call, Reason.OUTPUT_SHAPE_UNKNOWN)
-            if binding.warm[call.padded] < self.config.num_warmups:
+            if builder.needs_warmup(call):
                 return builder.run_padded(call)
             builder.capture(call)
             self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
@@ -363,6 +366,7 @@ class GraphRunner:
 
     def capture_all(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
         """Capture every size; see `CudaGraphWrapper.capture_graphs`."""
+        _refuse_inside_forward("capture_graphs")
         if self._disabled is Reason.MODE_NONE:
             return CaptureSummary(0, {}, 0.0, 0)  # a program switched off from the environment goes on
         with self._lock, torch.no_grad():
@@ -397,8 +401,9 @@ class GraphRunner:
         """See `CudaGraphWrapper.graph_report`."""
         return GraphReport(self.stats, "no device yet") if self.manager is None else self.manager.report()
 
-    def reset(self) -> None:
-        """Drop all graphs, static inputs and what was learnt."""
+    def reset(self, what: str = "reset_graphs") -> None:
+        """Drop all graphs, static inputs and what was learnt; `what` asks for it, in messages."""
+        _refuse_inside_forward(what)
         with self._lock:
             self._drop_graphs()
             self._bindings.clear()
@@ -416,6 +421,25 @@ class GraphRunner:
             binding.warm.clear()
         if self.builder is not None:
             self.builder.drop()
+
+
+def _refuse_kept(module: Any, plan: Plan) -> None:
+    """A break that keeps a tensor it was passed has graph memory, which the next replay overwrites (debug)."""
+    if not plan.program.breaks:
+        return
+    held = (entry for entry in held_tensors(module) if entry.tensor.device == plan.device.torch_device)
+    kept = [entry.name for entry in held if plan.device.in_pool(plan.pool, entry.tensor)]
+    if kept:
+        raise StaleGraphError(
+            f"after a replay of {plan.counters.label}, {', '.join(kept)} holds memory of the graph, which the next "
+            "replay overwrites: an eager break stored a tensor it was passed. Store a clone."
+        )
+
+
+def _refuse_inside_forward(what: str) -> None:
+    """A forward that replaces the graphs it is running in would pull the ground from under itself."""
+    if LOCAL.special is not None and LOCAL.special.bypass is Reason.NESTED:
+        raise CaptureError(f"{what} was called inside the forward of a wrapped module; call it before or after.")
 
 
 def _switched_off(config: CudaGraphConfig) -> Reason | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -15,12 +14,11 @@ from torch import Tensor, nn
 from simplegraph.batch.dispatch import Reason
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
+from simplegraph.constants import ATOMS, constant_key
 from simplegraph.errors import ConfigError, InputError
 from simplegraph.tree import LEAF, TreeSpec, flatten
 
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
-_ATOMS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, range)
-_ATOMS += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
 class CannotBind(Exception):
@@ -235,7 +233,7 @@ class CallReader:
                 "different values could not be told apart. Pass a tensor, a tuple or a dataclass, or name it in "
                 "trusted_args if it never changes inside."
             )
-        if not isinstance(value, _ATOMS) and not inspect.isroutine(value) and not _is_frozen(kind):  # type: ignore[arg-type]
+        if not isinstance(value, ATOMS) and not inspect.isroutine(value) and not _is_frozen(kind):  # type: ignore[arg-type]
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}")
         return ConstantArg(name, kind, constant_key(value), value)
 
@@ -270,11 +268,6 @@ class _Seen:
             for dim in range(len(shape))
             if shape[dim] == batch and all(dim < len(then) and then[dim] == size for size, then in self.shapes.items())
         }
-
-
-def constant_key(value: Any) -> Hashable:
-    """What tells a value from others of its type: 0.0 from -0.0, and not one NaN from another."""
-    return repr(value) if isinstance(value, (float, complex, slice)) else value
 
 
 def _prefixes(name: str) -> Iterator[str]:

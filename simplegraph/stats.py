@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from simplegraph.batch.dispatch import Reason
 
@@ -25,7 +26,9 @@ class GraphCounters:
         size: padded rows.
         seconds: capture time; bytes: device memory the capture took.
         replays: how often it was replayed; padded_tokens: padding rows in all of these together.
+        segments, breaks: graphs it consists of, and eager calls between them.
         nodes: operations in it, where the device can say.
+        costs: its steps and their times; see `StepCost`.
     """
 
     label: str
@@ -34,9 +37,11 @@ class GraphCounters:
     seconds: float
     bytes: int
     segments: int = 1
+    breaks: int = 0
     nodes: int | None = None
     replays: int = 0
     padded_tokens: int = 0
+    costs: Callable[[], Sequence[Any]] = tuple
 
 
 class GraphStats:

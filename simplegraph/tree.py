@@ -45,6 +45,11 @@ class TreeSpec:
             return self.type._make(children)  # type: ignore[attr-defined]
         return _build_dataclass(self.type, zip(self.keys, children, strict=True))
 
+    @property
+    def num_leaves(self) -> int:
+        """How many leaves there are."""
+        return 1 if self.type is None else sum(child.num_leaves for child in self.children)
+
     def names(self, prefix: str) -> list[str]:
         """A dotted name for every leaf: ``states.0``, ``batch.mask``."""
         if self.type is None:

@@ -695,12 +695,6 @@ def test_a_replay_makes_no_new_program_and_asks_the_forward_nothing(engine: Engi
     assert engine.manager.stats.replays == 30
 
 
-@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
-def test_attention_that_needs_breaks_is_refused_while_there_are_none(device: torch.device, mode: str) -> None:
-    with pytest.raises(ConfigError, match="FULL_DECODE_ONLY"):
-        CudaGraphManager(device=device, mode=mode, support=sg.AttentionCGSupport.UNIFORM_BATCH)
-
-
 def test_attention_of_uniform_batches_gets_full_decode_graphs(device: torch.device) -> None:
     manager = CudaGraphManager(
         device=device, mode="FULL_DECODE_ONLY", capture_sizes=[4], support=sg.AttentionCGSupport.UNIFORM_BATCH

@@ -84,7 +84,18 @@ def test_the_table_has_a_row_for_every_graph_and_a_line_for_every_reason(served,
     assert "2 graphs" in lines[0]
     assert "5 replays, 2 padded tokens, 6 eager calls" in lines[0]
     assert ("emulated: no speed" in lines[0]) is (device.type == "cpu")
-    assert lines[1].split() == ["mode", "size", "segments", "nodes", "capture", "ms", "MiB", "replays", "padded"]
+    assert lines[1].split() == [
+        "mode",
+        "size",
+        "segments",
+        "breaks",
+        "nodes",
+        "capture",
+        "ms",
+        "MiB",
+        "replays",
+        "padded",
+    ]
     cells = [line.split() for line in lines[2:4]]
     assert [(row[0], row[1], row[-2], row[-1]) for row in cells] == [("FULL", "2", "1", "0"), ("FULL", "4", "4", "2")]
     assert len({len(line) for line in lines[1:4]}) == 1

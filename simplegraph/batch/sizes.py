@@ -58,6 +58,9 @@ def uniform_decode_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
     """
     query_len = config.uniform_query_len
     limit = _largest_decode(config)
+    if config.decode_capture_sizes is not None:
+        chosen = set(config.decode_capture_sizes)
+        return tuple(sorted(chosen if limit is None else {min(size, limit) for size in chosen}))
     rounded = {_round_up(size, query_len) for size in mixed_sizes(config)}
     return tuple(sorted(rounded if limit is None else {min(size, limit) for size in rounded}))
 

@@ -10,12 +10,13 @@ import logging
 import threading
 import weakref
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from simplegraph.errors import ConfigError
+from simplegraph.graph.capturing import Forks, captured_nodes
 from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
 
 logger = logging.getLogger("simplegraph")
@@ -44,9 +45,8 @@ def _bury(graph: torch.cuda.CUDAGraph) -> None:
 class CudaSegment:
     """One `torch.cuda.CUDAGraph`."""
 
-    num_nodes: int | None = None
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _Pool, num_nodes: int | None) -> None:
+        self.num_nodes = num_nodes
         self._owned = _Owned(graph)
         self._count = weakref.finalize(self, pool.dropped, pool.id)
         self._count.atexit = False
@@ -98,6 +98,16 @@ class _Capture:
     generators: list[torch.Generator]
 
 
+class CudaMark(NamedTuple):
+    """A recorded event."""
+
+    event: torch.cuda.Event
+
+    def ms_since(self, earlier: CudaMark) -> float:
+        self.event.synchronize()
+        return float(earlier.event.elapsed_time(self.event))
+
+
 class CudaDevice:
     """The `GraphDevice` protocol on one CUDA device.
 
@@ -114,6 +124,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._thread = threading.local()
+        self._forks = Forks(index)
         # On the path of every replay, so without a Python frame of their own.
         self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
@@ -124,10 +135,15 @@ class CudaDevice:
             self._refresh(handle)
         return GraphPool(self, handle, self.current_stream())
 
+    @functools.cached_property
+    def _something(self) -> Tensor:
+        """What a graph writes to that has nothing to do."""
+        return torch.zeros(1, device=self.torch_device)
+
     def _refresh(self, handle: _Pool, generators: Sequence[torch.Generator] = ()) -> None:
         """Let captures go to a fresh pool of the allocator from now on."""
         _graveyard.clear()
-        cell = torch.zeros(1, device=self.torch_device)
+        cell = self._something
         handle.id = torch.cuda.graph_pool_handle()
         anchor = torch.cuda.CUDAGraph()
         handle.anchors[handle.id] = _Owned(anchor)
@@ -176,19 +192,33 @@ class CudaDevice:
             graph.register_generator_state(generator)
         self._thread.capture = _Capture(graph, pool.handle, list(generators))
         pool.handle.grown = True
-        graph.capture_begin(pool=pool.handle.id, capture_error_mode="thread_local")
+        self._forks.start()
+        with torch._C._DisableTorchDispatch():  # torch sets its generators' tensors, which is no work of the forward
+            graph.capture_begin(pool=pool.handle.id, capture_error_mode="thread_local")
 
-    def end(self) -> CudaSegment:
+    def end(self) -> CudaSegment | None:
         capture: _Capture = self._thread.capture
-        capture.graph.capture_end()
+        num_nodes = captured_nodes(self.current_stream())
+        try:
+            with torch._C._DisableTorchDispatch():
+                if num_nodes == 0:
+                    self._something.zero_()  # torch warns of empty graphs
+                capture.graph.capture_end()
+        except RuntimeError as error:
+            raise self._forks.explained(error) from error
+        self._forks.stop()
         self._thread.capture = None
-        return CudaSegment(capture.graph, capture.pool)
+        if num_nodes == 0:
+            _Owned(capture.graph).reset()
+            return None
+        return CudaSegment(capture.graph, capture.pool, num_nodes)
 
     def abandon(self) -> None:
         capture: _Capture | None = getattr(self._thread, "capture", None)
         if capture is None:
             return
         self._thread.capture = None
+        self._forks.stop()
         with torch.cuda.stream(self._stream):  # wherever the work that failed has left us
             try:
                 capture.graph.capture_end()
@@ -217,6 +247,11 @@ class CudaDevice:
 
     def release_cached_memory(self) -> None:
         torch.cuda.empty_cache()
+
+    def mark(self) -> CudaMark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return CudaMark(event)
 
     def free_memory(self) -> int:
         return torch.cuda.mem_get_info(self.torch_device)[0]

@@ -45,6 +45,13 @@ class GraphPool:
     managers: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
 
 
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def ms_since(self, earlier: Any) -> float:
+        """Milliseconds between two marks of one device; waits until this one is reached."""
+
+
 class Segment(Protocol):
     """One captured graph. Replaying it runs the recorded work again, at the recorded addresses."""
 
@@ -101,8 +108,8 @@ class GraphDevice(Protocol):
                 replay of it comes after a replay of that one. The emulator needs to know.
         """
 
-    def end(self) -> Segment:
-        """Stop recording and return what was recorded.
+    def end(self) -> Segment | None:
+        """Stop recording and return what was recorded; None where that is nothing to replay.
 
         Raises:
             Exception: the recorded work broke a rule; call `abandon`.
@@ -116,6 +123,9 @@ class GraphDevice(Protocol):
 
     def release_cached_memory(self) -> None:
         """Return the allocator's unused memory to the device."""
+
+    def mark(self) -> Mark:
+        """Note how far the current stream's work is; cheap, and waits for nothing."""
 
     def free_memory(self) -> int:
         """Bytes of device memory that nobody has; cheaper than `memory`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Iterable, Iterator
@@ -58,18 +59,33 @@ class MemoryObserver(OperatorMode):
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
         self._own: set[int] = set()
+        self._inside_break = False
+
+    def made(self, tensor: Tensor) -> bool:
+        """Whether the observed run made this memory."""
+        return storage_key(tensor) in self._own
+
+    @contextlib.contextmanager
+    def inside_break(self) -> Iterator[None]:
+        """In here the run reads what it likes: no graph will read it. What it writes still counts."""
+        self._inside_break = True
+        try:
+            yield
+        finally:
+            self._inside_break = False
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         own, external = self._own, self.external
-        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
-            key = tensor.untyped_storage()._cdata
-            if key not in own and key not in external:
-                external[key] = tensor
+        if not self._inside_break:
+            for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+                key = tensor.untyped_storage()._cdata
+                if key not in own and key not in external:
+                    external[key] = tensor
         for value in written_args(func, args, kwargs):
-            self.written.update(key for key in map(storage_key, _tensors((value,))) if key in external)
+            self.written.update(key for key in map(storage_key, _tensors((value,))) if key not in own)
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             key = tensor.untyped_storage()._cdata

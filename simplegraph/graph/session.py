@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.errors import CaptureError, EmulatorError, InputError
+from simplegraph.errors import BreakError, CaptureError, EmulatorError, InputError
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool
 from simplegraph.graph.program import Program
+from simplegraph.graph.recorder import SegmentRecorder, Trace
 from simplegraph.tree import flatten
 
 _FROZEN_AT_IMPORT = gc.get_freeze_count()  # some interpreters freeze a few objects of their own
@@ -69,41 +70,53 @@ class CaptureSession:
         # it may be capturing for another thread by then.
         self.pool.stream = self.device.current_stream()
 
-    def capture(self, run: Callable[[], Any], *, label: str, generators: Sequence[torch.Generator] = ()) -> Program:
+    def capture(
+        self,
+        run: Callable[[], Any],
+        *,
+        label: str,
+        generators: Sequence[torch.Generator] = (),
+        trace: Trace | None = None,
+    ) -> Program:
         """Record one run. The run executes nothing; its outputs hold values after the first replay.
 
         Args:
             run: the forward, on inputs whose addresses stay valid.
             label: what is captured, for messages ("batch size 8").
             generators: random generators, beside the device's default one, that the run draws from.
+            trace: what a warmup learnt of the run's eager breaks, which split it; None captures them as part of it.
 
         Raises:
             CaptureError: the run cannot be captured; everything is as it was before the call.
         """
         started = time.perf_counter()
         free_before = self.device.free_memory()
+        recorder = SegmentRecorder(self.device, self.pool, generators, trace)
         try:
             with (
                 _reseeding_shows((_default_generator(self.device.torch_device), *generators)),
-                self._undone_on_failure(),
+                self._undone_on_failure(recorder),
             ):
-                self.device.begin(self.pool, generators)
-                outputs, spec = flatten(run())
-                segment = self.device.end()
+                result, steps = recorder.record(run)
         except (CaptureError, InputError):
             raise
         except Exception as error:
             raise capture_error(error, label) from error
         seconds = time.perf_counter() - started
-        outputs = [self._held(leaf) for leaf in outputs]
-        return Program((segment,), outputs, spec, seconds, max(0, free_before - self.device.free_memory()))
+        leaves, spec = flatten(result)
+        del result
+        outputs = [self._held(leaf) for leaf in leaves]
+        leaves.clear()
+        taken = max(0, free_before - self.device.free_memory())
+        return Program(self.device, steps, outputs, spec, seconds, taken)
 
     @contextlib.contextmanager
-    def _undone_on_failure(self) -> Iterator[None]:
+    def _undone_on_failure(self, recorder: SegmentRecorder) -> Iterator[None]:
         try:
             yield
         except BaseException:
             self.device.abandon()
+            recorder.drop()
             raise
 
     def _held(self, leaf: Any) -> Any:
@@ -183,12 +196,12 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("unjoined", "streamcaptureunjoined"),
         "work was forked to another stream and not joined before the end.",
-        "Call torch.cuda.current_stream().wait_stream(side) at the end of the forward.",
+        "Call torch.cuda.current_stream().wait_stream(side) before the forward ends, and before every eager break.",
     ),
     (
         ("cpu tensor is pinned", "host memory that is not pinned"),
         "data was copied from or to host memory that is not pinned.",
-        "Create it on the device, or once, outside the forward; read results back outside the wrapped module.",
+        "Create it on the device, or once, outside the forward; read back in an @simplegraph.eager_break (PIECEWISE).",
     ),
     (
         ("pinned memory was allocated", "cudahostalloc"),
@@ -216,7 +229,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
             "a capturing blocking stream",
         ),
         "a tensor was read back to Python while its value does not exist yet, or the device was synchronised.",
-        "Keep the test on the device (torch.where), or run that part outside the wrapped module.",
+        "Keep the test on the device (torch.where), or mark the function with @simplegraph.eager_break (PIECEWISE).",
     ),
 )
 
@@ -226,7 +239,9 @@ def capture_error(error: Exception, label: str) -> CaptureError:
     location = user_location(error)
     said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     cause, remedy = said, "Fix it, or leave graphs alone here."
-    if isinstance(error, (RuntimeError, EmulatorError)):
+    if isinstance(error, BreakError):
+        cause = str(error)
+    elif isinstance(error, (RuntimeError, EmulatorError)):
         text = str(error).lower()
         known = next((entry for entry in _CAUSES if any(word in text for word in entry[0])), None)
         if known is not None:

@@ -391,7 +391,7 @@ def test_the_error_of_a_read_back_names_the_line_and_the_remedy(cuda: CudaDevice
     assert "test_cuda_device.py" in message
     assert "`return x.sum().item()`" in message
     assert "read back" in message
-    assert "outside the wrapped module" in message
+    assert "eager_break" in message
     assert (x + 1).tolist() == [value + 1.0 for value in range(8)]
 
 

@@ -7,9 +7,10 @@ import contextlib
 import functools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,6 +50,15 @@ class _Streams:
 
     def comes_after(self, stream: int, work: tuple[int, int]) -> bool:
         return max(self._seen[stream][work[0]], self._done[work[0]]) >= work[1]
+
+
+class EmulatorMark(NamedTuple):
+    """A point in time; the emulator queues nothing."""
+
+    seconds: float
+
+    def ms_since(self, earlier: EmulatorMark) -> float:
+        return (self.seconds - earlier.seconds) * 1e3
 
 
 _TORCH_IS_CAPTURING = torch.cuda.is_current_stream_capturing
@@ -153,8 +163,8 @@ class EmulatorDevice:
     def _any_capturing(self) -> bool:
         return self.is_capturing() or _TORCH_IS_CAPTURING()
 
-    def end(self) -> EmulatorSegment:
-        """Stop recording and return what was recorded.
+    def end(self) -> EmulatorSegment | None:
+        """Stop recording and return what was recorded; None for an empty segment behind another of its Program.
 
         Raises:
             EmulatorError: the capture was broken, or reseeded a generator, or ends on another stream.
@@ -184,6 +194,9 @@ class EmulatorDevice:
 
     def release_cached_memory(self) -> None:
         self.cache_releases += 1
+
+    def mark(self) -> EmulatorMark:
+        return EmulatorMark(time.perf_counter())
 
     def free_memory(self) -> int:
         return self.memory().free

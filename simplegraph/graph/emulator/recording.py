@@ -153,6 +153,7 @@ class Recording:
         # Every storage seen is held, so that its key means nothing else until the capture ends.
         self._held: list[torch.UntypedStorage] = []
         self._reused: list[Memory] = []
+        self._continues = False
         self._mode: Any = None
 
     def start(self, *, continues: bool) -> None:
@@ -162,6 +163,7 @@ class Recording:
             EmulatorError: the pool cannot be captured into.
         """
         self.arena.open(continues=continues)
+        self._continues = continues
         self._reused = self.arena.reusable()
         for generator, _ in self._random:
             generator.manual_seed(_CAPTURE_SEED)
@@ -221,8 +223,8 @@ class Recording:
             self._calls.append(Call(call, map_tree(Tensor, view, args), map_tree(Tensor, view, kwargs), outputs))
         return result
 
-    def finish(self, permit: Callable[[Arena], None]) -> EmulatorSegment:
-        """Undo what ran, and return what was recorded.
+    def finish(self, permit: Callable[[Arena], None]) -> EmulatorSegment | None:
+        """Undo what ran, and return what was recorded, if anything; the first of a Program is there in any case.
 
         Raises:
             EmulatorError: a rule was broken, at the end or before.
@@ -230,6 +232,8 @@ class Recording:
         self._check_end()
         self.undo()
         self._held.clear()
+        if self._continues and not self._calls and not self._created:
+            return None
         constants = {memory for memory in self._memories.values() if memory.value is not None}
         for memory in constants:
             memory.adopt_value()
