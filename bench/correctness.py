@@ -91,11 +91,16 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _check(arm: Arm, comparison: Comparison, dtype: torch.dtype, noise: float) -> None:
-    allowed = max(TOLERANCE[dtype], NOISE_FACTOR * noise)
-    if arm.exact and comparison.captured:
-        allowed = max(EXACT_EPSILONS * torch.finfo(dtype).eps, EXACT_NOISE_FACTOR * noise)
+    allowed = allowed_error(dtype, noise, exact=arm.exact and comparison.captured)
     if not comparison.error <= allowed:  # also refuses NaN
         raise Mismatch(
             f"{arm.name}: batch {comparison.count} is off from eager by {comparison.error:.2e} relative; {allowed:.2e} "
             f"is allowed in {str(dtype).removeprefix('torch.')}, where eager itself varies by {noise:.2e}."
         )
+
+
+def allowed_error(dtype: torch.dtype, noise: float, *, exact: bool) -> float:
+    """What an output may differ by, relative; `exact` where it was computed in eager's own order."""
+    if exact:
+        return max(EXACT_EPSILONS * torch.finfo(dtype).eps, EXACT_NOISE_FACTOR * noise)
+    return max(TOLERANCE[dtype], NOISE_FACTOR * noise)

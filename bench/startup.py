@@ -200,6 +200,12 @@ def comparison(results: dict[str, Result]) -> dict[str, float]:
         "ready_plain_loop_over_ours": _ratio(_ready(results, "plain-loop"), _ready(results, "simplegraph")),
         "again_plain_loop_over_ours": _ratio(_again(results, "plain-loop"), _again(results, "simplegraph")),
         "memory_ours_over_plain_loop": _ratio(_kept(results, "simplegraph"), _kept(results, "plain-loop")),
+        "again_breakable_over_our_piecewise": _ratio(
+            _again(results, "breakable"), _again(results, "simplegraph-piecewise")
+        ),
+        "memory_our_piecewise_over_breakable": _ratio(
+            _kept(results, "simplegraph-piecewise"), _kept(results, "breakable")
+        ),
     }
     for cache in ("cold", "warm"):
         other = _ready(results, Run("compiled-piecewise", cache).label)

@@ -33,6 +33,8 @@ class Workload:
         device: where the model lives.
         context: tokens in each request's cache, the step's own included.
         lm_head: whether the model returns logits.
+        seed: of random weights and cache contents.
+        layers: in place of the config's number of layers.
     """
 
     model: str
@@ -41,6 +43,7 @@ class Workload:
     context: int = CONTEXT
     lm_head: bool = False
     seed: int = 0
+    layers: int | None = None
 
     @property
     def max_batch(self) -> int:
@@ -51,6 +54,11 @@ class Workload:
     def blocks(self) -> int:
         """Pages a request owns."""
         return math.ceil(self.context / PAGE_SIZE)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the cache, the scratch page included."""
+        return 1 + self.max_batch * self.blocks
 
     @property
     def folder(self) -> Path:
@@ -67,12 +75,14 @@ class Workload:
 
     def config(self) -> LlamaConfig:
         """The model's config."""
-        return LlamaConfig.from_pretrained(self.folder)
+        config = LlamaConfig.from_pretrained(self.folder)
+        config.num_hidden_layers = self.layers or config.num_hidden_layers
+        return config
 
     def build(self) -> Llama:
         """The model on its device: a checkpoint's weights where there is one, seeded random ones else."""
         config, weights = self.config(), has_checkpoint(self.folder)
-        cache = CacheShape(1 + self.max_batch * self.blocks, PAGE_SIZE)
+        cache = CacheShape(self.pages, PAGE_SIZE)
         dtype = config_dtype(config) if self.device.type == "cuda" else torch.float32
         model = build_llama(
             config,

@@ -13,6 +13,8 @@ ARMS = {
     "plain-loop": "bench.arms.plain_loop:PlainLoop",
     "simplegraph": "bench.arms.graphed:Upfront",
     "simplegraph-lazy": "bench.arms.graphed:Lazy",
+    "simplegraph-piecewise": "bench.arms.graphed:Piecewise",
+    "breakable": "bench.arms.breakable:Breakable",
     "compiled-piecewise": "bench.arms.piecewise:CompiledPiecewise",
     "compiled-full": "bench.arms.compiled:CompiledFull",
     "inductor-partition": "bench.arms.partition:InductorPartition",

@@ -41,6 +41,11 @@ class Setup:
         """Batch sizes to have ready, largest first."""
         return sorted(self.workload.sizes, reverse=True)
 
+    @property
+    def segments(self) -> int:
+        """Graphs that one step becomes where it breaks once in every layer, at attention."""
+        return self.model.config.num_hidden_layers + 1
+
     @functools.cached_property
     def largest(self) -> Batch:
         """A batch of the largest size, made once, before any clock runs."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from bench.arms.base import Arm, Setup
 from bench.arms.static import rows
 from bench.measure import Timeline
+from bench.models import attention
 from bench.workload import INPUT_NAMES, PAD_VALUES, Batch
 from simplegraph import wrap  # by name: the library loads here, not under the clock
 
@@ -18,6 +20,7 @@ class Upfront(Arm):
 
     name = "simplegraph"
     capture: ClassVar[str] = "upfront"
+    mode: ClassVar[str] = "FULL"
     restartable = True
 
     def __init__(self, setup: Setup) -> None:
@@ -25,6 +28,7 @@ class Upfront(Arm):
         self._summary: Any = None
         self.graphed = wrap(
             setup.model,
+            mode=self.mode,
             capture_sizes=setup.sizes,
             capture=self.capture,
             outputs="static",
@@ -82,3 +86,29 @@ class Lazy(Upfront):
             self(*batch)
             if self.graphed.graph_stats.captures > captures:
                 return
+
+
+class Piecewise(Upfront):
+    """As `Upfront`, but every attention runs eagerly between two graphs: the operator's tag is what splits."""
+
+    name = "simplegraph-piecewise"
+    mode = "PIECEWISE"
+
+    def start(self, first: Batch, timeline: Timeline) -> None:
+        # Eager arms call the function behind the operator, at less cost; a tag is only seen at the operator.
+        with attention.routed(torch.ops.bench.paged_attention.default):
+            super().start(first, timeline)
+
+    def details(self) -> dict[str, Any]:
+        segments = {graph.segments for graph in self.graphed.graph_stats.graphs.values()}
+        return super().details() | {"segments": sorted(segments)}
+
+    def _check_captured(self) -> None:
+        super()._check_captured()
+        expected = self.setup.segments
+        wrong = [g for g in self.graphed.graph_stats.graphs.values() if g.segments != expected]
+        if wrong:
+            raise RuntimeError(
+                f"{wrong[0].label} was captured as {wrong[0].segments} segments; expected {expected}, one before, "
+                f"between and after its eager attention calls. {len(wrong)} graphs are like this."
+            )

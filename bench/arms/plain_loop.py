@@ -14,9 +14,9 @@ from bench.workload import Batch
 
 
 class Captured(NamedTuple):
-    """One size: its graph, and the inputs and output that the graph reads and writes."""
+    """One size: its graph, anything with `replay`, and the inputs and output that the graph reads and writes."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Any
     inputs: Batch
     output: Tensor
 
@@ -52,6 +52,9 @@ class PlainLoop(Arm):
         with torch.cuda.stream(side):
             self.setup.model(*inputs)
         torch.cuda.current_stream().wait_stream(side)
+        return self._record(inputs, pool)
+
+    def _record(self, inputs: Batch, pool: Any) -> Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             output = self.setup.model(*inputs)

@@ -6,8 +6,10 @@ live row. Live requests own pages 1 and up.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import torch
@@ -50,15 +52,60 @@ def paged_attention(
         query_start_loc: (T + 1,) int32, 0, 1, ... T.
         scale: factor on the scores.
     """
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+    write_cache(k, v, k_cache, v_cache, slots)
     flash = flash_attention(q)
     if flash is None:
         _gathered_attention(q, k_cache, v_cache, out, seq_lens, block_table, scale)
-    elif hasattr(flash, "flash_attn_with_kvcache") and flash.__name__ == "flash_attn_interface":
-        _upstream_flash_attention(flash, q, k_cache, v_cache, out, seq_lens, block_table, query_start_loc, scale)
     else:
-        _flash_attention(flash, q, k_cache, v_cache, out, seq_lens, block_table, query_start_loc, scale)
+        run_flash(flash, q, k_cache, v_cache, out, seq_lens, block_table, query_start_loc, scale, max_query_len=1)
+
+
+# What the model calls where nothing compiles it; see `routed`.
+attend: Callable[..., None] = paged_attention
+
+
+@contextlib.contextmanager
+def routed(function: Callable[..., None]) -> Iterator[None]:
+    """Let models in here call `function` for `paged_attention`: for arms that must see the call to break at it."""
+    global attend
+    before, attend = attend, function
+    try:
+        yield
+    finally:
+        attend = before
+
+
+def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Put this step's keys and values where `slots` says."""
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+
+
+def run_flash(
+    flash: ModuleType,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    max_query_len: int,
+) -> None:
+    """FlashAttention-3 of requests with up to `max_query_len` tokens each, causal within a request.
+
+    Args:
+        flash: as `flash_attention` gives it.
+        q, out: (T, num_heads, head_dim), the requests' tokens one after the other.
+        seq_lens: (num_reqs,) int32, tokens in each request's cache, this step's included.
+        block_table: (num_reqs, max_blocks) int32.
+        query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
+    """
+    upstream = hasattr(flash, "flash_attn_with_kvcache") and flash.__name__ == "flash_attn_interface"
+    run = _upstream_flash_attention if upstream else _flash_attention
+    run(flash, q, k_cache, v_cache, out, seq_lens, block_table, query_start_loc, scale, max_query_len)
 
 
 def attention_name(device: torch.device, dtype: torch.dtype) -> str:
@@ -121,13 +168,14 @@ def _flash_attention(
     block_table: Tensor,
     query_start_loc: Tensor,
     scale: float,
+    max_query_len: int,
 ) -> None:
     """vLLM's build of FlashAttention-3; it schedules itself from the lengths on the device, also in a replay."""
     flash.flash_attn_varlen_func(
         q,
         k_cache,
         v_cache,
-        max_seqlen_q=1,
+        max_seqlen_q=max_query_len,
         cu_seqlens_q=query_start_loc,
         max_seqlen_k=block_table.shape[1] * k_cache.shape[1],
         seqused_k=seq_lens,
@@ -150,6 +198,7 @@ def _upstream_flash_attention(
     block_table: Tensor,
     query_start_loc: Tensor,
     scale: float,
+    max_query_len: int,
 ) -> None:
     """The authors' build of FlashAttention-3, which returns its output."""
     result = flash.flash_attn_with_kvcache(
@@ -159,7 +208,7 @@ def _upstream_flash_attention(
         cache_seqlens=seq_lens,
         page_table=block_table,
         cu_seqlens_q=query_start_loc,
-        max_seqlen_q=1,
+        max_seqlen_q=max_query_len,
         softmax_scale=scale,
         causal=True,
         num_splits=_num_splits(q, k_cache),

@@ -7,7 +7,7 @@ Face checkpoints.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,29 @@ class CacheShape(NamedTuple):
     page_size: int
 
 
-class Step(NamedTuple):
-    """What the layers of one forward share.
+class Step(Protocol):
+    """What the layers of one forward share; cos, sin: (T, 1, head_dim), sin negated in its first half."""
 
-    cos, sin: (T, 1, head_dim), sin negated in its first half. slots: (T,) int64, padding at 0. seq_lens: (T,) int32.
-    block_table: (T, max_blocks) int32. query_start_loc: (T + 1,) int32.
+    @property
+    def cos(self) -> Tensor: ...
+
+    @property
+    def sin(self) -> Tensor: ...
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """One layer's attention, into `out`.
+
+        Args:
+            q, out: (T, num_heads, head_dim).
+            k, v: (T, num_kv_heads, head_dim), this step's, not in the cache yet.
+        """
+
+
+class DecodeStep(NamedTuple):
+    """One token of every request.
+
+    slots: (T,) int64, padding at 0. seq_lens: (T,) int32. block_table: (T, max_blocks) int32.
+    query_start_loc: (T + 1,) int32.
     """
 
     cos: Tensor
@@ -37,6 +55,10 @@ class Step(NamedTuple):
     seq_lens: Tensor
     block_table: Tensor
     query_start_loc: Tensor
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        attend = torch.ops.bench.paged_attention if torch.compiler.is_compiling() else attention.attend
+        attend(q, k, v, layer.k_cache, layer.v_cache, out, *self[2:], layer.head_dim**-0.5)
 
 
 class RotaryEmbedding(nn.Module):
@@ -120,8 +142,7 @@ class Attention(nn.Module):
         # The output is allocated here, outside the operator: a compiler that splits at the operator
         # then has it in graph memory, at an address that stays.
         out = hidden.new_empty(tokens, self.num_heads, self.head_dim)
-        attend = torch.ops.bench.paged_attention if torch.compiler.is_compiling() else attention.paged_attention
-        attend(q, k, v, self.k_cache, self.v_cache, out, *step[2:], self.head_dim**-0.5)
+        step.attend(self, q, k, v, out)
         return self.o_proj(out.view(tokens, -1))
 
 
@@ -176,7 +197,11 @@ class Decoder(nn.Module):
         cos, sin = self.rotary_emb(positions, hidden.dtype)
         # Padding's slot -1 becomes slot 0, which lies in the scratch page.
         slots = slot_mapping.clamp(min=0)
-        step = Step(cos, sin, slots, seq_lens, block_table, self.query_start_loc[: input_ids.shape[0] + 1])
+        step = DecodeStep(cos, sin, slots, seq_lens, block_table, self.query_start_loc[: input_ids.shape[0] + 1])
+        return self.run_layers(hidden, step)
+
+    def run_layers(self, hidden: Tensor, step: Step) -> Tensor:
+        """From embeddings, (T, hidden_size), to final hidden states."""
         for layer in self.layers:
             hidden = layer(hidden, step)
         return self.norm(hidden)
@@ -214,7 +239,10 @@ class Llama(nn.Module):
         Returns:
             (T, vocab_size) logits, or (T, hidden_size) without lm_head.
         """
-        hidden = self.model(input_ids, positions, slot_mapping, seq_lens, block_table)
+        return self.head(self.model(input_ids, positions, slot_mapping, seq_lens, block_table))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of final hidden states, or these themselves without lm_head."""
         return hidden if self.lm_head is None else self.lm_head(hidden)
 
     def reset_buffers(self, seed: int | None = None) -> None:

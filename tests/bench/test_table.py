@@ -83,6 +83,17 @@ def test_the_comparison_holds_the_ratios_of_what_ran(results: dict[str, Any]) ->
     }
 
 
+def test_our_piecewise_is_compared_with_the_breakable_package(results: dict[str, Any]) -> None:
+    theirs, ours = (
+        {"seconds": {"ready": seconds}, "device_bytes": mib * table.MIB} for seconds, mib in ((3.0, 400), (1.5, 100))
+    )
+    results["breakable"] = result("breakable", 4.0, primed=theirs)
+    results["simplegraph-piecewise"] = result("simplegraph-piecewise", 2.0, primed=ours)
+    ratios = comparison(results)
+    assert ratios["again_breakable_over_our_piecewise"] == 2.0
+    assert ratios["memory_our_piecewise_over_breakable"] == 0.25
+
+
 def test_rounds_are_combined_by_median_and_kept() -> None:
     combined = combine([result("simplegraph", ready) for ready in (0.9, 0.4, 0.5)])
     assert combined["seconds"]["ready"] == 0.5

@@ -1,0 +1,71 @@
+"""The package breakable-cuda-graphs: a capture per size that its `no_graph` functions break into segments."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.arms.base import NotAvailable, require_cuda
+from bench.arms.plain_loop import Captured, PlainLoop
+from bench.measure import Timeline
+from bench.models import attention
+from bench.workload import Batch
+
+PACKAGE = "breakable_cuda_graphs"
+INSTALL = "pip install breakable-cuda-graphs==0.1.0"
+
+
+class Breakable(PlainLoop):
+    """The plain loop with attention in `no_graph`: as its README shows it, but one warmup per size, not three."""
+
+    name = "breakable"
+
+    @classmethod
+    def check_available(cls, device: torch.device) -> None:
+        require_cuda(device, PACKAGE)
+        package()
+
+    def start(self, first: Batch, timeline: Timeline) -> None:
+        # A stub at capture, as the package offers it: the real attention would read slots that no kernel has
+        # written yet, and an index out of range ends the process.
+        unbroken = package().no_graph(attention.paged_attention, capture_stub=_nothing)
+        with attention.routed(unbroken):
+            super().start(first, timeline)
+        self._check_broken()
+
+    def _record(self, inputs: Batch, pool: Any) -> Captured:
+        library = package()
+        graph = library.BreakableCUDAGraph(pool)
+        with library.breakable_graph(graph):
+            output = self.setup.model(*inputs)
+        return Captured(graph, inputs, output)
+
+    def _check_broken(self) -> None:
+        """A graph that holds the attention would be measured as something it is not."""
+        steps = {len(captured.graph._segments) for captured in self.captured.values()}
+        expected = 2 * self.setup.segments - 1
+        if steps != {expected}:
+            raise RuntimeError(f"captures are of {steps} steps; expected {expected}, a break between any two segments.")
+
+    def details(self) -> dict[str, Any]:
+        return super().details() | {"segments": [self.setup.segments]}
+
+
+def package() -> ModuleType:
+    """The package.
+
+    Raises:
+        NotAvailable: it is not installed.
+    """
+    try:
+        return importlib.import_module(PACKAGE)
+    except ImportError as error:
+        raise NotAvailable(f"{PACKAGE} cannot be imported ({error}); to have it: {INSTALL}") from None
+
+
+def _nothing(*args: Tensor) -> None:
+    """In place of attention while its neighbours are captured."""
