@@ -62,6 +62,7 @@ class TreeSpec:
 
 
 LEAF = TreeSpec()
+_PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})  # told at once
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
@@ -72,6 +73,9 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 
 def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
     kind = type(value)
+    if kind in _PLAIN_LEAVES:
+        leaves.append(value)
+        return LEAF
     keys: Iterable[Any]
     context: Any = None
     if kind is list or kind is tuple:

@@ -15,6 +15,7 @@ ARMS = {
     "simplegraph-lazy": "bench.arms.graphed:Lazy",
     "simplegraph-piecewise": "bench.arms.graphed:Piecewise",
     "breakable": "bench.arms.breakable:Breakable",
+    "breakable-lean": "bench.arms.breakable:BreakableLean",
     "compiled-piecewise": "bench.arms.piecewise:CompiledPiecewise",
     "compiled-full": "bench.arms.compiled:CompiledFull",
     "inductor-partition": "bench.arms.partition:InductorPartition",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ INSTALL = "pip install breakable-cuda-graphs==0.1.0"
 
 
 class Breakable(PlainLoop):
-    """The plain loop with attention in `no_graph`: as its README shows it, but one warmup per size, not three."""
+    """As its README's quick start: three warmups and a capture per size, attention in `no_graph`."""
 
     name = "breakable"
+    warmups = 3
+    shares_pool: ClassVar[bool] = False
 
     @classmethod
     def check_available(cls, device: torch.device) -> None:
@@ -39,7 +41,7 @@ class Breakable(PlainLoop):
 
     def _record(self, inputs: Batch, pool: Any) -> Captured:
         library = package()
-        graph = library.BreakableCUDAGraph(pool)
+        graph = library.BreakableCUDAGraph(pool if self.shares_pool else None)
         with library.breakable_graph(graph):
             output = self.setup.model(*inputs)
         return Captured(graph, inputs, output)
@@ -53,6 +55,14 @@ class Breakable(PlainLoop):
 
     def details(self) -> dict[str, Any]:
         return super().details() | {"segments": [self.setup.segments]}
+
+
+class BreakableLean(Breakable):
+    """The least that its README offers: one pool for all sizes, and one warmup."""
+
+    name = "breakable-lean"
+    warmups = 1
+    shares_pool = True
 
 
 def package() -> ModuleType:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class PlainLoop(Arm):
 
     name = "plain-loop"
     restartable = True
+    warmups: ClassVar[int] = 1
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -50,7 +51,8 @@ class PlainLoop(Arm):
         inputs: Batch = tuple(tensor[:size].clone() for tensor in self.setup.largest)  # type: ignore[assignment]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.setup.model(*inputs)
+            for _ in range(self.warmups):
+                self.setup.model(*inputs)
         torch.cuda.current_stream().wait_stream(side)
         return self._record(inputs, pool)
 

@@ -72,7 +72,7 @@ def test_padded_batches_are_compared_too() -> None:
     assert counts_to_compare([1, 2, 4, 8, 16]) == [1, 3, 4, 15, 16]
 
 
-@pytest.mark.parametrize("name", ["plain-loop", "inductor-partition", "breakable"])
+@pytest.mark.parametrize("name", ["plain-loop", "inductor-partition", "breakable", "breakable-lean"])
 def test_arms_that_need_a_gpu_say_so(name: str) -> None:
     with pytest.raises(NotAvailable, match="needs a GPU"):
         load_arm(name).check_available(CPU)
@@ -209,7 +209,7 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_breakable_breaks_at_every_attention_and_shares_a_pool(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     package = Package()
     monkeypatch.setattr(breakable, "package", lambda: package)
-    arm = breakable.Breakable(setup)
+    arm = breakable.BreakableLean(setup)
     arm.start(setup.batch(1), Timeline(CPU))
     graphs = [captured.graph for captured in arm.captured.values()]
     assert [graph._segments for graph in graphs] == [["segment", "break"] * 2 + ["segment"]] * len(setup.sizes)
