@@ -14,6 +14,8 @@ ARMS = {
     "simplegraph": "bench.arms.graphed:Upfront",
     "simplegraph-lazy": "bench.arms.graphed:Lazy",
     "simplegraph-piecewise": "bench.arms.graphed:Piecewise",
+    "simplegraph-fused": "bench.arms.graphed:Fused",
+    "simplegraph-piecewise-fused": "bench.arms.graphed:PiecewiseFused",
     "breakable": "bench.arms.breakable:Breakable",
     "breakable-lean": "bench.arms.breakable:BreakableLean",
     "compiled-piecewise": "bench.arms.piecewise:CompiledPiecewise",

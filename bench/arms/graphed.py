@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from bench.arms.base import Arm, Setup
+from bench.arms.base import Arm, NotAvailable, Setup, require_cuda
 from bench.arms.static import rows
 from bench.measure import Timeline
 from bench.models import attention
+from bench.models.fused import fused
 from bench.workload import INPUT_NAMES, PAD_VALUES, Batch
 from simplegraph import wrap  # by name: the library loads here, not under the clock
 
@@ -38,7 +44,16 @@ class Upfront(Arm):
             progress=False,
         )
 
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Around the captures: how the model runs in them."""
+        yield
+
     def start(self, first: Batch, timeline: Timeline) -> None:
+        with self.starting():
+            self._start(first, timeline)
+
+    def _start(self, first: Batch, timeline: Timeline) -> None:
         self._summary = self.graphed.capture_graphs(*self.setup.largest)
         timeline.mark("ready")
         self(*first)
@@ -71,7 +86,7 @@ class Lazy(Upfront):
     capture = "lazy"
     restartable = False
 
-    def start(self, first: Batch, timeline: Timeline) -> None:
+    def _start(self, first: Batch, timeline: Timeline) -> None:
         self(*first)
         timeline.mark("first_output")
         for size in self.setup.sizes:
@@ -94,10 +109,11 @@ class Piecewise(Upfront):
     name = "simplegraph-piecewise"
     mode = "PIECEWISE"
 
-    def start(self, first: Batch, timeline: Timeline) -> None:
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
         # Eager arms call the function behind the operator, at less cost; a tag is only seen at the operator.
         with attention.routed(torch.ops.bench.paged_attention.default):
-            super().start(first, timeline)
+            yield
 
     def details(self) -> dict[str, Any]:
         segments = {graph.segments for graph in self.graphed.graph_stats.graphs.values()}
@@ -112,3 +128,55 @@ class Piecewise(Upfront):
                 f"{wrong[0].label} was captured as {wrong[0].segments} segments; expected {expected}, one before, "
                 f"between and after its eager attention calls. {len(wrong)} graphs are like this."
             )
+
+
+class _Fused(Upfront):
+    """Layers of FlashInfer's fused operators, whose order of rounding is not that of the plain ones."""
+
+    exact = False
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._flashinfer = flashinfer()
+        self._load()
+
+    @classmethod
+    def check_available(cls, device: torch.device) -> None:
+        require_cuda(device, "FlashInfer")
+        flashinfer()
+
+    def _load(self) -> None:
+        """Kernels that are not in FlashInfer's cache are compiled here, before the clock: the note says so."""
+        cached = any((Path.home() / ".cache" / "flashinfer").rglob("*.so"))
+        self.notes.append(f"FlashInfer's kernel cache was {'warm' if cached else 'cold: compiled before the clock'}")
+        with fused(self.setup.model, self._flashinfer):
+            self.setup.model(*self.setup.batch(1))
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        with fused(self.setup.model, self._flashinfer), super().starting():
+            yield
+
+
+class Fused(_Fused):
+    """As `Upfront`, with fused layers."""
+
+    name = "simplegraph-fused"
+
+
+class PiecewiseFused(_Fused, Piecewise):
+    """As `Piecewise`, with fused layers."""
+
+    name = "simplegraph-piecewise-fused"
+
+
+def flashinfer() -> ModuleType:
+    """FlashInfer.
+
+    Raises:
+        NotAvailable: it is not installed.
+    """
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise NotAvailable(f"FlashInfer cannot be imported ({error}); pip install 'simplegraph[flashinfer]'") from None

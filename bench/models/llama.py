@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from bench.models import attention
+from bench.models.fused import FusedLayers
 
 
 class CacheShape(NamedTuple):
@@ -189,6 +190,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
         self.register_buffer("query_start_loc", torch.empty(max_batch + 1, dtype=torch.int32), persistent=False)
+        self.fused: FusedLayers | None = None  # see `bench.models.fused`
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor, block_table: Tensor
@@ -202,6 +204,8 @@ class Decoder(nn.Module):
 
     def run_layers(self, hidden: Tensor, step: Step) -> Tensor:
         """From embeddings, (T, hidden_size), to final hidden states."""
+        if self.fused is not None:
+            return self.fused(hidden, step)
         for layer in self.layers:
             hidden = layer(hidden, step)
         return self.norm(hidden)
