@@ -82,6 +82,7 @@ def measure_arm(options: argparse.Namespace) -> dict[str, Any]:
     with torch.inference_mode(), few_threads(device):
         weight = next(setup.model.parameters())
         say(f"{options.arm}: attention is {attention_name(weight.device, weight.dtype)}")  # loads it, too
+        arm_class.load(setup)
         arm, started = start(arm_class, setup)
         say(f"{options.arm}: {', '.join(f'{name} {s:.2f} s' for name, s in started['seconds'].items())}")
         comparisons = compare_with_eager(arm, setup, counts_to_compare(sorted(workload.sizes)))

@@ -79,6 +79,11 @@ class Arm(abc.ABC):
         """Raise `NotAvailable` where this arm cannot run; most run anywhere."""
         return None
 
+    @classmethod
+    def load(cls, setup: Setup) -> None:
+        """Load libraries that every process of such an arm loads, before any clock runs."""
+        return None
+
     @abc.abstractmethod
     def start(self, first: Batch, timeline: Timeline) -> None:
         """Get ready in this arm's natural order.

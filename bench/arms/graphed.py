@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -135,26 +134,20 @@ class _Fused(Upfront):
 
     exact = False
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._flashinfer = flashinfer()
-        self._load()
-
     @classmethod
     def check_available(cls, device: torch.device) -> None:
         require_cuda(device, "FlashInfer")
         flashinfer()
 
-    def _load(self) -> None:
-        """Kernels that are not in FlashInfer's cache are compiled here, before the clock: the note says so."""
-        cached = any((Path.home() / ".cache" / "flashinfer").rglob("*.so"))
-        self.notes.append(f"FlashInfer's kernel cache was {'warm' if cached else 'cold: compiled before the clock'}")
-        with fused(self.setup.model, self._flashinfer):
-            self.setup.model(*self.setup.batch(1))
+    @classmethod
+    def load(cls, setup: Setup) -> None:
+        """Compile the kernels that FlashInfer's cache does not have."""
+        with fused(setup.model, flashinfer()):
+            setup.model(*setup.batch(1))
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        with fused(self.setup.model, self._flashinfer), super().starting():
+        with fused(self.setup.model, flashinfer()), super().starting():
             yield
 
 
