@@ -141,7 +141,8 @@ class CudaDevice:
     @functools.cached_property
     def _something(self) -> Tensor:
         """What a graph writes to that has nothing to do."""
-        return torch.zeros(1, device=self.torch_device)
+        with torch.inference_mode(False):  # else it could only be written in that mode
+            return torch.zeros(1, device=self.torch_device)
 
     def _refresh(self, handle: _Pool, generators: Sequence[torch.Generator] = ()) -> None:
         """Let captures go to a fresh pool of the allocator from now on."""
@@ -153,8 +154,10 @@ class CudaDevice:
         for generator in generators:
             anchor.register_generator_state(generator)
         anchor.capture_begin(pool=handle.id, capture_error_mode="thread_local")
-        cell.zero_()
-        anchor.capture_end()
+        try:
+            cell.zero_()
+        finally:
+            anchor.capture_end()
 
     def release_pool(self, pool: GraphPool) -> None:
         for anchor in pool.handle.anchors.values():

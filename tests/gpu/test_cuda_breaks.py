@@ -32,6 +32,15 @@ def doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
+def test_a_pool_made_in_inference_mode_serves_outside_of_it_too() -> None:
+    graphs = cuda.CudaDevice(0)
+    with torch.inference_mode():
+        graphs.release_pool(graphs.new_pool())
+    graphs.release_pool(graphs.new_pool())
+    with torch.enable_grad():
+        graphs.release_pool(graphs.new_pool())
+
+
 class Function(nn.Module):
     """A module of one function, and a stream of its own."""
 
