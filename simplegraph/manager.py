@@ -29,7 +29,7 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.recorder import Trace
 from simplegraph.graph.select import graph_device
-from simplegraph.graph.session import CaptureSession
+from simplegraph.graph.session import CaptureSession, capture_error
 from simplegraph.jobs import (
     CaptureJob,
     CaptureSummary,
@@ -267,7 +267,7 @@ class CudaGraphManager:
         show = self.config.progress and len(jobs) > 1
         with CaptureSession(self.device, self.pool, thorough=not lazy) as session:
             for _ in range(num_warmups):
-                if not self._warm_up(jobs[0], observers):
+                if self._warm_up(jobs[0], observers) is not None:
                     break  # its capture will say why, and smaller sizes may do better
             with capture_bar(len(jobs), show) as bar:
                 # A warmup shows what the first one reads, but for hooks, which it does not run.
@@ -279,7 +279,7 @@ class CudaGraphManager:
                     watched = index in (first, len(jobs) - 1)
                     unseen += [] if watched else [job]
                     error = self._capture_one(session, job, observers if watched else None)
-                    if error is not None and not lazy and self._warm_up(job, observers):
+                    if error is not None and not lazy and self._warm_up(job, observers) is None:
                         error = self._capture_one(session, job, observers)
                     if error is not None:
                         failed[job.label] = error
@@ -296,8 +296,8 @@ class CudaGraphManager:
             max(0, free_before - self.device.free_memory()),
         )
 
-    def _warm_up(self, job: CaptureJob, observers: list[MemoryObserver]) -> bool:
-        """Run a job eagerly, so that its capture finds everything set up; whether that went well."""
+    def _warm_up(self, job: CaptureJob, observers: list[MemoryObserver]) -> Exception | None:
+        """Run a job eagerly, so that its capture finds everything set up; what went wrong, if anything did."""
         observer = MemoryObserver()
         trace = self.traces.begin(observer) if job.mode is CudaGraphMode.PIECEWISE else None
         try:
@@ -307,11 +307,11 @@ class CudaGraphManager:
             raise
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)
-            return False
+            return error
         observers.append(observer)
         if trace is not None:
             self.traces.add(job.key, trace)
-        return True
+        return None
 
     def forget(self, jobs: Iterable[CaptureJob]) -> None:
         """Drop these jobs' programs as if they had not been captured."""
@@ -356,9 +356,10 @@ class CudaGraphManager:
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
         if self.traces.find(job.key) is None:
-            self._warm_up(job, [])
-        known = self.traces.find(job.key)
-        return self.traces.begin(MemoryObserver()) if known is None else known
+            error = self._warm_up(job, [])
+            if error is not None:
+                raise capture_error(error, job.label)
+        return self.traces.find(job.key)
 
     def _check_breaks(self, job: CaptureJob, program: Program) -> None:
         """A piecewise graph must not hold attention that cannot be in one."""
