@@ -11,12 +11,14 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from simplegraph._version import __version__
+from simplegraph.errors import SimpleGraphError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,19 @@ def doctor() -> list[Finding]:
         except Exception as error:
             findings.append(Finding(name, False, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     findings += [_package(name) for name in _OPTIONAL]
+    return findings
+
+
+def attention_findings() -> list[Finding]:
+    """What each attention backend does in a full graph, at lengths that it was not captured with."""
+    from simplegraph.attention.selftest import self_test
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    findings = []
+    for trial in self_test(device):
+        detail = trial.problem or f"{trial.rounds} sets of lengths, largest relative error {trial.error:.1e}"
+        ok = trial.problem is None or not trial.installed
+        findings.append(Finding(f"attention {trial.backend}, {trial.batches} batches", ok, detail))
     return findings
 
 
@@ -152,15 +167,33 @@ def _package(name: str) -> Finding:
         return Finding(name, True, "installed, version unknown")
 
 
+def _install(options: argparse.Namespace) -> int:
+    from simplegraph.attention.install import install_flash_attention
+
+    try:
+        print(f"installed {install_flash_attention(options.source, options.target, force=options.force)}")
+    except SimpleGraphError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m simplegraph", description="CUDA graphs for any PyTorch module.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     trial = commands.add_parser("doctor", help="say what this machine can do, by trying it")
+    trial.add_argument("--attention", action="store_true", help="also try every attention backend at random lengths")
     trial.add_argument("--json", action="store_true", help="print the findings as JSON")
+    kernels = commands.add_parser("install-flash-attention", help="take FlashAttention-3's kernels out of a vLLM wheel")
+    kernels.add_argument("source", help="a wheel file, or a requirement such as vllm==0.24.0, built for this torch")
+    kernels.add_argument("--target", type=Path, help="folder that gets the package; site-packages by default")
+    kernels.add_argument("--force", action="store_true", help="replace a package that is there")
     options = parser.parse_args(argv)
-    findings = doctor()
+    if options.command == "install-flash-attention":
+        return _install(options)
+    findings = doctor() + (attention_findings() if options.attention else [])
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:

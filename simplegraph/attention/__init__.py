@@ -1,0 +1,50 @@
+"""What a captured attention reads: paged KV cache, metadata, backends.
+
+Example:
+    >>> cache = PagedKVCache(32, 1000, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    >>> metadata = BatchMetadata(max_num_tokens=512, max_num_reqs=64, max_model_len=4096, page_size=16, device="cuda")
+    >>> backend = FlashAttentionBackend(cache, metadata, num_heads=32)
+    >>> manager = CudaGraphManager(device="cuda", support=backend.support, max_num_seqs=64)
+    >>> manager.add_hooks(backend)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simplegraph.attention.backend import AttentionBackend as AttentionBackend
+    from simplegraph.attention.backend import BackendGroup as BackendGroup
+    from simplegraph.attention.backend import attend as attend
+    from simplegraph.attention.backend import attending as attending
+    from simplegraph.attention.backend import minimum_support as minimum_support
+    from simplegraph.attention.cache import PagedKVCache as PagedKVCache
+    from simplegraph.attention.flash_attention import FlashAttention2Backend as FlashAttention2Backend
+    from simplegraph.attention.flash_attention import FlashAttentionBackend as FlashAttentionBackend
+    from simplegraph.attention.flashinfer import FlashInferBackend as FlashInferBackend
+    from simplegraph.attention.metadata import BatchMetadata as BatchMetadata
+    from simplegraph.attention.metadata import CommonMetadata as CommonMetadata
+    from simplegraph.attention.reference import reference_attention as reference_attention
+    from simplegraph.attention.sdpa import SDPABackend as SDPABackend
+
+_HOMES = {
+    "backend": ("AttentionBackend", "BackendGroup", "attend", "attending", "minimum_support"),
+    "cache": ("PagedKVCache",),
+    "flash_attention": ("FlashAttention2Backend", "FlashAttentionBackend"),
+    "flashinfer": ("FlashInferBackend",),
+    "metadata": ("BatchMetadata", "CommonMetadata"),
+    "reference": ("reference_attention",),
+    "sdpa": ("SDPABackend",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = list(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'simplegraph.attention' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"simplegraph.attention.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,252 @@
+"""What every attention backend has in common, and the context through which layers reach the live step."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from simplegraph.attention.cache import PagedKVCache
+from simplegraph.attention.metadata import BatchMetadata, CommonMetadata
+from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.errors import ConfigError, InputError, ReplayError
+from simplegraph.graph.breaks import eager_break
+from simplegraph.graph.select import graph_device
+from simplegraph.manager import GraphHooks
+
+
+class AttentionBackend(GraphHooks, abc.ABC):
+    """Attention over a paged cache. Give it to the manager as hooks: it then prepares every capture and replay.
+
+    A subclass says in its own body what it can do inside a full graph (`support`); that is never inherited
+    (torchtitan #3668).
+
+    Args:
+        cache: keys and values.
+        metadata: the persistent buffers of the step.
+        num_heads: query heads, a multiple of the cache's.
+        scale: factor on the scores; ``head_dim ** -0.5`` by default.
+
+    Raises:
+        ConfigError: heads, page sizes or devices do not fit each other.
+    """
+
+    support: ClassVar[AttentionCGSupport]
+    name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # Abstract classes between may leave it out; whatever can be built may not, even if it inherits `run`.
+        missing = [name for name in ("support", "name") if name not in vars(cls)]
+        if missing and not inspect.isabstract(cls):
+            raise ConfigError(
+                f"{cls.__name__} does not declare {' and '.join(missing)}; every attention backend says in its own "
+                "body what it can do inside a full graph, since a subclass may do less."
+            )
+
+    def __init__(
+        self, cache: PagedKVCache, metadata: BatchMetadata, *, num_heads: int, scale: float | None = None
+    ) -> None:
+        if num_heads < 1 or num_heads % cache.num_kv_heads:
+            raise ConfigError(
+                f"num_heads is {num_heads}; expected a multiple of the cache's {cache.num_kv_heads} heads."
+            )
+        if cache.page_size != metadata.page_size:
+            raise ConfigError(f"the cache has pages of {cache.page_size} tokens, the metadata of {metadata.page_size}.")
+        if cache.device != metadata.device:
+            raise ConfigError(f"the cache is on {cache.device}, the metadata on {metadata.device}.")
+        if metadata.num_pages is None:
+            metadata.num_pages = cache.num_pages
+        self.cache, self.metadata = cache, metadata
+        self.num_heads = num_heads
+        self.device = graph_device(cache.device)
+        self._live: CommonMetadata | None = None
+        self.scale = cache.head_dim**-0.5 if scale is None else scale
+
+    @abc.abstractmethod
+    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
+        """Causal attention of the step's queries over the cache, which holds this step's keys and values already.
+
+        Args:
+            layer: of the cache.
+            q: (T, num_heads, head_dim), the requests' tokens one after the other, then padding.
+            out: the same shape, zeros; padding rows stay finite.
+            metadata: the step, padded to T tokens.
+        """
+
+    def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
+        """Outside any graph, before every eager run, dummy run, capture and replay.
+
+        Args:
+            mode: how the batch runs.
+            descriptor: the graph's key, or for NONE the batch as it is.
+            metadata: what `run` will be given.
+        """
+
+    @property
+    def live(self) -> CommonMetadata:
+        """What the step reads now.
+
+        Raises:
+            ReplayError: nothing was prepared.
+        """
+        if self._live is None:
+            raise ReplayError(
+                f"{self.name} was not prepared for a batch; give it to the manager with add_hooks, and run the model "
+                "inside `with attending(backend, mode, descriptor):`."
+            )
+        return self._live
+
+    def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        """Prepare for a step of this shape that reads page 0 and writes nothing."""
+        view = self.metadata.set_dummy(*self._shape(descriptor), descriptor.uniform_query_len)
+        self._prepare(mode, descriptor, view)
+
+    def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        """Prepare for the live step, padded to this shape."""
+        batch = self.metadata.batch
+        num_tokens, num_reqs = self._shape(descriptor)
+        query_len = descriptor.uniform_query_len
+        if mode is not CudaGraphMode.FULL:
+            num_reqs = batch.num_reqs  # such a graph holds no attention, so its breaks take the real requests
+        elif query_len is not None and batch.query_lens != {query_len}:
+            raise ReplayError(
+                f"the graph is for requests of {query_len} tokens each, but the batch has requests of "
+                f"{sorted(batch.query_lens)}; dispatch it without uniform_query_len."
+            )
+        self._prepare(mode, descriptor, self.metadata.live(num_tokens, num_reqs))
+
+    def _prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, view: CommonMetadata) -> None:
+        self._live = None  # until all of it went well
+        self.prepare(mode, descriptor, view)
+        self._live = view
+
+    def _shape(self, descriptor: BatchDescriptor) -> tuple[int, int]:
+        """Tokens and requests of a graph; where its key leaves the requests open, as many as there can be."""
+        return descriptor.num_tokens, descriptor.num_reqs or min(descriptor.num_tokens, self.metadata.max_num_reqs)
+
+
+class BackendGroup(GraphHooks):
+    """Several backends in one model, by layer. The least of them decides what the model can do.
+
+    Args:
+        backends: layer -> its backend.
+
+    Raises:
+        ConfigError: there are none.
+    """
+
+    def __init__(self, backends: Mapping[int, AttentionBackend]) -> None:
+        self.support = minimum_support(backends.values())
+        self.backends = dict(backends)
+        self.device = next(iter(backends.values())).device
+        self._each = list({id(backend): backend for backend in backends.values()}.values())
+
+    def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        for backend in self._each:
+            backend.before_capture(mode, descriptor)
+
+    def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        for backend in self._each:
+            backend.before_replay(mode, descriptor)
+
+
+def minimum_support(backends: Iterable[AttentionBackend]) -> AttentionCGSupport:
+    """What a model with all of these can do: the least of them decides.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found = [type(backend).support for backend in backends]
+    if not found:
+        raise ConfigError("no attention backend was given.")
+    return min(found)
+
+
+class _Local(threading.local):
+    attending: AttentionBackend | BackendGroup | None = None
+
+
+_LOCAL = _Local()
+
+
+@contextlib.contextmanager
+def attending(
+    attention: AttentionBackend | BackendGroup, mode: CudaGraphMode, descriptor: BatchDescriptor
+) -> Iterator[None]:
+    """Around an engine's forward: layers in here reach the live step through `attend`.
+
+        def forward(mode, descriptor):
+            with attending(backend, mode, descriptor):
+                return model(ids[: descriptor.num_tokens], positions[: descriptor.num_tokens])
+
+    Outside a capture this prepares: for the live step where `mode` is NONE, for a dummy step otherwise, since a
+    graph's warmup is what calls a forward with its mode. (Captures and replays are prepared as hooks.)
+
+    Args:
+        attention: the model's backend, or a group of them.
+        mode: as the manager passes it to the forward.
+        descriptor: as the manager passes it to the forward.
+    """
+    before, _LOCAL.attending = _LOCAL.attending, attention
+    try:
+        if not attention.device.is_capturing():
+            if mode is CudaGraphMode.NONE:
+                attention.before_replay(mode, descriptor)
+            else:
+                attention.before_capture(mode, descriptor)
+        yield
+    finally:
+        _LOCAL.attending = before
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    """One layer's attention of the live step: writes keys and values to the cache, then attends, causally.
+
+    In a PIECEWISE graph the attention itself is an eager break; the write is part of the segment.
+
+    Args:
+        q: (T, num_heads, head_dim), the requests' tokens one after the other, then padding.
+        k: (T, num_kv_heads, head_dim).
+        v: (T, num_kv_heads, head_dim).
+        layer: which of the cache's layers.
+
+    Returns:
+        (T, num_heads, head_dim); padding rows are finite, of no meaning.
+
+    Raises:
+        ReplayError: outside `attending`.
+        InputError: the rows are not the step's, or do not fit the cache.
+    """
+    backend = _serving(layer)
+    live = backend.live
+    shape = (live.num_tokens, backend.num_heads, backend.cache.head_dim)
+    if q.shape != shape or q.dtype is not backend.cache.dtype:
+        raise InputError(f"q is {tuple(q.shape)} of {q.dtype}; expected {shape} of {backend.cache.dtype}.")
+    backend.cache.write(layer, k, v, live.slot_mapping)
+    out = torch.zeros_like(q)
+    _run(backend, layer, q, out)
+    return out
+
+
+def _serving(layer: int) -> AttentionBackend:
+    attention = _LOCAL.attending
+    if attention is None:
+        raise ReplayError("attend was called outside `with attending(backend, mode, descriptor):`.")
+    if isinstance(attention, AttentionBackend):
+        return attention
+    if layer not in attention.backends:
+        raise ConfigError(f"no backend serves layer {layer}; the group serves {sorted(attention.backends)}.")
+    return attention.backends[layer]
+
+
+@eager_break
+def _run(backend: AttentionBackend, layer: int, q: Tensor, out: Tensor) -> None:
+    backend.run(layer, q, out, backend.live)  # live: read anew at every replay

@@ -1,0 +1,122 @@
+"""A paged KV cache, and the one kernel that writes a step's keys and values to it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from simplegraph.errors import ConfigError, InputError
+
+
+class PagedKVCache:
+    """Keys and values of every layer, in pages that requests own.
+
+    Args:
+        num_layers, num_pages: how many.
+        page_size: tokens in a page.
+        num_kv_heads, head_dim: of one token's key or value.
+        layout: "NHD", a page is (page_size, num_kv_heads, head_dim); "HND", (num_kv_heads, page_size, head_dim).
+
+    Raises:
+        ConfigError: a size is below 1, or the layout is another.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        layout: Literal["NHD", "HND"] = "NHD",
+    ) -> None:
+        sizes = {
+            "num_layers": num_layers,
+            "num_pages": num_pages,
+            "page_size": page_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        for name, value in sizes.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1.")
+        if layout not in ("NHD", "HND"):
+            raise ConfigError(f"layout is {layout!r}; expected 'NHD' or 'HND'.")
+        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.dtype, self.layout = dtype, layout
+        page = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
+        # One page more than requests can own: where operators that cannot skip a row put padding.
+        # No inference tensor, wherever this is built: those refuse writes from other modes.
+        with torch.inference_mode(False):
+            self._memory = torch.zeros(2, num_layers, num_pages + 1, *page, head_dim, dtype=dtype, device=device)
+        self.device = self._memory.device
+        self._keys, self._values = ([part[layer, :num_pages] for layer in range(num_layers)] for part in self._memory)
+
+    def keys(self, layer: int) -> Tensor:
+        """The layer's pages: (num_pages, page_size, num_kv_heads, head_dim), or with HND the middle two swapped."""
+        pages: Tensor = self._keys[layer]
+        return pages
+
+    def values(self, layer: int) -> Tensor:
+        """As `keys`."""
+        pages: Tensor = self._values[layer]
+        return pages
+
+    @property
+    def bytes(self) -> int:
+        """Device memory it takes."""
+        return self._memory.nbytes
+
+    def zero_(self) -> None:
+        """Forget everything."""
+        self._memory.zero_()
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Put each token's key and value where its slot says: one kernel on a GPU, graph-safe anywhere.
+
+        Args:
+            layer: whose cache.
+            k: (T, num_kv_heads, head_dim), of the cache's dtype.
+            v: as `k`.
+            slot_mapping: (T,) int64, page * page_size + offset; rows with -1 are left out.
+
+        Raises:
+            InputError: a shape or dtype does not fit the cache; nothing was written.
+        """
+        shape = (slot_mapping.shape[0], self.num_kv_heads, self.head_dim)
+        for name, tensor in (("k", k), ("v", v)):
+            if tensor.shape != shape or tensor.dtype is not self.dtype:
+                raise InputError(
+                    f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; the cache and {shape[0]} slots "
+                    f"expect {shape} and {self.dtype}."
+                )
+        if self.device.type == "cuda" and _has_triton():
+            from simplegraph.attention.kernels import write_pages
+
+            write_pages(k, v, self._memory[0, layer], self._memory[1, layer], slot_mapping, self.page_size, self.layout)
+        else:
+            self._write_by_index(layer, k, v, slot_mapping)
+
+    @torch.no_grad()  # else what required a gradient would make the whole cache require one
+    def _write_by_index(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        slots = torch.where(slot_mapping < 0, self.num_pages * self.page_size, slot_mapping)
+        for memory, rows in ((self._memory[0, layer], k), (self._memory[1, layer], v)):
+            if self.layout == "NHD":
+                memory.view(-1, self.num_kv_heads, self.head_dim).index_copy_(0, slots, rows)
+            else:
+                page, offset = slots // self.page_size, slots % self.page_size
+                memory.transpose(1, 2).index_put_((page, offset), rows)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    found: Any = importlib.util.find_spec("triton")
+    return found is not None

@@ -1,0 +1,257 @@
+"""FlashAttention-3 and 2 over a paged cache, as vLLM builds them (`vllm-flash-attn`).
+
+FlashAttention-3 schedules its work on the device from the lengths there. Captured together with the
+kernels, every replay schedules itself: no host work per step, and nothing to forget.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.cache import PagedKVCache
+from simplegraph.attention.metadata import BatchMetadata, CommonMetadata
+from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.errors import CaptureSizeError, ConfigError, InputError
+
+MODULES = ("vllm_flash_attn", "vllm.vllm_flash_attn", "flash_attn_interface")
+MAX_SPLITS = 32
+_OLD_BATCH_LIMIT = 992  # of FlashAttention-3 builds whose scheduler sorts a whole batch in one block
+
+
+class _Flash(AttentionBackend):
+    """What both versions share: the call of the kernel."""
+
+    version: ClassVar[int]
+
+    def __init__(
+        self, cache: PagedKVCache, metadata: BatchMetadata, *, num_heads: int, scale: float | None = None
+    ) -> None:
+        super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
+        self._flash = flash_module(self.version, cache.device)
+        if cache.layout != "NHD":
+            raise ConfigError(f"the cache has layout {cache.layout}; FlashAttention reads pages laid out as NHD.")
+        if cache.dtype not in (torch.float16, torch.bfloat16):
+            raise ConfigError(f"the cache is {cache.dtype}; FlashAttention computes in float16 or bfloat16.")
+        self._max_query_len = 0
+
+    def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
+        # In a full graph the most that any replay may bring: kernel and schedule hold it as a number.
+        most = descriptor.uniform_query_len or metadata.num_tokens
+        self._max_query_len = most if mode is CudaGraphMode.FULL else metadata.batch.max_query_len
+
+    def call(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata, **options: Any) -> None:
+        """One kernel call; see `AttentionBackend.run`."""
+        self._flash.flash_attn_varlen_func(
+            q,
+            self.cache.keys(layer),
+            self.cache.values(layer),
+            max_seqlen_q=self._max_query_len,
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_k=self.metadata.max_model_len,
+            seqused_k=metadata.seq_lens,
+            block_table=metadata.block_table,
+            softmax_scale=self.scale,
+            causal=True,
+            out=out,
+            fa_version=self.version,
+            **options,
+        )
+
+
+class FlashAttentionBackend(_Flash):
+    """FlashAttention-3 (Hopper): any batch in a full graph, mixed ones included.
+
+    Args:
+        cache, metadata, num_heads, scale: as for every backend; the cache is NHD, float16 or bfloat16.
+        schedule: where the kernels' schedule is computed. ``"graph"``: captured with them, from the lengths on the
+            device. ``"buffer"``: before every replay, into a buffer that the graph reads.
+        max_splits: the bound of split-KV, for scheduling and kernel alike; unequal bounds read out of bounds
+            (vLLM #20301). The kernel allocates that many float32 outputs per token, so sizes that fill the device
+            without splitting get a lower bound.
+
+    Raises:
+        ConfigError: the device is no Hopper GPU, or no FlashAttention-3 is installed.
+
+    Source: ahead-of-time scheduling, FlashAttention-3 (arXiv 2407.08608).
+    """
+
+    support = AttentionCGSupport.ALWAYS
+    name = "FlashAttention-3"
+    version = 3
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        metadata: BatchMetadata,
+        *,
+        num_heads: int,
+        scale: float | None = None,
+        schedule: Literal["graph", "buffer"] = "graph",
+        max_splits: int = MAX_SPLITS,
+    ) -> None:
+        super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
+        if schedule not in ("graph", "buffer"):
+            raise ConfigError(f"schedule is {schedule!r}; expected 'graph' or 'buffer'.")
+        if max_splits < 1:
+            raise ConfigError(f"max_splits is {max_splits}; expected at least 1.")
+        self._schedule_in = schedule
+        self.max_splits = max_splits
+        self._multiprocessors = torch.cuda.get_device_properties(cache.device).multi_processor_count
+        limit = batch_limit(self._flash, cache.device)
+        if limit is not None and metadata.max_num_reqs > limit:
+            raise CaptureSizeError(
+                f"max_num_reqs is {metadata.max_num_reqs}; this build of FlashAttention-3 schedules at most {limit}."
+            )
+        size = 1 + -(-metadata.max_num_reqs // 4) * 4 * 4
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=cache.device)
+        self._schedule: _Schedule | None = None
+        self._last_layer = -1
+
+    def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
+        super().prepare(mode, descriptor, metadata)
+        self._schedule = None
+        self._last_layer = -1
+        if self._schedule_in == "buffer":
+            computed = self._compute(metadata)
+            count = computed.tensor.numel()
+            self._buffer[:count].copy_(computed.tensor)
+            # Zero the tail: blocks past this batch would run stale work and overwrite live rows.
+            self._buffer[count:].zero_()
+            self._schedule = computed._replace(tensor=self._buffer[:count])
+
+    def num_splits(self, metadata: CommonMetadata) -> int:
+        """The bound for a padded shape: enough to give every multiprocessor four pieces of work.
+
+        It follows from the shape alone, so that capture and every replay agree.
+        """
+        tiles = metadata.num_tokens * self.cache.num_kv_heads
+        return max(1, min(self.max_splits, -(-4 * self._multiprocessors // tiles)))
+
+    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
+        schedule = self._schedule_for(layer, metadata)
+        splits = self.num_splits(metadata)
+        if schedule.num_splits != splits or schedule.num_reqs != metadata.num_reqs:
+            raise InputError(
+                f"scheduled for {schedule.num_reqs} requests and at most {schedule.num_splits} splits, the kernel is "
+                f"called for {metadata.num_reqs} and {splits}: it would read out of bounds. Prepare for the same "
+                "shape, and do not change max_splits after a capture."
+            )
+        self.call(layer, q, out, metadata, scheduler_metadata=schedule.tensor, num_splits=splits)
+
+    def _schedule_for(self, layer: int, metadata: CommonMetadata) -> _Schedule:
+        """This forward's schedule; a layer that is not above the last one begins another forward."""
+        again, self._last_layer = layer <= self._last_layer, layer
+        if self._schedule is None or (again and self._schedule_in == "graph"):
+            self._schedule = self._compute(metadata)
+        return self._schedule
+
+    def _compute(self, metadata: CommonMetadata) -> _Schedule:
+        splits = self.num_splits(metadata)
+        tensor = self._flash.get_scheduler_metadata(
+            batch_size=metadata.num_reqs,
+            max_seqlen_q=self._max_query_len,
+            max_seqlen_k=self.metadata.max_model_len,
+            num_heads_q=self.num_heads,
+            num_heads_kv=self.cache.num_kv_heads,
+            headdim=self.cache.head_dim,
+            cache_seqlens=metadata.seq_lens,
+            qkv_dtype=self.cache.dtype,
+            cu_seqlens_q=metadata.query_start_loc,
+            page_size=self.cache.page_size,
+            causal=True,
+            num_splits=splits,
+        )
+        return _Schedule(tensor, splits, metadata.num_reqs)
+
+
+class _Schedule(NamedTuple):
+    """What the kernels are told to do, and the bounds that it was computed with."""
+
+    tensor: Tensor
+    num_splits: int
+    num_reqs: int
+
+
+class FlashAttention2Backend(_Flash):
+    """FlashAttention-2: uniform decode batches in full graphs.
+
+    Its grid follows from the longest query, which a mixed batch does not keep.
+
+    Raises:
+        ConfigError: no FlashAttention-2 is installed that this device can run.
+    """
+
+    support = AttentionCGSupport.UNIFORM_BATCH
+    name = "FlashAttention-2"
+    version = 2
+
+    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
+        self.call(layer, q, out, metadata)
+
+
+@functools.cache
+def flash_module(version: int, device: torch.device) -> ModuleType:
+    """The installed FlashAttention of a version, in the order `MODULES`.
+
+    Raises:
+        ConfigError: there is none; the message says what was tried and how to get it.
+    """
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+    if capability[0] != 9 if version == 3 else capability[0] < 8:
+        needed = "a Hopper GPU (compute capability 9)" if version == 3 else "compute capability 8 or higher"
+        raise ConfigError(f"FlashAttention-{version} needs {needed}; {device} has {'.'.join(map(str, capability))}.")
+    tried = []
+    for name in MODULES:
+        problem = _problem_of(name, version)
+        if problem is None:
+            return importlib.import_module(name)
+        tried.append(f"{name} ({problem})")
+    raise ConfigError(
+        f"no FlashAttention-{version} is installed; tried {', '.join(tried)}. The registry's vllm-flash-attn is built "
+        "for torch 2.4; `python -m simplegraph install-flash-attention vllm==VERSION` takes the kernels out of the "
+        "vLLM wheel that is built for this torch."
+    )
+
+
+def _problem_of(name: str, version: int) -> str | None:
+    """Why a module cannot serve a version; None if it can."""
+    try:
+        module = importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another torch
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    if not getattr(module, f"FA{version}_AVAILABLE", False):
+        return f"has no version {version}"
+    needed: Sequence[str] = ("flash_attn_varlen_func", "get_scheduler_metadata")[: version - 1]
+    missing = [function for function in needed if not hasattr(module, function)]
+    return f"has no {missing[0]}" if missing else None
+
+
+@functools.cache
+def batch_limit(flash: ModuleType, device: torch.device) -> int | None:
+    """How many requests this build can schedule; None if it has no such limit. Found by trying."""
+    lengths = torch.ones(_OLD_BATCH_LIMIT + 1, dtype=torch.int32, device=device)
+    try:
+        flash.get_scheduler_metadata(
+            batch_size=len(lengths),
+            max_seqlen_q=1,
+            max_seqlen_k=16,
+            num_heads_q=1,
+            num_heads_kv=1,
+            headdim=128,
+            cache_seqlens=lengths,
+            page_size=16,
+            causal=True,
+            num_splits=1,
+        )
+    except RuntimeError:
+        return _OLD_BATCH_LIMIT
+    return None

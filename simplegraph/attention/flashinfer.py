@@ -1,0 +1,301 @@
+"""FlashInfer over a paged cache: uniform decode in full graphs, everything else eagerly.
+
+FlashInfer schedules on the host. `prepare` does so before every replay, outside the graph, into one
+integer workspace that all sizes share: only one of them runs between a plan and its run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.cache import PagedKVCache
+from simplegraph.attention.metadata import BatchMetadata, CommonMetadata
+from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.errors import ConfigError, ReplayError
+
+_INT_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; once for all captured sizes, and once pinned
+_FLOAT_WORKSPACE_BYTES = 128 << 20
+_MOST_WORKSPACE_BYTES = 8 << 30
+
+
+_event: Callable[[], Any] = torch.cuda.Event
+
+
+class _Shape(NamedTuple):
+    """What a graph's attention is fixed to."""
+
+    num_tokens: int
+    num_reqs: int
+
+
+class FlashInferBackend(AttentionBackend):
+    """FlashInfer's paged attention. Full graphs for uniform decode, of one token a request or several.
+
+    Args:
+        cache, metadata, num_heads, scale: as for every backend.
+        workspace_bytes: device memory for partial results of split-KV, shared by all sizes; grows where a size asks for
+            more.
+
+    Raises:
+        ConfigError: flashinfer-python is not installed, or cannot serve the cache's dtype or device.
+    """
+
+    support = AttentionCGSupport.UNIFORM_BATCH
+    name = "FlashInfer"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        metadata: BatchMetadata,
+        *,
+        num_heads: int,
+        scale: float | None = None,
+        workspace_bytes: int = _FLOAT_WORKSPACE_BYTES,
+    ) -> None:
+        super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
+        flashinfer = flashinfer_module()
+        if cache.dtype not in self.dtypes or cache.device.type != "cuda":
+            raise ConfigError(
+                f"the cache is {cache.dtype} on {cache.device}; FlashInfer needs float16 or bfloat16 on CUDA."
+            )
+        self._tables = _Tables(metadata, cache.device)
+        workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=cache.device)
+        self._proto: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, cache.layout, backend="fa2")
+        self._copied: Any = _event()
+        self._wrappers: dict[_Shape, _Planned] = {}
+        self._eager = _Planned(copy.copy(self._proto), self)
+        self._current: _Planned | None = None
+
+    @property
+    def int_workspace_bytes(self) -> int:
+        """Bytes of integer workspace, device and pinned, for all captured sizes together."""
+        return int(self._proto._int_workspace_buffer.nbytes + self._proto._pin_memory_int_workspace_buffer.nbytes)
+
+    def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
+        batch = metadata.batch
+        self._copied.synchronize()  # the last plan's copies out of pinned memory; over long ago, but for a race
+        if mode is CudaGraphMode.FULL:
+            shape = _Shape(metadata.num_tokens, metadata.num_reqs)
+            planned = self._wrappers.get(shape) or self._for_graph(shape)
+            self._tables.fill(batch, metadata.num_reqs)
+            planned.plan(metadata.num_reqs, metadata.num_tokens)
+        else:
+            planned = self._eager
+            self._tables.fill(batch, batch.num_reqs)
+            planned.plan(batch.num_reqs, batch.num_tokens)
+        self._copied.record()
+        self._current = planned
+
+    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
+        planned = self._current
+        if planned is None:
+            raise ReplayError("FlashInfer has no plan for this batch; call prepare, or run inside `attending`.")
+        rows = planned.num_tokens
+        cache = (self.cache.keys(layer), self.cache.values(layer))
+        planned.wrapper.run(q[:rows], cache, out=out[:rows])
+
+    def _grow_workspace(self, wrapper: Any) -> None:
+        """Twice the memory for partial results, of this wrapper and those made later.
+
+        A graph's plan reserves for the worst split of its size, so that lengths do not matter: what is enough at a
+        size's capture is enough for good. Graphs captured before keep the memory they had.
+        """
+        size = 2 * wrapper._float_workspace_buffer.numel()
+        if size > _MOST_WORKSPACE_BYTES:
+            raise ConfigError(
+                f"FlashInfer asks for more than {size >> 21} MiB of workspace; capture smaller sizes, or use another "
+                "backend."
+            )
+        if self._proto._float_workspace_buffer.numel() < size:
+            self._proto._float_workspace_buffer = torch.zeros(size, dtype=torch.uint8, device=self.cache.device)
+        wrapper._float_workspace_buffer = self._proto._float_workspace_buffer
+
+    def _for_graph(self, shape: _Shape) -> _Planned:
+        """A wrapper of fixed size that reads the persistent tables; its workspaces are everyone's."""
+        wrapper = copy.copy(self._proto)
+        tables, num_reqs = self._tables, shape.num_reqs
+        wrapper._use_cuda_graph = True
+        wrapper._fixed_batch_size = num_reqs
+        per_req = shape.num_tokens // num_reqs
+        wrapper._qo_indptr_buf = torch.arange(num_reqs + 1, dtype=torch.int32, device=self.cache.device) * per_req
+        wrapper._paged_kv_indptr_buf = tables.device_indptr[: num_reqs + 1]
+        wrapper._paged_kv_last_page_len_buf = tables.device_last_page_len[:num_reqs]
+        wrapper._paged_kv_indices_buf = tables.device_indices
+        planned = self._wrappers[shape] = _Planned(wrapper, self)
+        return planned
+
+
+class _Tables:
+    """Which pages each request has, as FlashInfer reads it: on the host for planning, on the device for the kernels."""
+
+    def __init__(self, metadata: BatchMetadata, device: torch.device) -> None:
+        self._page_size = metadata.page_size
+        max_reqs, max_pages = metadata.max_num_reqs, metadata.max_num_reqs * metadata.max_blocks
+        size = 2 * max_reqs + 1 + max_pages
+        self._staging = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self.indptr, self.last_page_len, self.indices = self._parts(self._staging, max_reqs)
+        self.device_indptr, self.device_last_page_len, self.device_indices = self._parts(self._device, max_reqs)
+        self.query_indptr = torch.zeros(max_reqs + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32)
+        self._arrays = [t.numpy() for t in (self.indptr, self.last_page_len, self.indices, self.seq_lens)]
+
+    @staticmethod
+    def _parts(buffer: Tensor, max_reqs: int) -> tuple[Tensor, Tensor, Tensor]:
+        return buffer[: max_reqs + 1], buffer[max_reqs + 1 : 2 * max_reqs + 1], buffer[2 * max_reqs + 1 :]
+
+    def fill(self, batch: Any, padded_reqs: int) -> None:
+        """Write the step's pages, padding requests with no pages, and copy them to the device in one go."""
+        indptr, last_page_len, indices, seq_lens = self._arrays
+        real = batch.num_reqs
+        lengths = np.asarray(batch.seq_lens)[:real]
+        pages = -(-lengths // self._page_size)
+        np.cumsum(pages, out=indptr[1 : real + 1])
+        indptr[real + 1 : padded_reqs + 1] = indptr[real]
+        last_page_len[:real] = lengths - (pages - 1) * self._page_size
+        last_page_len[real:padded_reqs] = 1  # 0 has been read as a full page
+        seq_lens[:real] = lengths
+        seq_lens[real:padded_reqs] = 0
+        table = np.asarray(batch.block_table)[:real]
+        used = table[np.arange(table.shape[1]) < pages[:, None]]
+        indices[: len(used)] = used
+        end = 2 * (len(indptr) - 1) + 1 + len(used)
+        self._device[:end].copy_(self._staging[:end], non_blocking=True)
+
+
+class _Planned:
+    """A FlashInfer wrapper and its plan.
+
+    Attributes:
+        num_tokens: query rows of the plan.
+    """
+
+    def __init__(self, wrapper: Any, backend: FlashInferBackend) -> None:
+        self.wrapper = wrapper
+        self.num_tokens = 0
+        self._backend = backend
+        self._fixed: tuple[Any, ...] | None = None
+        self._even: Tensor | None = None
+
+    def plan(self, num_reqs: int, num_tokens: int) -> None:
+        """Schedule for what the tables say now.
+
+        Raises:
+            ReplayError: FlashInfer planned what the graph of this size was not captured with.
+        """
+        query = self._query_indptr(num_reqs, num_tokens)
+        self.num_tokens = num_tokens
+        schedule = self._plan_fully if self.wrapper._cached_module is None else self._plan_again
+        while True:
+            try:
+                schedule(num_reqs, query)
+                break
+            except RuntimeError as error:
+                if "overflow" not in str(error).lower():
+                    raise
+                self._backend._grow_workspace(self.wrapper)
+        self._check()
+
+    def _plan_again(self, num_reqs: int, query: Tensor) -> None:
+        """What FlashInfer's `plan` does after its checks and copies, which the tables make unnecessary."""
+        backend, tables, wrapper = self._backend, self._backend._tables, self.wrapper
+        cache, graph = backend.cache, wrapper._use_cuda_graph
+        wrapper._plan_info = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            wrapper._pin_memory_int_workspace_buffer,
+            query,
+            tables.indptr[: num_reqs + 1],
+            tables.seq_lens[:num_reqs],
+            self.num_tokens,
+            num_reqs,
+            backend.num_heads,
+            cache.num_kv_heads,
+            cache.page_size,
+            graph,
+            cache.head_dim,
+            cache.head_dim,
+            True,  # causal
+            -1,  # no sliding window
+            -1,  # no fixed split size
+            False,  # split-KV stays on: in graphs FlashInfer masks the blocks it does not need only then
+            0,  # colocated CTAs
+        )
+        if not graph:
+            self._point(num_reqs, query)
+        wrapper._qo_indptr_last = self.num_tokens
+
+    def _query_indptr(self, num_reqs: int, num_tokens: int) -> Tensor:
+        """Where each request's query rows begin, on the host: padded evenly in a graph, as they are otherwise."""
+        if self.wrapper._use_cuda_graph:
+            if self._even is None:
+                self._even = torch.arange(num_reqs + 1, dtype=torch.int32) * (num_tokens // num_reqs)
+            return self._even
+        return torch.as_tensor(self._backend.metadata.batch.query_start_loc, dtype=torch.int32)[: num_reqs + 1]
+
+    def _plan_fully(self, num_reqs: int, query: Tensor) -> None:
+        """FlashInfer's own plan: it loads, and the first time compiles, the kernels."""
+        backend, tables = self._backend, self._backend._tables
+        cache = backend.cache
+        total = int(tables.indptr[num_reqs])
+        self.wrapper.plan(
+            query,
+            tables.indptr[: num_reqs + 1],
+            tables.indices[:total],
+            tables.last_page_len[:num_reqs],
+            backend.num_heads,
+            cache.num_kv_heads,
+            cache.head_dim,
+            cache.page_size,
+            causal=True,
+            sm_scale=backend.scale,
+            q_data_type=cache.dtype,
+            seq_lens=tables.seq_lens[:num_reqs],
+        )
+
+    def _point(self, num_reqs: int, query: Tensor) -> None:
+        """Let the eager kernels read the persistent tables."""
+        wrapper, tables = self.wrapper, self._backend._tables
+        wrapper._qo_indptr_buf = query.to(wrapper.device, non_blocking=True)
+        wrapper._paged_kv_indptr_buf = tables.device_indptr[: num_reqs + 1]
+        wrapper._paged_kv_last_page_len_buf = tables.device_last_page_len[:num_reqs]
+        wrapper._paged_kv_indices_buf = tables.device_indices
+
+    def _check(self) -> None:
+        """A graph holds the plan's numbers of its capture: every later plan must come to the same."""
+        if not self.wrapper._use_cuda_graph:
+            return
+        plan = tuple(self.wrapper._plan_info)
+        if self._fixed is None:
+            self._fixed = plan
+        elif plan != self._fixed:
+            raise ReplayError(
+                f"FlashInfer planned {plan} where this size was captured with {self._fixed}; the graph cannot follow. "
+                "Run this batch eagerly, and report the lengths."
+            )
+
+
+def flashinfer_module() -> ModuleType:
+    """FlashInfer.
+
+    Raises:
+        ConfigError: it is not installed, with the pip line that installs it.
+    """
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise ConfigError(
+            f"FlashInfer cannot be imported ({error}); to have it: pip install 'simplegraph[flashinfer]'."
+        ) from None
+    module: ModuleType = flashinfer
+    return module

@@ -1,0 +1,245 @@
+"""A step as the engine describes it, read and checked on the host before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from simplegraph.attention.staging import Step
+from simplegraph.errors import CaptureSizeError, ConfigError, InputError
+
+Ints = Sequence[int] | Tensor | npt.NDArray[Any]
+Pages = Sequence[Ints] | Tensor | npt.NDArray[Any]
+
+_Int32s = npt.NDArray[np.int32]
+_Int64s = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a step can be at most; see `BatchMetadata`.
+
+    Attributes:
+        columns: the numbers of a request's pages; tokens: of a step's tokens.
+
+    Raises:
+        ConfigError: one is below 1.
+    """
+
+    max_num_tokens: int
+    max_num_reqs: int
+    max_model_len: int
+    page_size: int
+    columns: _Int64s = dataclasses.field(init=False, repr=False, compare=False)
+    tokens: _Int64s = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_tokens", "max_num_reqs", "max_model_len", "page_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1.")
+        object.__setattr__(self, "columns", np.arange(self.max_blocks))
+        object.__setattr__(self, "tokens", np.arange(max(self.max_num_tokens, self.max_num_reqs)))
+
+    @property
+    def max_blocks(self) -> int:
+        """The most pages a request can have."""
+        return -(-self.max_model_len // self.page_size)
+
+    def check_shape(self, num_tokens: int, num_reqs: int) -> None:
+        """Refuse a shape that the buffers do not hold.
+
+        Raises:
+            CaptureSizeError: it is above the limits, or empty.
+        """
+        if not (1 <= num_tokens <= self.max_num_tokens and 1 <= num_reqs <= self.max_num_reqs):
+            raise CaptureSizeError(
+                f"{num_tokens} tokens and {num_reqs} requests; expected 1 to {self.max_num_tokens} tokens and 1 to "
+                f"{self.max_num_reqs} requests. Split the batch, or build BatchMetadata with higher limits."
+            )
+
+
+class Request:
+    """The requests of a step, checked.
+
+    Attributes:
+        step: what goes to the device.
+        num_reqs, num_tokens: how many.
+        max_query_len, max_seq_len: the longest.
+    """
+
+    def __init__(
+        self, step: Step, queries: _Int64s, needed: _Int64s, max_query_len: int, max_seq_len: int, limits: Limits
+    ) -> None:
+        self.step = step
+        self.num_reqs, self.num_tokens = len(queries), len(step.slots)
+        self.max_query_len, self.max_seq_len = max_query_len, max_seq_len
+        self._queries, self._needed, self._limits = queries, needed, limits
+
+    def check_pages(self, num_pages: int | None) -> None:
+        """Refuse page ids that are out of range, and pages that two requests write to.
+
+        Raises:
+            InputError: there is one.
+        """
+        pages, limits = self.step.pages, self._limits
+        used = limits.columns[: pages.shape[1]] < self._needed[:, None]
+        wrong = used & ((pages < 0) | (pages >= (np.iinfo(np.int32).max if num_pages is None else num_pages)))
+        if wrong.any():
+            row, column = (int(i) for i in np.argwhere(wrong)[0])
+            last = "the cache's last" if num_pages is None else num_pages - 1
+            raise InputError(
+                f"block_table[{row}][{column}] is {pages[row, column]}; expected a page id from 0 to {last}."
+            )
+        owners = np.repeat(limits.tokens[: self.num_reqs], self._queries)
+        written = np.unique(np.stack([self.step.slots // limits.page_size, owners]), axis=1)
+        twice = np.flatnonzero(written[0, 1:] == written[0, :-1])
+        if len(twice):
+            page, first, second = written[0, twice[0]], written[1, twice[0]], written[1, twice[0] + 1]
+            raise InputError(
+                f"requests {first} and {second} both write to page {page}; pages may be shared for reading only. "
+                "Give each request pages of its own for what it writes."
+            )
+
+
+def read_requests(query_lens: Ints, seq_lens: Ints, block_table: Pages, limits: Limits) -> Request:
+    """What an engine says of a step, as arrays of its own; see `BatchMetadata.set`.
+
+    Raises:
+        CaptureSizeError: there is no request, or more tokens or requests than the limits.
+        InputError: the lengths or pages do not fit each other.
+    """
+    queries, lengths = _ints("query_lens", query_lens), _ints("seq_lens", seq_lens)
+    longest = _check_lengths(queries, lengths, limits)
+    starts = np.zeros(len(queries) + 1, np.int64)
+    np.cumsum(queries, out=starts[1:])
+    limits.check_shape(int(starts[-1]), len(queries))
+    needed = (lengths + (limits.page_size - 1)) // limits.page_size
+    pages = _needed_pages(block_table, needed, limits)
+    slots = _slots(queries, lengths, starts, pages, limits)
+    step = Step(slots, starts.astype(np.int32), lengths.astype(np.int32), pages)
+    return Request(step, queries, needed, int(queries.max()), longest, limits)
+
+
+def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> int:
+    """The longest request."""
+    if len(queries) == 0:
+        raise CaptureSizeError("the batch is empty; a step needs at least one request (set_dummy runs without).")
+    if len(queries) != len(lengths):
+        raise InputError(
+            f"query_lens has {len(queries)} entries and seq_lens {len(lengths)}; expected one for each request."
+        )
+    if queries.min() < 1:
+        worst = int(queries.argmin())
+        raise InputError(
+            f"query_lens[{worst}] is {queries[worst]}; a request in a batch has at least one token. Leave it out."
+        )
+    short = lengths < queries
+    if short.any():
+        worst = int(short.argmax())
+        raise InputError(
+            f"seq_lens[{worst}] is {lengths[worst]}, below query_lens[{worst}]={queries[worst]}; "
+            "seq_lens counts this step's tokens too."
+        )
+    longest = int(lengths.max())
+    if longest > limits.max_model_len:
+        raise InputError(
+            f"seq_lens[{int(lengths.argmax())}] is {longest}, above max_model_len={limits.max_model_len}; "
+            "end the request, or build BatchMetadata with a higher limit."
+        )
+    return longest
+
+
+def _slots(queries: _Int64s, lengths: _Int64s, starts: _Int64s, pages: _Int32s, limits: Limits) -> _Int64s:
+    """Where each token's key and value go: its page's first slot, and its place in the page."""
+    num_reqs, num_tokens = len(queries), int(starts[-1])
+    owner, position = limits.tokens[:num_reqs], lengths - 1
+    if num_reqs != num_tokens:  # not plain decode, where each request's only token is its last
+        owner = np.repeat(owner, queries)
+        position = limits.tokens[:num_tokens] + np.repeat(lengths - starts[1:], queries)
+    page = position // limits.page_size
+    place = position - page * limits.page_size
+    found: _Int64s = pages[owner, page] * np.int64(limits.page_size) + place
+    return found
+
+
+def _needed_pages(block_table: Pages, needed: _Int64s, limits: Limits) -> _Int32s:
+    """The pages that are needed, (num_reqs, most needed), 0 elsewhere."""
+    table, counts = _table(block_table)
+    if len(table) != len(needed):
+        raise InputError(f"block_table has {len(table)} rows for {len(needed)} requests; expected one for each.")
+    short = counts < needed
+    if short.any():
+        worst = int(short.argmax())
+        have = int(np.broadcast_to(counts, needed.shape)[worst])
+        raise InputError(
+            f"request {worst} needs {needed[worst]} pages of {limits.page_size} tokens, but its row in block_table "
+            f"has {have}; allocate pages before the step."
+        )
+    width = int(needed.max())
+    pages = table[:, :width].astype(np.int32)
+    if needed.min() < width:
+        # Engines keep -1 or what is left of other requests there, and some kernels read a row to its end.
+        pages *= limits.columns[:width] < needed[:, None]
+    return pages
+
+
+def _ints(name: str, values: Ints) -> _Int64s:
+    """Whole numbers as an array of its own.
+
+    Raises:
+        InputError: they are none, or not a single row of them, or on a GPU.
+    """
+    array = _array(name, values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise InputError(f"{name} is {array.dtype} of shape {array.shape}; expected one whole number a request.")
+    return array.astype(np.int64)
+
+
+def _array(name: str, values: Any) -> npt.NDArray[Any]:
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu":
+            raise InputError(f"{name} is on {values.device}; keep it on the host, so that no device is waited for.")
+        array: npt.NDArray[Any] = values.detach().numpy()
+        return array
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} is no array of whole numbers: {error}.") from None
+
+
+def _table(block_table: Pages) -> tuple[npt.NDArray[Any], _Int64s]:
+    """A block table as (num_reqs, n), and how many pages each row has: one number where all have the same.
+
+    Raises:
+        InputError: it is no table of whole numbers.
+    """
+    if isinstance(block_table, (Tensor, np.ndarray)):
+        table = _array("block_table", block_table)
+        counts = np.full(1, table.shape[-1] if table.ndim else 0)
+    else:
+        table, counts = _padded_rows(block_table)
+    if table.ndim != 2 or table.dtype.kind not in "iu":
+        raise InputError(
+            f"block_table has shape {table.shape} and dtype {table.dtype}; expected page ids, (num_reqs, n) or a "
+            "sequence for each request."
+        )
+    return table, counts
+
+
+def _padded_rows(block_table: Sequence[Ints]) -> tuple[_Int64s, _Int64s]:
+    rows: list[Any] = [_array("block_table", row) if isinstance(row, Tensor) else row for row in block_table]
+    try:
+        counts = np.fromiter(map(len, rows), np.int64, len(rows))
+        flat = np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(counts.sum()))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"block_table holds something else than rows of page ids: {error}.") from None
+    table = np.zeros((len(rows), int(counts.max(initial=0))), np.int64)
+    table[np.arange(table.shape[1]) < counts[:, None]] = flat
+    return table, counts

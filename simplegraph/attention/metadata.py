@@ -1,0 +1,280 @@
+"""What attention reads of a step: lengths, pages and slots, in buffers whose addresses never change.
+
+metadata = BatchMetadata(max_num_tokens=8192, max_num_reqs=256, max_model_len=4096, page_size=16, device="cuda")
+metadata.set([1, 1, 5], [312, 77, 5], [[3, 9, ...], ...], num_tokens=8, num_reqs=4)   # padded to the graph's shape
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from simplegraph.attention.host import Ints, Limits, Pages, Request, read_requests
+from simplegraph.attention.staging import Extent, Staging, Step
+from simplegraph.errors import CaptureSizeError, InputError, ReplayError
+from simplegraph.graph.select import graph_device
+
+_MAX_VIEWS = 4096  # shapes remembered before starting over: eager batches come in any shape
+
+
+@dataclasses.dataclass(eq=False)
+class BatchState:
+    """What the present step is, on the host. Its arrays are the step's own: they are not written to again.
+
+    Attributes:
+        num_reqs, num_tokens: how many there really are.
+        max_query_len, max_seq_len: the longest.
+        query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
+        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included.
+        block_table: (num_reqs, width) int32, page ids; 0 where a request needs no page.
+        padded_tokens, padded_reqs: the shape that the buffers are padded to.
+        version: counts the steps, so that a backend can tell whether it planned for this one.
+        dummy: whether it only stands in for a step, in a warmup or a capture.
+    """
+
+    num_reqs: int = 0
+    num_tokens: int = 0
+    max_query_len: int = 0
+    max_seq_len: int = 0
+    query_start_loc: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(1, np.int32))
+    seq_lens: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    block_table: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    padded_tokens: int = 0
+    padded_reqs: int = 0
+    version: int = 0
+    dummy: bool = False
+
+    @property
+    def query_lens(self) -> set[int]:
+        """The different numbers of tokens that requests have in this step; one in uniform decode."""
+        if self.num_reqs * self.max_query_len == self.num_tokens:
+            return {self.max_query_len}
+        return {int(length) for length in np.unique(np.diff(self.query_start_loc))}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CommonMetadata:
+    """A step's metadata on the device, seen in one padded shape.
+
+    Attributes:
+        num_reqs, num_tokens: the padded shape.
+        query_start_loc: (num_reqs + 1,) int32; from the last real request on, the number of real tokens.
+        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; 0 where padded.
+        block_table: (num_reqs, max_blocks) int32, page ids; 0 where padded or not needed.
+        slot_mapping: (num_tokens,) int64, where each token's key and value go; -1 where padded.
+        batch: the present step on the host, shared by all views.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    batch: BatchState
+
+
+class BatchMetadata:
+    """Persistent buffers for the metadata of one step at a time.
+
+    Args:
+        max_num_tokens: the most tokens a step can have, padding included.
+        max_num_reqs: the most requests, padding included.
+        max_model_len: the most tokens a request's KV cache can hold.
+        page_size: tokens in a page.
+        device: where attention runs.
+        num_pages: how many pages the cache has; a backend fills it in.
+        debug: check every step's page ids too: in range, and no page written by two requests.
+
+    Attributes:
+        max_blocks: the most pages a request can have.
+        batch: the present step on the host.
+        graphs: what captures on the device.
+
+    Raises:
+        ConfigError: a limit is below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        max_model_len: int,
+        page_size: int,
+        device: torch.device | str,
+        num_pages: int | None = None,
+        debug: bool = False,
+    ) -> None:
+        self._limits = Limits(max_num_tokens, max_num_reqs, max_model_len, page_size)
+        self.max_num_tokens = max_num_tokens
+        self.max_num_reqs = max_num_reqs
+        self.max_model_len = max_model_len
+        self.page_size = page_size
+        self.max_blocks = self._limits.max_blocks
+        self.num_pages = num_pages
+        self.debug = debug
+        self.batch = BatchState()
+        self.graphs = graph_device(device)
+        self.device = self.graphs.torch_device
+        self._staging = Staging(Extent(max_num_tokens, max_num_reqs, self.max_blocks), self.device)
+        self._views: dict[tuple[int, int], CommonMetadata] = {}
+
+    def set(
+        self,
+        query_lens: Ints,
+        seq_lens: Ints,
+        block_table: Pages,
+        *,
+        num_tokens: int | None = None,
+        num_reqs: int | None = None,
+    ) -> CommonMetadata:
+        """Write a step, in the order of the current stream; call once a step, outside the graph, before it runs.
+
+        Args:
+            query_lens: (num_reqs,) whole numbers, tokens of each request in this step; at least 1.
+            seq_lens: (num_reqs,) whole numbers, tokens in each request's KV cache, this step's included.
+            block_table: the page ids of each request, in order: a sequence of sequences, or, much quicker for
+                many pages, a (num_reqs, n) array or CPU tensor. What lies past a request's `seq_lens` is ignored.
+            num_tokens: rows of the graph that will run; by default as many as there are tokens.
+            num_reqs: requests of the graph that will run; by default as many as there are.
+
+        Returns:
+            The buffers, seen in that shape.
+
+        Raises:
+            CaptureSizeError: the batch is empty, or larger than the limits or the padded shape.
+            InputError: the lengths or pages do not fit each other. After an error the previous step is still in place.
+        """
+        if self.graphs.is_capturing():
+            raise InputError("the batch was set inside a capture; set it before the graph is captured or replayed.")
+        request = read_requests(query_lens, seq_lens, block_table, self._limits)
+        shape = self._padded(request, num_tokens, num_reqs)
+        if self.debug:
+            request.check_pages(self.num_pages)
+        self._put(request.step, *shape, request.max_query_len, request.max_seq_len)
+        return self.view(*shape)
+
+    def set_dummy(self, num_tokens: int, num_reqs: int, query_len: int | None = None) -> CommonMetadata:
+        """Write a stand-in for a step of this shape, for a warmup or a capture: it reads page 0 and writes nothing.
+
+        Args:
+            num_tokens: rows of the graph.
+            num_reqs: requests, with nothing in the cache before this step.
+            query_len: tokens of each; None spreads the rows as evenly as they go, up to max_model_len.
+
+        Returns:
+            The buffers, seen in that shape.
+
+        Raises:
+            CaptureSizeError: the shape is above the limits.
+            InputError: the requests do not fit into the rows, or `query_len` into max_model_len.
+        """
+        self._limits.check_shape(num_tokens, num_reqs)
+        most = self.max_model_len
+        if num_reqs > num_tokens or (query_len is not None and not 1 <= query_len <= min(most, num_tokens // num_reqs)):
+            raise InputError(
+                f"a dummy batch of {num_reqs} requests, query_len={query_len}, in {num_tokens} rows; expected "
+                f"num_reqs * query_len up to num_tokens, and query_len from 1 to max_model_len={most}."
+            )
+        even, rest = divmod(num_tokens, num_reqs)
+        queries = np.full(num_reqs, query_len or even, np.int64)
+        queries[: 0 if query_len else rest] += 1
+        # A length above the model's limit would be scheduled out of bounds (vLLM #53658).
+        np.minimum(queries, most, out=queries)
+        starts = np.zeros(num_reqs + 1, np.int32)
+        np.cumsum(queries, out=starts[1:])
+        longest = int(queries.max())
+        step = Step(
+            slots=np.full(int(starts[-1]), -1, np.int64),
+            query_start_loc=starts,
+            seq_lens=queries.astype(np.int32),
+            pages=np.zeros((num_reqs, -(-longest // self.page_size)), np.int32),
+        )
+        self._put(step, num_tokens, num_reqs, longest, longest, dummy=True)
+        return self.view(num_tokens, num_reqs)
+
+    def view(self, num_tokens: int, num_reqs: int) -> CommonMetadata:
+        """The buffers seen in one padded shape; the same object each time, and the same addresses always.
+
+        Raises:
+            CaptureSizeError: the shape is above the limits.
+        """
+        known = self._views.get((num_tokens, num_reqs))
+        if known is not None:
+            return known
+        self._limits.check_shape(num_tokens, num_reqs)
+        fields = self._staging.fields
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        view = self._views[num_tokens, num_reqs] = CommonMetadata(
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_start_loc=fields.query_start_loc[: num_reqs + 1],
+            seq_lens=fields.seq_lens[:num_reqs],
+            block_table=fields.block_table[:num_reqs],
+            slot_mapping=fields.slot_mapping[:num_tokens],
+            batch=self.batch,
+        )
+        return view
+
+    def live(self, num_tokens: int, num_reqs: int | None = None) -> CommonMetadata:
+        """The view of this shape, if the present step can run in it.
+
+        Args:
+            num_tokens: rows that are about to run.
+            num_reqs: requests; by default those that the step was padded to.
+
+        Raises:
+            ReplayError: no step was set, or it was set for another shape.
+        """
+        batch = self.batch
+        reqs = batch.padded_reqs if num_reqs is None else num_reqs
+        if batch.version == 0 or batch.dummy:
+            raise ReplayError(
+                "no batch is set: there is none yet, or a warmup or a capture came after it. "
+                "Call BatchMetadata.set before every step."
+            )
+        if not (batch.num_tokens <= num_tokens <= batch.padded_tokens and batch.num_reqs <= reqs <= batch.padded_reqs):
+            raise ReplayError(
+                f"{num_tokens} tokens and {reqs} requests are about to run, but the batch was set as "
+                f"{batch.num_tokens} tokens and {batch.num_reqs} requests, padded to {batch.padded_tokens} and "
+                f"{batch.padded_reqs}. Pass the shape that will run to BatchMetadata.set, as num_tokens and num_reqs."
+            )
+        return self.view(num_tokens, reqs)
+
+    def _padded(self, request: Request, num_tokens: int | None, num_reqs: int | None) -> tuple[int, int]:
+        """The padded shape, checked."""
+        tokens, reqs = request.num_tokens, request.num_reqs
+        padded_tokens = tokens if num_tokens is None else num_tokens
+        padded_reqs = reqs if num_reqs is None else num_reqs
+        if padded_tokens < tokens or padded_reqs < reqs:
+            raise CaptureSizeError(
+                f"the batch has {tokens} tokens and {reqs} requests, more than the {padded_tokens} and {padded_reqs} "
+                "of the graph that is to run it; take the shape from the dispatcher's descriptor."
+            )
+        self._limits.check_shape(padded_tokens, padded_reqs)
+        return padded_tokens, padded_reqs
+
+    def _put(
+        self,
+        step: Step,
+        num_tokens: int,
+        num_reqs: int,
+        max_query_len: int,
+        max_seq_len: int,
+        *,
+        dummy: bool = False,
+    ) -> None:
+        self._staging.put(step, num_tokens, num_reqs)
+        batch = self.batch
+        batch.num_reqs, batch.num_tokens = len(step.seq_lens), len(step.slots)
+        batch.max_query_len, batch.max_seq_len = max_query_len, max_seq_len
+        batch.query_start_loc, batch.seq_lens, batch.block_table = step.query_start_loc, step.seq_lens, step.pages
+        batch.padded_tokens, batch.padded_reqs = num_tokens, num_reqs
+        batch.version += 1
+        batch.dummy = dummy

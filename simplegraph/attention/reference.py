@@ -1,0 +1,53 @@
+"""Attention in float64, one request after the other: what tests and the self-test compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from simplegraph.attention.cache import PagedKVCache
+
+
+def reference_attention(
+    q: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_table: Sequence[Sequence[int]],
+    scale: float,
+) -> Tensor:
+    """Causal attention over a paged cache that holds the step's keys and values already.
+
+    Args:
+        q: (sum(query_lens), num_heads, head_dim).
+        cache: what is attended to.
+        layer: of the cache.
+        query_lens: tokens of each request in this step.
+        seq_lens: tokens of each request in the cache.
+        block_table: page ids of each request.
+        scale: factor on the scores.
+
+    Returns:
+        (sum(query_lens), num_heads, head_dim) float64.
+    """
+    results, start = [], 0
+    for query, length, blocks in zip(query_lens, seq_lens, block_table, strict=True):
+        pages = torch.as_tensor(blocks[: -(-length // cache.page_size)], device=q.device, dtype=torch.int64)
+        keys, values = (_tokens(part[pages], cache.layout, length) for part in (cache.keys(layer), cache.values(layer)))
+        groups = q.shape[1] // cache.num_kv_heads
+        rows = q[start : start + query].double().transpose(0, 1)
+        scores = rows @ keys.repeat_interleave(groups, 0).transpose(1, 2) * scale
+        seen = torch.ones(query, length, dtype=torch.bool, device=q.device).tril(length - query)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        results.append((weights @ values.repeat_interleave(groups, 0)).transpose(0, 1))
+        start += query
+    return torch.cat(results)
+
+
+def _tokens(pages: Tensor, layout: str, length: int) -> Tensor:
+    """(num_kv_heads, length, head_dim) float64."""
+    rows = pages if layout == "NHD" else pages.transpose(1, 2)
+    return rows.flatten(0, 1)[:length].double().transpose(0, 1)

@@ -1,0 +1,55 @@
+"""The reference backend: torch's own attention over gathered pages. Right anywhere, graph-safe, not fast."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.metadata import CommonMetadata
+from simplegraph.config import AttentionCGSupport
+
+
+class SDPABackend(AttentionBackend):
+    """`scaled_dot_product_attention` for every token over all the pages that its request can have.
+
+    No shape depends on a length, so that one engine's code runs on the emulator and on a GPU.
+    """
+
+    support = AttentionCGSupport.ALWAYS
+    name = "SDPA"
+
+    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
+        request, length = self._visible(metadata)
+        places = torch.arange(metadata.block_table.shape[1] * self.cache.page_size, device=q.device)
+        seen = places < length[:, None]
+        keys = self._gather(self.cache.keys(layer), metadata.block_table, request, seen)
+        values = self._gather(self.cache.values(layer), metadata.block_table, request, seen)
+        # One key at least, which is 0: a softmax over nothing is NaN. Such rows are padding.
+        mask = places < length.clamp(min=1)[:, None]
+        # The query heads that share a key head sit beside each other as if they were a longer query.
+        grouped = (q.shape[0], self.cache.num_kv_heads, -1, self.cache.head_dim)
+        result = F.scaled_dot_product_attention(
+            q.reshape(grouped), keys, values, attn_mask=mask[:, None, None, :], scale=self.scale
+        )
+        out.view(grouped).copy_(result)
+
+    def _visible(self, metadata: CommonMetadata) -> tuple[Tensor, Tensor]:
+        """Each token's request, and how many keys it sees: its own and those before it; 0 for padding."""
+        starts, device = metadata.query_start_loc, metadata.slot_mapping.device
+        token = torch.arange(metadata.num_tokens, device=device, dtype=starts.dtype)
+        found = torch.searchsorted(starts, token, right=True) - 1
+        request = found.clamp(max=metadata.num_reqs - 1)
+        behind = starts[request + 1] - 1 - token
+        length = metadata.seq_lens[request] - behind
+        return request, torch.where(found < metadata.num_reqs, length, 0)
+
+    def _gather(self, pages: Tensor, block_table: Tensor, request: Tensor, seen: Tensor) -> Tensor:
+        """(T, num_kv_heads, max_blocks * page_size, head_dim): each token's pages in a row, 0 where not seen."""
+        table = block_table.index_select(0, request)
+        gathered = pages.index_select(0, table.flatten()).view(*table.shape, *pages.shape[1:])
+        if self.cache.layout == "NHD":
+            gathered = gathered.transpose(2, 3)
+        # Not only masked: what was never written, or is another request's, may be NaN, and NaN times 0 is NaN.
+        return gathered.transpose(1, 2).flatten(2, 3).where(seen[:, None, :, None], 0)

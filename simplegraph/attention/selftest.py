@@ -1,0 +1,238 @@
+"""``python -m simplegraph doctor --attention``: captured at one set of lengths, replayed at others, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.attention.backend import AttentionBackend, BackendGroup, attend, attending
+from simplegraph.attention.cache import PagedKVCache
+from simplegraph.attention.flash_attention import FlashAttention2Backend, FlashAttentionBackend
+from simplegraph.attention.flashinfer import FlashInferBackend
+from simplegraph.attention.metadata import BatchMetadata
+from simplegraph.attention.reference import reference_attention
+from simplegraph.attention.sdpa import SDPABackend
+from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.errors import ConfigError, SimpleGraphError, VerificationError
+from simplegraph.manager import CudaGraphManager
+
+BACKENDS: tuple[Callable[..., AttentionBackend], ...] = (
+    FlashAttentionBackend,
+    FlashAttention2Backend,
+    FlashInferBackend,
+    SDPABackend,
+)
+LAYERS = 2
+# Of the whole output, and of its worst row: what rounding to a dtype explains, and what only a wrong row does.
+_ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+_WRONG_ROW = 2e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What one backend did.
+
+    Attributes:
+        backend: its name.
+        batches: "decode" or "mixed"; rounds: sets of lengths that were replayed.
+        error: the largest relative error of an output; None if it did not come to that.
+        problem: what went wrong, with the lengths; None if nothing did.
+        installed: whether there was a backend to try.
+    """
+
+    backend: str
+    batches: str
+    rounds: int
+    error: float | None
+    problem: str | None
+    installed: bool = True
+
+
+def self_test(device: torch.device, *, rounds: int = 20) -> Iterator[Trial]:
+    """Try every backend: uniform decode in full graphs, and mixed batches where it can."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for make in BACKENDS:
+        name = str(getattr(make, "name", make))
+        try:
+            kinds = ["decode", "mixed"] if make.support is AttentionCGSupport.ALWAYS else ["decode"]  # type: ignore[attr-defined]
+            for kind in kinds:
+                yield _try(make, name, kind, device, dtype, rounds)
+        except ConfigError as error:
+            yield Trial(name, "any", 0, None, str(error), installed=False)
+
+
+def _try(
+    make: Callable[..., AttentionBackend], name: str, kind: str, device: torch.device, dtype: torch.dtype, rounds: int
+) -> Trial:
+    shape: dict[str, Any] = (
+        {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16} if device.type == "cuda" else {}
+    )
+    sizes = {"max_len": 2048, "num_pages": 4000, "max_tokens": 128, "max_reqs": 32} if shape else {}
+    mode = "FULL" if kind == "mixed" else "FULL_DECODE_ONLY"
+    worst = 0.0
+    with torch.inference_mode():
+        engine = AttentionEngine(make, device, dtype=dtype, mode=mode, **shape, **sizes)
+        engine.manager.capture(engine.forward)
+        for seed in range(rounds):
+            requests = engine.requests(kind, 1 + seed % engine.metadata.max_num_reqs, seed)
+            try:
+                ran, error = engine.step(requests, seed)
+            except SimpleGraphError as problem:
+                return Trial(name, kind, seed, worst, f"{problem} ({requests})")
+            worst = max(worst, error)
+            if ran is not CudaGraphMode.FULL or error > _ROUNDING[dtype]:
+                return Trial(name, kind, seed + 1, worst, f"relative error {error:.1e} in mode {ran.name} ({requests})")
+        engine.manager.reset()
+    return Trial(name, kind, rounds, worst, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """The requests of a step: tokens of each in this step, in the cache, and its pages."""
+
+    query_lens: list[int]
+    seq_lens: list[int]
+    block_table: list[list[int]] = dataclasses.field(repr=False)
+
+
+class AttentionEngine:
+    """A small engine: two layers of attention on random queries, keys and values, through a manager.
+
+    Args:
+        make: a backend's class, called with cache, metadata and num_heads.
+        device: where.
+        num_heads, num_kv_heads, head_dim, page_size, dtype, layout: of the attention.
+        num_pages, max_len, max_tokens, max_reqs: how much there can be of it.
+        **settings: of the manager.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        device: torch.device,
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 16,
+        page_size: int = 4,
+        num_pages: int = 64,
+        max_len: int = 48,
+        max_tokens: int = 32,
+        max_reqs: int = 8,
+        dtype: torch.dtype = torch.float32,
+        layout: Any = "NHD",
+        **settings: Any,
+    ) -> None:
+        rows: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.cache = PagedKVCache(LAYERS, num_pages, page_size, num_kv_heads, head_dim, layout=layout, **rows)
+        self.metadata = BatchMetadata(
+            max_num_tokens=max_tokens,
+            max_num_reqs=max_reqs,
+            max_model_len=max_len,
+            page_size=page_size,
+            device=device,
+            num_pages=num_pages,
+            debug=True,
+        )
+        self.backend: AttentionBackend | BackendGroup = make(self.cache, self.metadata, num_heads=num_heads)
+        self.scale = head_dim**-0.5
+        self.q = torch.zeros(max_tokens, num_heads, head_dim, **rows)
+        self.k, self.v = (torch.zeros(max_tokens, num_kv_heads, head_dim, **rows) for _ in range(2))
+        settings = {"max_num_seqs": max_reqs, "max_num_tokens": max_tokens, "progress": False} | settings
+        self.manager = CudaGraphManager(
+            device=device, support=self.backend.support, on_capture_failure="raise", **settings
+        )
+        self.manager.add_hooks(self.backend)
+
+    def requests(self, kind: str, count: int, seed: int, query_len: int = 1) -> Requests:
+        """Up to `count` requests of random lengths, as many as pages and tokens allow; "decode" is uniform."""
+        draw, page_size = random.Random(seed), self.cache.page_size
+        pages = list(range(1, self.cache.num_pages))  # page 0 is what padding and dummy runs read
+        draw.shuffle(pages)
+        found: list[tuple[int, int, list[int]]] = []
+        tokens, most = 0, self.metadata.max_model_len
+        for _ in range(count):
+            query = query_len if kind == "decode" or draw.random() < 0.5 else draw.randint(1, min(64, most))
+            length = max(query, int(most ** draw.random()) if draw.random() < 0.8 else draw.randint(1, most))
+            needed = -(-length // page_size)
+            if needed <= len(pages) and tokens + query <= self.metadata.max_num_tokens:
+                tokens += query
+                found.append((query, length, [pages.pop() for _ in range(needed)]))
+        found = found or [(query_len, query_len, [pages.pop() for _ in range(-(-query_len // page_size))])]
+        return Requests([q for q, _, _ in found], [length for _, length, _ in found], [table for *_, table in found])
+
+    def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[Tensor]:
+        """The attention of every layer."""
+        rows = descriptor.num_tokens
+        with attending(self.backend, mode, descriptor):
+            return [attend(self.q[:rows] * (layer + 1), self.k[:rows], self.v[:rows], layer) for layer in range(LAYERS)]
+
+    def fill(self, seed: int) -> None:
+        """New queries, keys, values, and a new past in the cache; the same for a seed."""
+        generator = torch.Generator(self.q.device).manual_seed(seed)
+        for tensor in (self.q, self.k, self.v, self.cache._memory):
+            tensor.normal_(generator=generator)
+
+    def step(self, requests: Requests, seed: int) -> tuple[CudaGraphMode, float]:
+        """One step, checked: how it ran, and its relative error against float64.
+
+        Raises:
+            VerificationError: a row is wrong, padding is not finite, or the cache is not what eager leaves.
+        """
+        self.fill(seed)
+        tokens, count = sum(requests.query_lens), len(requests.query_lens)
+        uniform = requests.query_lens[0] if len(set(requests.query_lens)) == 1 else None
+        batch = self.manager.dispatch(tokens, count, uniform)
+        expected = self._cache_after(requests)
+        self.metadata.set(
+            requests.query_lens,
+            requests.seq_lens,
+            requests.block_table,
+            num_tokens=batch.descriptor.num_tokens,
+            num_reqs=batch.descriptor.num_reqs if batch.mode is CudaGraphMode.FULL else count,
+        )
+        outputs = self.manager.run(batch, self.forward)
+        if not torch.equal(self._pages(), expected):
+            raise VerificationError("the cache does not hold what eager leaves in it.")
+        if not all(bool(output.isfinite().all()) for output in outputs):
+            raise VerificationError("a row is not finite, a padding row maybe.")
+        return batch.mode, max(self._error(requests, outputs[layer], layer) for layer in range(LAYERS))
+
+    def _pages(self) -> Tensor:
+        return self.cache._memory[:, :, : self.cache.num_pages]
+
+    def _error(self, requests: Requests, output: Tensor, layer: int) -> float:
+        tokens = sum(requests.query_lens)
+        exact = reference_attention(
+            self.q[:tokens] * (layer + 1),
+            self.cache,
+            layer,
+            requests.query_lens,
+            requests.seq_lens,
+            requests.block_table,
+            self.scale,
+        )
+        difference = output[:tokens].double() - exact
+        worst = float((difference.norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-12)).max())
+        if worst > _WRONG_ROW:
+            raise VerificationError(f"a row of layer {layer} is off by {worst:.1e} of its size, beyond any rounding.")
+        return float(difference.norm() / exact.norm())
+
+    def _cache_after(self, requests: Requests) -> Tensor:
+        """What the cache must hold after the step: this step's tokens, and everything else as it was."""
+        memory = self._pages().clone()
+        rows = memory if self.cache.layout == "NHD" else memory.transpose(3, 4)
+        token = 0
+        for query, length, blocks in zip(requests.query_lens, requests.seq_lens, requests.block_table, strict=True):
+            for position in range(length - query, length):
+                page, offset = blocks[position // self.cache.page_size], position % self.cache.page_size
+                rows[0, :, page, offset] = self.k[token]
+                rows[1, :, page, offset] = self.v[token]
+                token += 1
+        return memory

@@ -1,0 +1,223 @@
+"""A step's metadata: what reaches the device, what is in the padding, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from simplegraph import CaptureSizeError, ConfigError, CudaGraphManager, InputError, ReplayError, SimpleGraphError
+from simplegraph.attention import BatchMetadata
+
+TOKENS, REQS, LENGTH, PAGE = 16, 6, 24, 4
+
+
+def metadata(device: torch.device | str = "cpu", **settings: Any) -> BatchMetadata:
+    limits = {"max_num_tokens": TOKENS, "max_num_reqs": REQS, "max_model_len": LENGTH, "page_size": PAGE}
+    return BatchMetadata(device=device, **(limits | settings))
+
+
+def fields(built: BatchMetadata, num_tokens: int = TOKENS, num_reqs: int = REQS) -> tuple[Tensor, ...]:
+    view = built.view(num_tokens, num_reqs)
+    return view.query_start_loc, view.seq_lens, view.block_table, view.slot_mapping
+
+
+def poison(built: BatchMetadata) -> None:
+    for field in fields(built):
+        field.fill_(-7777)
+
+
+def test_every_padded_place_is_filled(device: torch.device) -> None:
+    built = metadata(device)
+    poison(built)
+    view = built.set([1, 3], [7, 9], [[5, 2], [8, 1, 3]], num_tokens=8, num_reqs=4)
+    assert view.query_start_loc.tolist() == [0, 1, 4, 4, 4]
+    assert view.seq_lens.tolist() == [7, 9, 0, 0]
+    assert view.block_table.tolist() == [[5, 2, 0, 0, 0, 0], [8, 1, 3, 0, 0, 0], [0] * 6, [0] * 6]
+    assert view.slot_mapping.tolist() == [2 * 4 + 2, 1 * 4 + 2, 1 * 4 + 3, 3 * 4, -1, -1, -1, -1]
+    dtypes = [field.dtype for field in fields(built)]
+    assert dtypes == [torch.int32, torch.int32, torch.int32, torch.int64]
+
+
+def test_nothing_of_longer_steps_is_left_behind(device: torch.device) -> None:
+    built = metadata(device)
+    draw = np.random.default_rng(0)
+    for _ in range(100):
+        count = int(draw.integers(1, REQS + 1))
+        queries = draw.integers(1, TOKENS // count + 1, count)
+        lengths = np.minimum(queries + draw.integers(0, LENGTH, count), LENGTH)
+        table = draw.integers(0, 50, (count, LENGTH // PAGE))
+        poison(built)
+        built.set(queries, lengths, table, num_tokens=TOKENS, num_reqs=REQS)
+        total = int(queries.sum())
+        expected = [
+            table[r, p // PAGE] * PAGE + p % PAGE for r in range(count) for p in _positions(queries, lengths, r)
+        ]
+        starts, seq_lens, pages, slots = (field.cpu() for field in fields(built))
+        assert slots.tolist() == expected + [-1] * (TOKENS - total)
+        assert starts.tolist() == [0, *np.cumsum(queries), *[total] * (REQS - count)]
+        assert seq_lens.tolist() == [*lengths, *[0] * (REQS - count)]
+        needed = np.zeros((REQS, LENGTH // PAGE), int)
+        for row in range(count):
+            used = -(-lengths[row] // PAGE)
+            needed[row, :used] = table[row, :used]
+        assert pages.tolist() == needed.tolist()
+
+
+def _positions(queries: Any, lengths: Any, request: int) -> range:
+    return range(lengths[request] - queries[request], lengths[request])
+
+
+def test_addresses_and_views_never_change(device: torch.device) -> None:
+    built = metadata(device)
+    before = built.view(8, 4)
+    addresses = [field.data_ptr() for field in fields(built, 8, 4)]
+    for length in range(1, 20):
+        built.set([1], [length], [[1] * 6], num_tokens=8, num_reqs=4)
+    assert built.view(8, 4) is before
+    assert [field.data_ptr() for field in fields(built, 8, 4)] == addresses
+    assert before.batch.version == 19
+    assert before.batch.max_seq_len == 19
+
+
+def test_lists_arrays_and_tensors_say_the_same() -> None:
+    built = metadata()
+    table = [[5, 2, 1], [8, 1, 3]]
+    results = []
+    for kind in (list, np.array, torch.tensor):
+        poison(built)
+        built.set(kind([2, 1]), kind([9, 12]), kind(table), num_tokens=4, num_reqs=3)
+        results.append([field.tolist() for field in fields(built, 4, 3)])
+    assert results[0] == results[1] == results[2]
+
+
+def test_what_an_engine_keeps_behind_the_needed_pages_does_not_matter() -> None:
+    built = metadata(debug=True, num_pages=40)
+    view = built.set([1, 1], [5, 20], torch.tensor([[3, 4, -1, 999, 7], [5, 6, 7, 8, 9]]))
+    assert view.block_table[0].tolist() == [3, 4, 0, 0, 0, 0]
+    built.set([1], [5], torch.ones(1, 100, dtype=torch.int32))
+
+
+def test_steps_in_flight_keep_their_own_numbers(device: torch.device) -> None:
+    built = metadata(device)
+    seen = []
+    for length in range(1, LENGTH + 1):
+        view = built.set([1], [length], [list(range(1, 7))])
+        seen.append(view.slot_mapping.clone())
+    assert [slot.item() for slot in seen] == [(p // PAGE + 1) * PAGE + p % PAGE for p in range(LENGTH)]
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        (([0], [1], [[1]]), InputError, r"query_lens\[0\] is 0"),
+        (([2], [1], [[1]]), InputError, "below query_lens"),
+        (([1], [25], [[1] * 7]), InputError, "above max_model_len=24"),
+        (([1], [5], [[1]]), InputError, "needs 2 pages .* has 1"),
+        (([1], [20], torch.tensor([[3, 4]])), InputError, "needs 5 pages .* has 2"),
+        (([1, 1], [1, 1], [[1]]), InputError, "1 rows for 2 requests"),
+        (([1, 1], [1], [[1], [2]]), InputError, "one for each request"),
+        (([], [], []), CaptureSizeError, "empty"),
+        (([1] * 7, [1] * 7, [[i] for i in range(7)]), CaptureSizeError, "1 to 6 requests"),
+        (([17], [17], [[1] * 6]), CaptureSizeError, "1 to 16 tokens"),
+        (([1.5], [2], [[1]]), InputError, "float64"),
+        (([1], [1], [["x"]]), InputError, "page ids"),
+        (([1], [1], [7]), InputError, "page ids"),
+        (([[1]], [1], [[1]]), InputError, "shape"),
+        (([1], [5], [[39, 40]]), InputError, r"block_table\[0\]\[1\] is 40; .* 0 to 39"),
+        (([1], [5], [[-1, 4]]), InputError, r"block_table\[0\]\[0\] is -1"),
+        (([1, 1], [3, 4], [[7], [7]]), InputError, "requests 0 and 1 both write to page 7"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_the_step_before_stays(
+    step: tuple[Any, Any, Any], error: type[SimpleGraphError], words: str
+) -> None:
+    built = metadata(debug=True, num_pages=40)
+    built.set([1, 2], [5, 6], [[1, 2], [3, 4]], num_tokens=8, num_reqs=4)
+    before, state = [field.clone() for field in fields(built)], dict(vars(built.batch))
+    with pytest.raises(error, match=words):
+        built.set(*step)
+    assert all(map(torch.equal, before, fields(built)))
+    assert all(value is state[name] for name, value in vars(built.batch).items())
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1), (0, 2), (17, 2), (3, 7)])
+def test_a_padded_shape_that_cannot_hold_the_step_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(CaptureSizeError):
+        metadata().set([1, 2], [1, 2], [[1], [2]], num_tokens=shape[0], num_reqs=shape[1])
+
+
+def test_pages_may_be_shared_for_reading() -> None:
+    metadata(debug=True, num_pages=40).set([1, 1], [5, 6], [[7, 1], [7, 2]])
+
+
+@pytest.mark.parametrize("name", ["max_num_tokens", "max_num_reqs", "max_model_len", "page_size"])
+def test_limits_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        metadata(**{name: 0})
+
+
+def test_a_dummy_reads_page_0_and_writes_nothing(device: torch.device) -> None:
+    built = metadata(device)
+    poison(built)
+    view = built.set_dummy(10, 4)
+    assert view.query_start_loc.tolist() == [0, 3, 6, 8, 10]
+    assert view.seq_lens.tolist() == [3, 3, 2, 2]
+    assert view.slot_mapping.tolist() == [-1] * 10
+    assert view.block_table.tolist() == [[0] * 6] * 4
+    assert built.set_dummy(8, 4, 2).seq_lens.tolist() == [2] * 4
+
+
+def test_a_dummys_lengths_stay_within_the_models_limit() -> None:
+    view = metadata(max_num_tokens=64).set_dummy(64, 1)
+    assert view.seq_lens.tolist() == [LENGTH]
+    assert view.query_start_loc.tolist() == [0, LENGTH]
+
+
+@pytest.mark.parametrize("dummy", [(8, 4, 3), (8, 1, 25), (2, 4, None), (8, 4, 0)])
+def test_dummies_that_do_not_fit_are_refused(dummy: tuple[int, int, int | None]) -> None:
+    with pytest.raises(InputError, match="dummy"):
+        metadata(max_num_tokens=64).set_dummy(*dummy)
+
+
+def test_a_step_set_for_a_smaller_shape_does_not_run_in_a_larger_one() -> None:
+    built = metadata()
+    built.set([1, 1], [1, 1], [[1], [2]], num_tokens=4, num_reqs=3)
+    assert built.live(3, 2).num_tokens == 3
+    for shape in ((8, 3), (4, 4), (1, 2), (4, 1)):
+        with pytest.raises(ReplayError, match="set as 2 tokens and 2 requests, padded to 4 and 3"):
+            built.live(*shape)
+
+
+def test_a_dummy_is_no_step() -> None:
+    built = metadata()
+    with pytest.raises(ReplayError, match="no batch is set"):
+        built.live(1, 1)
+    built.set([1], [1], [[1]])
+    built.set_dummy(4, 4)
+    with pytest.raises(ReplayError, match="no batch is set"):
+        built.live(1, 1)
+
+
+def test_setting_works_in_and_out_of_inference_mode(device: torch.device) -> None:
+    with torch.inference_mode():
+        built = metadata(device)
+        built.set([1], [3], [[1]])
+    assert built.set([1], [4], [[1]]).slot_mapping.tolist() == [7]
+
+
+def test_a_step_set_inside_a_capture_is_refused(device: torch.device) -> None:
+    built = metadata(device)
+    manager = CudaGraphManager(device=device, capture_sizes=[2], progress=False, num_warmups=0)
+    with pytest.raises(InputError, match="inside a capture"):
+        manager.capture(lambda mode, descriptor: built.set([1], [1], [[1]]))
+
+
+def test_views_of_eager_batches_do_not_pile_up() -> None:
+    built = metadata(max_num_tokens=8000)
+    for tokens in range(1, 6000):
+        built.view(tokens, 1)
+    assert len(built._views) <= 4096

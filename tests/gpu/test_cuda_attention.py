@@ -1,0 +1,174 @@
+"""FlashInfer and FlashAttention-3 inside graphs: captured once, right at any lengths, the cache exactly eager's."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from simplegraph import AttentionCGSupport, ConfigError, CudaGraphMode, InputError
+from simplegraph.attention import FlashAttentionBackend, FlashInferBackend, SDPABackend
+from simplegraph.attention.flash_attention import MODULES, _problem_of
+from simplegraph.attention.selftest import AttentionEngine
+
+FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
+HAS_FA3 = any(_problem_of(name, 3) is None for name in MODULES) and torch.cuda.is_available()
+HAS_FLASHINFER = importlib.util.find_spec("flashinfer") is not None
+needs_fa3 = pytest.mark.skipif(not HAS_FA3, reason="needs FlashAttention-3")
+needs_flashinfer = pytest.mark.skipif(not HAS_FLASHINFER, reason="needs FlashInfer")
+
+in_graph: Any = functools.partial(FlashAttentionBackend, schedule="graph")
+in_buffer: Any = functools.partial(FlashAttentionBackend, schedule="buffer")
+BACKENDS = [
+    pytest.param(in_graph, marks=needs_fa3, id="FA3-graph"),
+    pytest.param(in_buffer, marks=needs_fa3, id="FA3-buffer"),
+    pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer"),
+]
+SHAPE = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
+ERROR = 4e-3  # bfloat16 rounding, relative to the largest output
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    faulthandler.dump_traceback_later(240, exit=True)  # a replay that was never planned can loop for ever
+    with torch.inference_mode():
+        yield
+    torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def engine(make: Any, *, max_reqs: int, max_len: int = 4096, num_pages: int = 30_000, **settings: Any) -> Any:
+    settings = {"max_tokens": settings.pop("max_tokens", max_reqs)} | settings
+    return AttentionEngine(
+        make, torch.device("cuda"), max_reqs=max_reqs, max_len=max_len, num_pages=num_pages, **SHAPE, **settings
+    )
+
+
+@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize("make", BACKENDS)
+def test_decode_at_two_hundred_sets_of_lengths(make: Any, query_len: int) -> None:
+    most = 512
+    served = engine(
+        make,
+        max_reqs=most,
+        max_tokens=most * query_len,
+        mode="FULL_DECODE_ONLY",
+        uniform_query_len=query_len,
+        decode_capture_sizes=[query_len * count for count in (1, 2, 4, 8, 16, 48, 64, 128, 256, 384, 512)],
+    )
+    served.manager.capture(served.forward)
+    errors = []
+    for seed in range(200):
+        count = [1, 2, 7, 8, 33, 64, 200, 511, 512][seed % 9]
+        ran, error = served.step(served.requests("decode", count, seed, query_len), seed)
+        assert ran is FULL
+        errors.append(error)
+    assert max(errors) <= ERROR, sorted(errors)[-5:]
+
+
+@needs_fa3
+@pytest.mark.parametrize("make", [in_graph, in_buffer])
+def test_mixed_batches_in_full_graphs(make: Any) -> None:
+    served = engine(make, max_reqs=64, max_tokens=1024, mode="FULL", capture_sizes=[16, 64, 256, 512, 1024])
+    served.manager.capture(served.forward)
+    errors = []
+    for seed in range(200):
+        ran, error = served.step(served.requests("mixed", 1 + seed % 64, seed), seed)
+        assert ran is FULL
+        errors.append(error)
+    assert max(errors) <= ERROR, sorted(errors)[-5:]
+
+
+@pytest.mark.parametrize("make", [*BACKENDS, pytest.param(SDPABackend, id="SDPA")])
+def test_mixed_batches_between_segments_and_decode_in_full_graphs(make: Any) -> None:
+    sizes = [16, 64, 256]
+    small = {"max_len": 512, "num_pages": 2000, "capture_sizes": sizes}
+    served = engine(make, max_reqs=16, max_tokens=256, mode="FULL_AND_PIECEWISE", **small)
+    served.manager.capture(served.forward)
+    seen = set()
+    for seed in range(40):
+        kind = "decode" if seed % 2 else "mixed"
+        ran, error = served.step(served.requests(kind, 1 + seed % 16, seed), seed)
+        assert error <= ERROR
+        seen.add(ran)
+    assert seen == {FULL, PIECEWISE}
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.parametrize("max_reqs", [1, 2, 4, 8, 16, 24, 32, 40, 48, 100])
+def test_any_limit_of_requests_is_captured_and_served_without_a_hang(make: Any, max_reqs: int) -> None:
+    served = engine(make, max_reqs=max_reqs, max_len=256, num_pages=2000, mode="FULL_DECODE_ONLY")
+    served.manager.capture(served.forward)
+    for seed in range(4):
+        _, error = served.step(served.requests("decode", max_reqs, seed), seed)
+        assert error <= ERROR
+    torch.cuda.synchronize()
+
+
+@needs_fa3
+def test_unequal_split_bounds_are_refused_before_the_kernel_runs() -> None:
+    served = engine(in_buffer, max_reqs=4, max_len=256, num_pages=100, mode="NONE")
+    step = served.requests("decode", 4, 1)
+    served.metadata.set(step.query_lens, step.seq_lens, step.block_table)
+    descriptor = served.manager.dispatch(4, 4, 1).descriptor
+    served.backend.before_replay(CudaGraphMode.NONE, descriptor)
+    served.backend.max_splits = 1
+    with pytest.raises(InputError, match="read out of bounds"):
+        served.backend.run(0, served.q[:4], torch.zeros_like(served.q[:4]), served.backend.live)
+
+
+@needs_flashinfer
+def test_all_sizes_of_flashinfer_share_one_integer_workspace() -> None:
+    roomy = functools.partial(FlashInferBackend, workspace_bytes=256 << 20)
+    served = engine(roomy, max_reqs=512, mode="FULL_DECODE_ONLY")
+    before = torch.cuda.memory_allocated()
+    served.manager.capture(served.forward)
+    assert len(served.manager.programs) == 51
+    assert served.backend.int_workspace_bytes <= 16 << 20
+    assert torch.cuda.memory_allocated() - before < 64 << 20
+
+
+def microseconds(prepare: Callable[[], object], calls: int = 200) -> float:
+    import time
+
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        prepare()
+        times.append((time.perf_counter() - started) * 1e6)
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+def test_preparing_a_step_waits_for_nothing(make: Any, record_property: Callable[[str, object], None]) -> None:
+    served = engine(make, max_reqs=64, mode="FULL_DECODE_ONLY")
+    served.manager.capture(served.forward)
+    step = served.requests("decode", 64, 3)
+    describe = functools.partial(served.metadata.set, step.query_lens, step.seq_lens, step.block_table)
+    describe()
+    descriptor = served.manager.dispatch(len(step.query_lens), len(step.query_lens), 1).descriptor
+    prepare = functools.partial(served.backend.before_replay, FULL, descriptor)
+    figures = {"set_us": microseconds(describe), "prepare_us": microseconds(prepare)}
+    print(served.backend.name, figures)
+    for name, value in figures.items():
+        record_property(name, value)
+
+
+def test_support_is_what_each_backend_can_do() -> None:
+    assert FlashAttentionBackend.support is AttentionCGSupport.ALWAYS
+    assert FlashInferBackend.support is AttentionCGSupport.UNIFORM_BATCH
+
+
+@needs_fa3
+@pytest.mark.parametrize("changes", [{"dtype": torch.float32}, {"layout": "HND"}])
+def test_a_cache_that_flash_attention_cannot_read_is_refused(changes: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"max_reqs": 4, "max_len": 64, "num_pages": 20, "max_tokens": 4, "mode": "NONE"}
+    with pytest.raises(ConfigError, match="FlashAttention"):
+        AttentionEngine(in_graph, torch.device("cuda"), **(SHAPE | changes | settings))
