@@ -1,4 +1,4 @@
-"""What can be known of a CUDA capture while it runs: how many operations it holds, and where it forked."""
+"""What torch does not offer of captures: a stream for them alone, how many operations they hold, where they forked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 def captured_nodes(stream: int) -> int | None:
@@ -30,12 +31,19 @@ def captured_nodes(stream: int) -> int | None:
     return None if driver.cuGraphGetNodes(graph, None, ctypes.byref(count)) else count.value
 
 
+def new_stream() -> int | None:
+    """A new stream's raw handle, on the current device; None where the driver does not give one."""
+    driver, handle = _driver(), ctypes.c_void_p()
+    failed = driver is None or driver.cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+    return None if failed else handle.value
+
+
 @functools.cache
 def _driver() -> Any:
     """The CUDA driver, which torch has loaded already; None where it is another one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        _ = driver.cuStreamGetCaptureInfo_v2, driver.cuGraphGetNodes
+        _ = driver.cuStreamCreate, driver.cuStreamGetCaptureInfo_v2, driver.cuGraphGetNodes
     except (OSError, AttributeError):
         return None
     return driver

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import ConfigError
-from simplegraph.graph.capturing import Forks, captured_nodes
+from simplegraph.graph.capturing import Forks, captured_nodes, new_stream
 from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
 
 logger = logging.getLogger("simplegraph")
@@ -125,7 +125,7 @@ class CudaDevice:
             raise ConfigError("no CUDA device is available; use CPU tensors to run on the emulator.")
         self.index = index
         self.torch_device = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._stream = _own_stream(self.torch_device)
         self._thread = threading.local()
         self._forks = Forks(index)
         # On the path of every replay, so without a Python frame of their own.
@@ -292,6 +292,20 @@ class CudaDevice:
         }
         result: Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, borrowed)
         return result
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nobody else gets.
+
+    Torch hands out its 32 in turn, and what others launched on ours would become part of a capture.
+    """
+    with torch.cuda.device(device):
+        handle = new_stream()
+    if handle is None:
+        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return stream
+    own: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
+    return own
 
 
 # Private to torch, so owned memory stands in where they are absent.

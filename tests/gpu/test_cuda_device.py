@@ -101,6 +101,14 @@ def _nested_graph(x: Tensor) -> Any:
         return x + 1
 
 
+def test_no_stream_of_torchs_is_the_capture_stream() -> None:
+    own = cuda_device(0)
+    with own.on_capture_stream():
+        handle = torch.cuda.current_stream().cuda_stream
+    assert handle == own._stream.cuda_stream
+    assert handle not in {torch.cuda.Stream().cuda_stream for _ in range(100)}
+
+
 def _unjoined_stream(x: Tensor) -> Any:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
