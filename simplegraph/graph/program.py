@@ -28,18 +28,31 @@ class Modes(NamedTuple):
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
-    def changed_from(self, ambient: Modes) -> bool:
-        """Whether the forward itself changed them; otherwise the modes around a replay are right."""
-        return self[1:] != ambient[1:] or self.grad > ambient.grad
+    def changed_from(self, ambient: Modes) -> frozenset[str]:
+        """What the forward itself changed; for the others the modes around a replay are right."""
+        changed = {name for name in ("inference", "autocast") if getattr(self, name) != getattr(ambient, name)}
+        return frozenset(changed | ({"grad"} if self.grad and not ambient.grad else set()))
+
+
+class Inside(NamedTuple):
+    """The modes around a break, of which the forward itself set some."""
+
+    modes: Modes
+    changed: frozenset[str]
+    device_type: str
 
     @contextlib.contextmanager
-    def restored(self, device_type: str) -> Iterator[None]:
-        """The same modes again."""
-        with (
-            torch.inference_mode(self.inference),
-            torch.set_grad_enabled(self.grad),
-            torch.autocast(device_type, dtype=self.autocast, enabled=self.autocast is not None),
-        ):
+    def restored(self) -> Iterator[None]:
+        """Those again, inside whatever is around the replay."""
+        modes, changed = self.modes, self.changed
+        with contextlib.ExitStack() as stack:
+            if "inference" in changed:
+                stack.enter_context(torch.inference_mode(modes.inference))
+            if "grad" in changed or "inference" in changed:  # leaving inference mode switches grad mode on
+                stack.enter_context(torch.set_grad_enabled(modes.grad))
+            if "autocast" in changed:
+                enabled = modes.autocast is not None
+                stack.enter_context(torch.autocast(self.device_type, dtype=modes.autocast, enabled=enabled))
             yield
 
 
@@ -63,8 +76,7 @@ class Break:
         function: what is called.
         args, kwargs: what with; graph memory among them is borrowed.
         rebuilt: arguments that replace those of `args` and `kwargs` in their place, made anew each time.
-        modes: grad mode, inference mode and autocast around the call, where the forward sets them.
-        device_type: whose autocast that is.
+        inside: grad mode, inference mode and autocast around the call, where the forward sets any.
 
     Attributes:
         spec, accepts: how the result nests, and what takes each of its leaves; set when the capture knows.
@@ -77,8 +89,7 @@ class Break:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         rebuilt: Sequence[Argument],
-        modes: Modes | None,
-        device_type: str,
+        inside: Inside | None,
     ) -> None:
         self.name = name
         self.spec: TreeSpec | None = None
@@ -87,8 +98,7 @@ class Break:
         self._args = args
         self._kwargs = kwargs
         self._rebuilt = rebuilt
-        self._modes = modes
-        self._device_type = device_type
+        self._inside = inside
 
     def replay(self) -> None:
         """Call the function, and put what it returns where the next segment reads it.
@@ -97,10 +107,10 @@ class Break:
             BreakError: the result is not what the next segment was captured with.
         """
         args, kwargs = self._arguments() if self._rebuilt else (self._args, self._kwargs)
-        if self._modes is None:
+        if self._inside is None:
             self._take(self._function(*args, **kwargs))
         else:
-            with self._modes.restored(self._device_type):
+            with self._inside.restored():
                 self._take(self._function(*args, **kwargs))
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:

@@ -13,7 +13,7 @@ from simplegraph.errors import BreakError
 from simplegraph.graph.breaks import name_of, told
 from simplegraph.graph.device import GraphDevice, GraphPool, Segment
 from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.program import Argument, Break, Modes
+from simplegraph.graph.program import Argument, Break, Inside, Modes
 from simplegraph.graph.results import Cell, Result, learnt
 from simplegraph.tree import TreeSpec, flatten
 
@@ -246,8 +246,9 @@ class SegmentRecorder:
         device_type = self._device.torch_device.type
         modes = Modes.now(device_type)
         named = dict(zip(kwargs, values[len(args) :], strict=True))
-        inside = modes if modes.changed_from(self._ambient) else None
-        return Break(name, function, tuple(values[: len(args)]), named, rebuilt, inside, device_type)
+        changed = modes.changed_from(self._ambient)
+        inside = Inside(modes, changed, device_type) if changed else None
+        return Break(name, function, tuple(values[: len(args)]), named, rebuilt, inside)
 
 
 class _Capturing(NamedTuple):
