@@ -72,6 +72,8 @@ class GraphBuilder:
         binding = call.binding
         inputs = {storage_key(leaf) for leaf, _ in call.tensors}
         binding.writes = binding.writes or not inputs.isdisjoint(observer.written)
+        # What eager breaks write, no capture sees: they do not run in one.
+        binding.written |= {name for leaf, name in call.tensors if storage_key(leaf) in observer.written}
         self._keep_external(observer, inputs)
         binding.learn_outputs(call.batch, outputs, spec)
         self._reader.learn(call.batch, call.leaves, call.names, call.spec)

@@ -399,6 +399,57 @@ def test_a_break_that_writes_into_out_copies_nothing(device: torch.device) -> No
     assert len(program.breaks) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "breaks"),
+    [("twice", 1), ("split", 1), ("a view beside it", None)],
+)
+def test_results_that_share_memory_share_it_in_the_graph_too(device: torch.device, kind: str, breaks: Any) -> None:
+    def sharing(x: Tensor) -> Any:
+        made = x * 2
+        return {"twice": (made, made), "split": made.split(2, -1), "a view beside it": (made, made[:, :2])}[kind]
+
+    several = sg.eager_break(sharing)
+
+    class Writing(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            first, second = several(x + 1)
+            first.add_(1)
+            return first * 1, second * 1
+
+    module = Writing()
+    model = piecewise(module, device, capture_sizes=[4])
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        for actual, expected in zip(model(x), module(x), strict=True):
+            torch.testing.assert_close(actual, expected)
+    assert [graph.breaks for graph in graphs(model)] == ([breaks] if breaks else [])
+    assert breaks or "overlap in memory" in next(iter(model.graph_stats.failures.values()))
+
+
+@pytest.mark.parametrize("capture", ["lazy", "upfront"])
+@pytest.mark.parametrize("rows", [3, 4])
+def test_what_a_break_writes_into_an_argument_of_the_call_reaches_the_caller(
+    device: torch.device, capture: str, rows: int
+) -> None:
+    grow = sg.eager_break(lambda x, y: x.add_(y))
+
+    class Growing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            grow(x, x * 2)
+            return x + 1
+
+    module = Growing()
+    model = piecewise(module, device, capture_sizes=[4], capture=capture)
+    if capture == "upfront":
+        model.capture_graphs(torch.randn(4, 4, device=device))
+    for _ in range(5):
+        x = torch.randn(rows, 4, device=device)
+        other = x.clone()
+        torch.testing.assert_close(model(x), module(other))
+        torch.testing.assert_close(x, other)
+    assert model.graph_stats.replays > 0
+
+
 class Switch:
     """What a break returns; set by a test."""
 

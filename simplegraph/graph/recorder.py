@@ -14,7 +14,7 @@ from simplegraph.graph.breaks import name_of, told
 from simplegraph.graph.device import GraphDevice, GraphPool, Segment
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Argument, Break, Inside, Modes
-from simplegraph.graph.results import Cell, Result, learnt
+from simplegraph.graph.results import Accept, Cell, Result, learnt
 from simplegraph.tree import TreeSpec, flatten
 
 
@@ -84,7 +84,9 @@ class Trace:
         leaves, spec = flatten(result)
         changed = before != [_geometry(leaf) for leaf in arguments]
         problem = "resizes or reshapes a tensor it is passed; return a new one" if changed else None
-        results = tuple(learnt(leaf, arguments, observer.made, self._device) for leaf in leaves)
+        results = tuple(
+            learnt(leaf, leaves[:place], arguments, observer.made, self._device) for place, leaf in enumerate(leaves)
+        )
         self.calls.append(BreakCall(function, made_here, spec, results, problem))
         return result
 
@@ -171,9 +173,11 @@ class SegmentRecorder:
         step = self._break(name, function, (args, kwargs), spec, leaves, held)
         self._steps.append(step)
         self._device.begin(self._pool, self._generators, continues=True)
-        place = _Capturing(self, leaves, held)
+        entered: list[tuple[Any, Accept]] = []
+        place = _Capturing(self, leaves, held, entered)
         with told(None):
-            entered = [result.enter(place) for result in known.results]
+            for result in known.results:
+                entered.append(result.enter(place))
         step.spec, step.accepts = known.spec, [accept for _, accept in entered]
         return known.spec.unflatten([value for value, _ in entered])
 
@@ -257,6 +261,7 @@ class _Capturing(NamedTuple):
     recorder: SegmentRecorder
     leaves: Sequence[Any]
     held: Sequence[Any]
+    entered: Sequence[tuple[Any, Accept]]
 
     def keep(self, tensor: Tensor) -> Tensor:
         with torch.inference_mode(False):

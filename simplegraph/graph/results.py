@@ -35,6 +35,7 @@ class Place(Protocol):
     Attributes:
         leaves: the arguments of the break, taken apart, as the forward passed them.
         held: the same as every replay will pass them.
+        entered: what stands in for the results before this one, and what takes them at a replay.
     """
 
     @property
@@ -42,6 +43,9 @@ class Place(Protocol):
 
     @property
     def held(self) -> Sequence[Any]: ...
+
+    @property
+    def entered(self) -> Sequence[tuple[Any, Accept]]: ...
 
     def keep(self, tensor: Tensor) -> Tensor:
         """A captured tensor as steps may hold it."""
@@ -81,13 +85,33 @@ class Bridge:
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
+        self.source: Any = None
         self._kind = (target.shape, target.dtype, target.device)
 
     def accept(self, leaf: Any) -> str | None:
         if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype, leaf.device) != self._kind:
             return f"{shown(leaf)} in place of {shown(self.target)}"
         self.target.copy_(leaf)
+        self.source = _memory(leaf)
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """A tensor that the break returned before in the same result: one stand-in is both."""
+
+    index: int
+    any_size = False
+
+    def enter(self, place: Place) -> tuple[Any, Accept]:
+        value, accept = place.entered[self.index]
+        bridge: Bridge = accept.__self__  # type: ignore[attr-defined]
+
+        def accept_again(leaf: Any) -> str | None:
+            same = isinstance(leaf, Tensor) and _memory(leaf) == bridge.source
+            return None if same else f"{shown(leaf)} where it returned one tensor twice before"
+
+        return value, accept_again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,12 +223,19 @@ class Refused:
         raise BreakError(self.why)
 
 
-def learnt(leaf: Any, arguments: Sequence[Any], made_here: Callable[[Tensor], bool], device: torch.device) -> Result:
+def learnt(
+    leaf: Any,
+    before: Sequence[Any],
+    arguments: Sequence[Any],
+    made_here: Callable[[Tensor], bool],
+    device: torch.device,
+) -> Result:
     """What kind of result a warmup saw.
 
     Args:
         leaf: one leaf of what the break returned.
-        arguments: the leaves of its arguments.
+        before: the leaves before it.
+        arguments: the leaves of the break's arguments.
         made_here: whether the forward made a tensor's memory.
         device: where the graph is.
     """
@@ -228,12 +259,27 @@ def learnt(leaf: Any, arguments: Sequence[Any], made_here: Callable[[Tensor], bo
         return Argument(shared, (leaf.shape, leaf.stride(), offset))
     if not made_here(leaf):
         return Outside(leaf)
+    sharing = [index for index, other in enumerate(before) if _share_memory(other, leaf)]
+    twice = next((index for index in sharing if _memory(before[index]) == _memory(leaf)), None)
+    if twice is not None:
+        return Again(twice)
+    if any(_overlap(before[index], leaf) for index in sharing):
+        return Refused("returns tensors that overlap in memory; return clones")
     return Fresh(leaf.shape, torch.empty_like(leaf, device="meta").stride(), leaf.dtype, leaf.device)
 
 
 def _share_memory(argument: Any, leaf: Tensor) -> bool:
     plain = isinstance(argument, Tensor) and argument.layout is torch.strided
     return plain and bool(argument.untyped_storage()._cdata == leaf.untyped_storage()._cdata)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    if one.dtype is not other.dtype:
+        return True
+    marks = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.uint8, device="cpu")
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(1)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
