@@ -145,7 +145,7 @@ class GraphBuilder:
 
     def _keep_external(self, observer: MemoryObserver, inputs: set[int]) -> None:
         """Own what a run was seen to read, beside its inputs."""
-        for key, tensor in observer.external.items():
+        for key, tensor in (*observer.external.items(), *observer.passed.items()):
             known = self._external.get(key)
             if key not in inputs and (
                 known is None or storage_key(known) != key

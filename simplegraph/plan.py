@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,11 +22,6 @@ from simplegraph.tree import TreeSpec, flatten
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
 _copy_all = torch._foreach_copy_
-
-
-def _replay_around_breaks(program: Program) -> None:
-    with around_breaks(program):
-        program.replay()
 
 
 class Layout:
@@ -143,7 +137,7 @@ class Plan:
         self.padded = padded
         self.padding = padded - rows
         self.program = program
-        self.replay = functools.partial(_replay_around_breaks, program) if program.breaks else program.replay
+        self.replay = self._replay_around_breaks if program.breaks else program.replay
         self.counters = counters
         self.checks = manager.config.verify
         self.debug = manager.config.debug
@@ -175,6 +169,14 @@ class Plan:
         self._clone = sorted(clone)
         self._spec = program.spec
         self._single = len(self.outputs) == 1 and not program.spec.children and program.spec.type is None
+
+    def _replay_around_breaks(self) -> None:
+        try:
+            with around_breaks(self.program):
+                self.program.replay()
+        except BaseException:
+            self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back
+            raise
 
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
         """Views of the padding rows, and what goes into them."""

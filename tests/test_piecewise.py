@@ -428,10 +428,11 @@ def test_results_that_share_memory_share_it_in_the_graph_too(device: torch.devic
 
 @pytest.mark.parametrize("capture", ["lazy", "upfront"])
 @pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("part", [slice(None), slice(1, 3)])
 def test_what_a_break_writes_into_an_argument_of_the_call_reaches_the_caller(
-    device: torch.device, capture: str, rows: int
+    device: torch.device, capture: str, rows: int, part: slice
 ) -> None:
-    grow = sg.eager_break(lambda x, y: x.add_(y))
+    grow = sg.eager_break(lambda x, y: x[:, part].add_(y[:, part]))
 
     class Growing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -619,6 +620,79 @@ def test_a_replaced_weight_is_read_by_breaks_and_segments(device: torch.device) 
     module[0].attn.proj.weight = nn.Parameter(torch.randn(4, 4, device=device))
     module[0].mlp.weight.data = torch.randn(4, 4, device=device)
     check_equal(model, module, device)
+
+
+@pytest.mark.parametrize("held", ["an attribute", "a list"])
+@pytest.mark.parametrize("capture", ["lazy", "upfront"])
+def test_a_replaced_tensor_that_only_a_break_is_passed_is_noticed(
+    device: torch.device, held: str, capture: str
+) -> None:
+    add = sg.eager_break(lambda x, table: x + table)
+
+    class Passing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.ones(4, device=device)
+            self.tables = [torch.ones(4, device=device)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return add(x * 2, self.table if held == "an attribute" else self.tables[0]) * 3
+
+    module = Passing()
+    model = piecewise(module, device, capture=capture)
+    for value in (1.0, 2.0, 3.0):
+        module.table = torch.full((4,), value, device=device)
+        module.tables[0] = torch.full((4,), value, device=device)
+        if capture == "upfront":
+            model.capture_graphs(torch.randn(4, 4, device=device))
+        check_equal(model, module, device)
+
+
+def test_after_an_exception_in_a_break_padding_rows_are_padding_again(device: torch.device) -> None:
+    trouble: list[Exception] = []
+
+    @sg.eager_break
+    def fills(x: Tensor) -> None:
+        x.fill_(7.0)
+        if trouble:
+            raise trouble.pop()
+
+    class Filling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            total = x.sum(0, keepdim=True)  # shows what padding holds
+            hidden = x + total
+            fills(x)
+            return hidden
+
+    model = piecewise(Filling(), device, capture_sizes=[4])
+    for step in range(8):
+        x = torch.randn(3, 4, device=device)
+        expected = x + x.sum(0, keepdim=True)
+        if step in (4, 6):
+            trouble.append(Trouble())
+            with pytest.raises(Trouble):
+                model(x)
+        else:
+            torch.testing.assert_close(model(x), expected)
+    assert model.graph_stats.replays > 0
+
+
+def test_a_break_that_computes_gradients_keeps_no_graph_of_earlier_calls(device: torch.device) -> None:
+    weight = torch.ones(4, device=device, requires_grad=True)
+
+    @sg.eager_break
+    def differentiable(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x * weight
+
+    model = piecewise(Model(differentiable), device, capture_sizes=[4])
+    with torch.inference_mode(False), torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(4, 4, device=device))
+        (program,) = model.graph_manager.programs.values()
+        targets = [accept.__self__.target for step in program.breaks for accept in step.accepts]
+    assert targets
+    assert all(target.grad_fn is None for target in targets)
 
 
 class Keeping(nn.Module):

@@ -49,12 +49,14 @@ class MemoryObserver(OperatorMode):
 
     Attributes:
         external: storage key -> a tensor of that memory, for memory that existed before.
+        passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
         written: storage keys of external memory that an operator wrote to.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.external: dict[int, Tensor] = {}
+        self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
@@ -64,6 +66,12 @@ class MemoryObserver(OperatorMode):
     def made(self, tensor: Tensor) -> bool:
         """Whether the observed run made this memory."""
         return storage_key(tensor) in self._own
+
+    def pass_on(self, tensors: Iterable[Tensor]) -> None:
+        """Note what a break is passed and the run did not make."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided and not self.made(tensor):
+                self.passed[storage_key(tensor)] = tensor
 
     @contextlib.contextmanager
     def inside_break(self) -> Iterator[None]:
@@ -78,12 +86,13 @@ class MemoryObserver(OperatorMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        own, external = self._own, self.external
-        if not self._inside_break:
-            for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
-                key = tensor.untyped_storage()._cdata
-                if key not in own and key not in external:
-                    external[key] = tensor
+        own = self._own
+        # Inside a break, only to tell views of what it reads from what it makes.
+        external: dict[int, Tensor] = {} if self._inside_break else self.external
+        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+            key = tensor.untyped_storage()._cdata
+            if key not in own and key not in external:
+                external[key] = tensor
         for value in written_args(func, args, kwargs):
             self.written.update(key for key in map(storage_key, _tensors((value,))) if key not in own)
         result = func(*args, **kwargs)

@@ -78,6 +78,7 @@ class Trace:
             return function(*args, **kwargs)
         arguments, _ = flatten((args, kwargs))
         made_here = tuple(isinstance(leaf, Tensor) and observer.made(leaf) for leaf in arguments)
+        observer.pass_on(leaf for leaf in arguments if isinstance(leaf, Tensor))
         before = [_geometry(leaf) for leaf in arguments]
         with told(None), observer.inside_break():
             result = function(*args, **kwargs)

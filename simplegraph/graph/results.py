@@ -76,7 +76,8 @@ class Fresh:
     any_size = False
 
     def enter(self, place: Place) -> tuple[Any, Accept]:
-        bridge = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        with torch.inference_mode(False):  # not an inference tensor: replays in other modes write to it
+            bridge = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return bridge, Bridge(place.keep(bridge)).accept
 
 
@@ -91,7 +92,7 @@ class Bridge:
     def accept(self, leaf: Any) -> str | None:
         if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype, leaf.device) != self._kind:
             return f"{shown(leaf)} in place of {shown(self.target)}"
-        self.target.copy_(leaf)
+        self.target.copy_(leaf.detach() if leaf.requires_grad else leaf)
         self.source = _memory(leaf)
         return None
 
