@@ -105,6 +105,7 @@ class CudaGraphManager:
         self.failures: dict[Key, CaptureError] = {}
         self.traces = Traces(self.device.torch_device, self.config.break_ops)
         self.hooks: list[GraphHooks] = []
+        self._traced: list[MemoryObserver] = []  # of warmups that only told what breaks return
         self.pool = self.device.new_pool() if pool is None else pool
         if pool is None or pool.managers:  # else somebody else made it, and may use it in other ways
             self.pool.managers.add(self)
@@ -289,6 +290,8 @@ class CudaGraphManager:
                     self.forget(again)
                     for job in again:
                         self._capture_one(session, job, observers)
+        observers += self._traced
+        self._traced = []
         return CaptureSummary(
             self.stats.captures - before,
             failed,
@@ -356,7 +359,7 @@ class CudaGraphManager:
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
         if self.traces.find(job.key) is None:
-            error = self._warm_up(job, [])
+            error = self._warm_up(job, self._traced)
             if error is not None:
                 raise capture_error(error, job.label)
         return self.traces.find(job.key)
