@@ -106,7 +106,7 @@ class AttentionBackend(GraphHooks, abc.ABC):
 
     def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Prepare for a step of this shape that reads page 0 and writes nothing."""
-        view = self.metadata.set_dummy(*self._shape(descriptor), descriptor.uniform_query_len)
+        view = self.metadata.set_dummy(*self._shape(descriptor), descriptor.uniform_query_len, capturing=True)
         self._prepare(mode, descriptor, view)
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:

@@ -25,7 +25,8 @@ from simplegraph.errors import ConfigError, ReplayError
 _INT_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; once for all captured sizes, and once pinned
 _FLOAT_WORKSPACE_BYTES = 128 << 20
 _MOST_WORKSPACE_BYTES = 8 << 30
-
+_BLOCKS_PER_MULTIPROCESSOR = 2  # that FlashInfer's scheduler fills the device with
+_WIDE = 256  # pages a request from which copying row by row is quicker than one masked selection
 
 _event: Callable[[], Any] = torch.cuda.Event
 
@@ -73,6 +74,8 @@ class FlashInferBackend(AttentionBackend):
         self._proto: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, cache.layout, backend="fa2")
         self._copied: Any = _event()
         self._wrappers: dict[_Shape, _Planned] = {}
+        multiprocessors = torch.cuda.get_device_properties(cache.device).multi_processor_count
+        self._most_split_reqs = _BLOCKS_PER_MULTIPROCESSOR * multiprocessors // cache.num_kv_heads
         self._eager = _Planned(copy.copy(self._proto), self)
         self._current: _Planned | None = None
 
@@ -121,17 +124,16 @@ class FlashInferBackend(AttentionBackend):
         wrapper._float_workspace_buffer = self._proto._float_workspace_buffer
 
     def _for_graph(self, shape: _Shape) -> _Planned:
-        """A wrapper of fixed size that reads the persistent tables; its workspaces are everyone's."""
+        """A wrapper of fixed size that reads the persistent tables; its workspaces are everyone's.
+
+        FlashInfer's graph mode always splits the lengths and merges the parts. More requests than fill the device are
+        not split outside of graphs, and a plan that never splits follows from the shape alone: no graph mode needed.
+        """
         wrapper = copy.copy(self._proto)
-        tables, num_reqs = self._tables, shape.num_reqs
-        wrapper._use_cuda_graph = True
-        wrapper._fixed_batch_size = num_reqs
-        per_req = shape.num_tokens // num_reqs
-        wrapper._qo_indptr_buf = torch.arange(num_reqs + 1, dtype=torch.int32, device=self.cache.device) * per_req
-        wrapper._paged_kv_indptr_buf = tables.device_indptr[: num_reqs + 1]
-        wrapper._paged_kv_last_page_len_buf = tables.device_last_page_len[:num_reqs]
-        wrapper._paged_kv_indices_buf = tables.device_indices
-        planned = self._wrappers[shape] = _Planned(wrapper, self)
+        wrapper._use_cuda_graph = shape.num_reqs <= self._most_split_reqs
+        wrapper._fixed_batch_size = shape.num_reqs
+        query = torch.arange(shape.num_reqs + 1, dtype=torch.int32) * (shape.num_tokens // shape.num_reqs)
+        planned = self._wrappers[shape] = _Planned(wrapper, self, query)
         return planned
 
 
@@ -148,6 +150,7 @@ class _Tables:
         self.device_indptr, self.device_last_page_len, self.device_indices = self._parts(self._device, max_reqs)
         self.query_indptr = torch.zeros(max_reqs + 1, dtype=torch.int32)
         self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32)
+        self._columns = np.arange(metadata.max_blocks)
         self._arrays = [t.numpy() for t in (self.indptr, self.last_page_len, self.indices, self.seq_lens)]
 
     @staticmethod
@@ -166,26 +169,38 @@ class _Tables:
         last_page_len[real:padded_reqs] = 1  # 0 has been read as a full page
         seq_lens[:real] = lengths
         seq_lens[real:padded_reqs] = 0
-        table = np.asarray(batch.block_table)[:real]
-        used = table[np.arange(table.shape[1]) < pages[:, None]]
-        indices[: len(used)] = used
-        end = 2 * (len(indptr) - 1) + 1 + len(used)
+        table, used = np.asarray(batch.block_table)[:real], int(indptr[real])
+        if table.shape[1] < _WIDE:
+            indices[:used] = table[self._columns[: table.shape[1]] < pages[:, None]]
+        else:
+            rows = zip(table, pages.tolist(), strict=True)
+            np.concatenate([row[:count] for row, count in rows], out=indices[:used])
+        end = 2 * (len(indptr) - 1) + 1 + used
         self._device[:end].copy_(self._staging[:end], non_blocking=True)
 
 
 class _Planned:
     """A FlashInfer wrapper and its plan.
 
+    Args:
+        wrapper: FlashInfer's, in its graph mode if it may split inside a graph.
+        backend: whose tables and workspaces it uses.
+        query: (num_reqs + 1,) int32, where each request's query rows begin in a graph; None for eager steps.
+
     Attributes:
         num_tokens: query rows of the plan.
     """
 
-    def __init__(self, wrapper: Any, backend: FlashInferBackend) -> None:
+    def __init__(self, wrapper: Any, backend: FlashInferBackend, query: Tensor | None = None) -> None:
         self.wrapper = wrapper
         self.num_tokens = 0
         self._backend = backend
-        self._fixed: tuple[Any, ...] | None = None
-        self._even: Tensor | None = None
+        self._query = query
+        self._device_query = None if query is None else query.to(backend.cache.device)
+        self._whole = query is not None and not wrapper._use_cuda_graph
+        self._plan_of_capture: tuple[Any, ...] | None = None
+        if query is not None:
+            self._point(len(query) - 1, query)
 
     def plan(self, num_reqs: int, num_tokens: int) -> None:
         """Schedule for what the tables say now.
@@ -193,7 +208,9 @@ class _Planned:
         Raises:
             ReplayError: FlashInfer planned what the graph of this size was not captured with.
         """
-        query = self._query_indptr(num_reqs, num_tokens)
+        query = self._query
+        if query is None:
+            query = torch.as_tensor(self._backend.metadata.batch.query_start_loc, dtype=torch.int32)[: num_reqs + 1]
         self.num_tokens = num_tokens
         schedule = self._plan_fully if self.wrapper._cached_module is None else self._plan_again
         while True:
@@ -204,12 +221,14 @@ class _Planned:
                 if "overflow" not in str(error).lower():
                     raise
                 self._backend._grow_workspace(self.wrapper)
+        if not self.wrapper._use_cuda_graph:
+            self._point(num_reqs, query)  # FlashInfer's own plan points to copies of its own
         self._check()
 
     def _plan_again(self, num_reqs: int, query: Tensor) -> None:
         """What FlashInfer's `plan` does after its checks and copies, which the tables make unnecessary."""
         backend, tables, wrapper = self._backend, self._backend._tables, self.wrapper
-        cache, graph = backend.cache, wrapper._use_cuda_graph
+        cache = backend.cache
         wrapper._plan_info = wrapper._cached_module.plan(
             wrapper._float_workspace_buffer,
             wrapper._int_workspace_buffer,
@@ -222,26 +241,16 @@ class _Planned:
             backend.num_heads,
             cache.num_kv_heads,
             cache.page_size,
-            graph,
+            wrapper._use_cuda_graph,
             cache.head_dim,
             cache.head_dim,
             True,  # causal
             -1,  # no sliding window
             -1,  # no fixed split size
-            False,  # split-KV stays on: in graphs FlashInfer masks the blocks it does not need only then
+            self._whole,  # never in graph mode, where FlashInfer masks blocks it does not need only if it splits
             0,  # colocated CTAs
         )
-        if not graph:
-            self._point(num_reqs, query)
         wrapper._qo_indptr_last = self.num_tokens
-
-    def _query_indptr(self, num_reqs: int, num_tokens: int) -> Tensor:
-        """Where each request's query rows begin, on the host: padded evenly in a graph, as they are otherwise."""
-        if self.wrapper._use_cuda_graph:
-            if self._even is None:
-                self._even = torch.arange(num_reqs + 1, dtype=torch.int32) * (num_tokens // num_reqs)
-            return self._even
-        return torch.as_tensor(self._backend.metadata.batch.query_start_loc, dtype=torch.int32)[: num_reqs + 1]
 
     def _plan_fully(self, num_reqs: int, query: Tensor) -> None:
         """FlashInfer's own plan: it loads, and the first time compiles, the kernels."""
@@ -261,27 +270,30 @@ class _Planned:
             sm_scale=backend.scale,
             q_data_type=cache.dtype,
             seq_lens=tables.seq_lens[:num_reqs],
+            disable_split_kv=self._whole,
         )
 
     def _point(self, num_reqs: int, query: Tensor) -> None:
-        """Let the eager kernels read the persistent tables."""
+        """Let the kernels read the persistent tables."""
         wrapper, tables = self.wrapper, self._backend._tables
-        wrapper._qo_indptr_buf = query.to(wrapper.device, non_blocking=True)
+        wrapper._qo_indptr_buf = (
+            query.to(wrapper.device, non_blocking=True) if self._query is None else self._device_query
+        )
         wrapper._paged_kv_indptr_buf = tables.device_indptr[: num_reqs + 1]
         wrapper._paged_kv_last_page_len_buf = tables.device_last_page_len[:num_reqs]
         wrapper._paged_kv_indices_buf = tables.device_indices
 
     def _check(self) -> None:
         """A graph holds the plan's numbers of its capture: every later plan must come to the same."""
-        if not self.wrapper._use_cuda_graph:
+        if self._query is None:
             return
         plan = tuple(self.wrapper._plan_info)
-        if self._fixed is None:
-            self._fixed = plan
-        elif plan != self._fixed:
+        if self._plan_of_capture is None:
+            self._plan_of_capture = plan
+        elif plan != self._plan_of_capture:
             raise ReplayError(
-                f"FlashInfer planned {plan} where this size was captured with {self._fixed}; the graph cannot follow. "
-                "Run this batch eagerly, and report the lengths."
+                f"FlashInfer planned {plan} where this size was captured with {self._plan_of_capture}; the graph "
+                "cannot follow. Run this batch eagerly, and report the lengths."
             )
 
 

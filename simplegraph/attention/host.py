@@ -82,6 +82,21 @@ class Request:
         self.max_query_len, self.max_seq_len = max_query_len, max_seq_len
         self._queries, self._needed, self._limits = queries, needed, limits
 
+    def check_slots(self, num_pages: int) -> None:
+        """Refuse page ids that this step would write outside of the cache.
+
+        Raises:
+            InputError: there is one.
+        """
+        slots = self.step.slots
+        if slots.min() < 0 or slots.max() >= num_pages * self._limits.page_size:
+            wrong = int(((slots < 0) | (slots >= num_pages * self._limits.page_size)).argmax())
+            owner = int(np.searchsorted(self.step.query_start_loc, wrong, side="right")) - 1
+            raise InputError(
+                f"request {owner} writes to page {slots[wrong] // self._limits.page_size}; expected a page id from 0 to "
+                f"{num_pages - 1}, as the cache has."
+            )
+
     def check_pages(self, num_pages: int | None) -> None:
         """Refuse page ids that are out of range, and pages that two requests write to.
 

@@ -33,7 +33,7 @@ class BatchState:
         block_table: (num_reqs, width) int32, page ids; 0 where a request needs no page.
         padded_tokens, padded_reqs: the shape that the buffers are padded to.
         version: counts the steps, so that a backend can tell whether it planned for this one.
-        dummy: whether it only stands in for a step, in a warmup or a capture.
+        capturing: whether it only stands in for a step, in a warmup or a capture.
     """
 
     num_reqs: int = 0
@@ -46,7 +46,7 @@ class BatchState:
     padded_tokens: int = 0
     padded_reqs: int = 0
     version: int = 0
-    dummy: bool = False
+    capturing: bool = False
 
     @property
     def query_lens(self) -> set[int]:
@@ -88,7 +88,8 @@ class BatchMetadata:
         page_size: tokens in a page.
         device: where attention runs.
         num_pages: how many pages the cache has; a backend fills it in.
-        debug: check every step's page ids too: in range, and no page written by two requests.
+        debug: check all page ids of every step, not only those that are written: in range, and no page written by
+            two requests.
 
     Attributes:
         max_blocks: the most pages a request can have.
@@ -156,16 +157,23 @@ class BatchMetadata:
         shape = self._padded(request, num_tokens, num_reqs)
         if self.debug:
             request.check_pages(self.num_pages)
+        elif self.num_pages is not None:
+            request.check_slots(self.num_pages)
         self._put(request.step, *shape, request.max_query_len, request.max_seq_len)
         return self.view(*shape)
 
-    def set_dummy(self, num_tokens: int, num_reqs: int, query_len: int | None = None) -> CommonMetadata:
-        """Write a stand-in for a step of this shape, for a warmup or a capture: it reads page 0 and writes nothing.
+    def set_dummy(
+        self, num_tokens: int, num_reqs: int, query_len: int | None = None, *, capturing: bool = False
+    ) -> CommonMetadata:
+        """Write a stand-in for a step of this shape: it reads page 0 and writes nothing.
+
+        What a rank without requests runs, so that the collectives of the others find it.
 
         Args:
             num_tokens: rows of the graph.
             num_reqs: requests, with nothing in the cache before this step.
             query_len: tokens of each; None spreads the rows as evenly as they go, up to max_model_len.
+            capturing: it is for a warmup or a capture only: a replay after it is refused until a step is set.
 
         Returns:
             The buffers, seen in that shape.
@@ -195,7 +203,7 @@ class BatchMetadata:
             seq_lens=queries.astype(np.int32),
             pages=np.zeros((num_reqs, -(-longest // self.page_size)), np.int32),
         )
-        self._put(step, num_tokens, num_reqs, longest, longest, dummy=True)
+        self._put(step, num_tokens, num_reqs, longest, longest, capturing=capturing)
         return self.view(num_tokens, num_reqs)
 
     def view(self, num_tokens: int, num_reqs: int) -> CommonMetadata:
@@ -234,7 +242,7 @@ class BatchMetadata:
         """
         batch = self.batch
         reqs = batch.padded_reqs if num_reqs is None else num_reqs
-        if batch.version == 0 or batch.dummy:
+        if batch.version == 0 or batch.capturing:
             raise ReplayError(
                 "no batch is set: there is none yet, or a warmup or a capture came after it. "
                 "Call BatchMetadata.set before every step."
@@ -268,7 +276,7 @@ class BatchMetadata:
         max_query_len: int,
         max_seq_len: int,
         *,
-        dummy: bool = False,
+        capturing: bool = False,
     ) -> None:
         self._staging.put(step, num_tokens, num_reqs)
         batch = self.batch
@@ -277,4 +285,4 @@ class BatchMetadata:
         batch.query_start_loc, batch.seq_lens, batch.block_table = step.query_start_loc, step.seq_lens, step.pages
         batch.padded_tokens, batch.padded_reqs = num_tokens, num_reqs
         batch.version += 1
-        batch.dummy = dummy
+        batch.capturing = capturing

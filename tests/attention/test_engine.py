@@ -86,6 +86,20 @@ def test_a_step_that_was_not_described_is_refused_before_anything_is_written(dev
     assert served.step(step, 1)[1] <= 1e-5
 
 
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_rank_without_requests_replays_a_dummy_step(device: torch.device, mode: str) -> None:
+    served = engine(device, mode=mode, capture_sizes=[4, 8])
+    served.manager.capture(served.forward)
+    served.step(served.requests("decode", 4, 1), 1)
+    cache = served.cache._memory.clone()
+    batch = served.manager.dispatch(4, 4, 1)
+    served.metadata.set_dummy(4, 4, 1)
+    outputs = served.manager.run(batch, served.forward)
+    assert batch.mode is CudaGraphMode[mode]
+    assert all(output.isfinite().all() for output in outputs)
+    assert torch.equal(served._pages(), cache[:, :, : served.cache.num_pages])
+
+
 def test_attention_outside_its_context_is_refused(device: torch.device) -> None:
     served = engine(device, mode="NONE")
     with pytest.raises(ReplayError, match="attending"):

@@ -144,6 +144,15 @@ def test_what_does_not_fit_is_refused_and_the_step_before_stays(
     assert all(value is state[name] for name, value in vars(built.batch).items())
 
 
+@pytest.mark.parametrize(("table", "page"), [([[1, 2], [3, 40]], 40), ([[1, 2], [3, -1]], -1)])
+def test_a_page_that_would_be_written_outside_of_the_cache_is_refused_without_debug(
+    table: list[list[int]], page: int
+) -> None:
+    built = metadata(num_pages=40)
+    with pytest.raises(InputError, match=rf"request 1 writes to page {page}; .* 0 to 39"):
+        built.set([1, 1], [5, 8], table)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1), (0, 2), (17, 2), (3, 7)])
 def test_a_padded_shape_that_cannot_hold_the_step_is_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(CaptureSizeError):
@@ -197,9 +206,16 @@ def test_a_dummy_is_no_step() -> None:
     with pytest.raises(ReplayError, match="no batch is set"):
         built.live(1, 1)
     built.set([1], [1], [[1]])
-    built.set_dummy(4, 4)
+    built.set_dummy(4, 4, capturing=True)
     with pytest.raises(ReplayError, match="no batch is set"):
         built.live(1, 1)
+
+
+def test_a_rank_without_requests_may_run_a_dummy_step() -> None:
+    built = metadata()
+    view = built.set_dummy(4, 4, 1)
+    assert built.live(4, 4) is view
+    assert built.batch.query_lens == {1}
 
 
 def test_setting_works_in_and_out_of_inference_mode(device: torch.device) -> None:

@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from simplegraph import AttentionCGSupport, ConfigError, CudaGraphMode, InputError
-from simplegraph.attention import FlashAttentionBackend, FlashInferBackend, SDPABackend
+from simplegraph.attention import FlashAttention2Backend, FlashAttentionBackend, FlashInferBackend, SDPABackend
 from simplegraph.attention.flash_attention import MODULES, _problem_of
 from simplegraph.attention.selftest import AttentionEngine
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
 HAS_FA3 = any(_problem_of(name, 3) is None for name in MODULES) and torch.cuda.is_available()
+HAS_FA2 = any(_problem_of(name, 2) is None for name in MODULES) and torch.cuda.is_available()
 HAS_FLASHINFER = importlib.util.find_spec("flashinfer") is not None
 needs_fa3 = pytest.mark.skipif(not HAS_FA3, reason="needs FlashAttention-3")
+needs_fa2 = pytest.mark.skipif(not HAS_FA2, reason="needs FlashAttention-2")
 needs_flashinfer = pytest.mark.skipif(not HAS_FLASHINFER, reason="needs FlashInfer")
 
 in_graph: Any = functools.partial(FlashAttentionBackend, schedule="graph")
@@ -28,6 +30,7 @@ in_buffer: Any = functools.partial(FlashAttentionBackend, schedule="buffer")
 BACKENDS = [
     pytest.param(in_graph, marks=needs_fa3, id="FA3-graph"),
     pytest.param(in_buffer, marks=needs_fa3, id="FA3-buffer"),
+    pytest.param(FlashAttention2Backend, marks=needs_fa2, id="FA2"),
     pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer"),
 ]
 SHAPE = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
@@ -111,6 +114,24 @@ def test_any_limit_of_requests_is_captured_and_served_without_a_hang(make: Any, 
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize("make", BACKENDS)
+def test_a_rank_without_requests_replays_a_dummy_step(make: Any, query_len: int) -> None:
+    """At sizes that FlashInfer splits, and that it does not."""
+    settings = {"uniform_query_len": query_len, "decode_capture_sizes": [8 * query_len, 64 * query_len]}
+    served = engine(make, max_reqs=64, max_tokens=256, max_len=256, mode="FULL_DECODE_ONLY", **settings)
+    served.manager.capture(served.forward)
+    for count in (8, 64, 8):
+        served.step(served.requests("decode", count, count, query_len), count)
+        cache = served.cache._memory.clone()
+        served.metadata.set_dummy(count * query_len, count, query_len)
+        batch = served.manager.dispatch(count * query_len, count, query_len)
+        outputs = served.manager.run(batch, served.forward)
+        assert batch.mode is FULL
+        assert all(output.isfinite().all() for output in outputs)
+        assert torch.equal(served.cache._memory, cache)
+
+
 @needs_fa3
 def test_unequal_split_bounds_are_refused_before_the_kernel_runs() -> None:
     served = engine(in_buffer, max_reqs=4, max_len=256, num_pages=100, mode="NONE")
@@ -164,6 +185,7 @@ def test_preparing_a_step_waits_for_nothing(make: Any, record_property: Callable
 def test_support_is_what_each_backend_can_do() -> None:
     assert FlashAttentionBackend.support is AttentionCGSupport.ALWAYS
     assert FlashInferBackend.support is AttentionCGSupport.UNIFORM_BATCH
+    assert FlashAttention2Backend.support is AttentionCGSupport.UNIFORM_BATCH
 
 
 @needs_fa3
