@@ -91,10 +91,10 @@ class Request:
         slots = self.step.slots
         if slots.min() < 0 or slots.max() >= num_pages * self._limits.page_size:
             wrong = int(((slots < 0) | (slots >= num_pages * self._limits.page_size)).argmax())
+            page = slots[wrong] // self._limits.page_size
             owner = int(np.searchsorted(self.step.query_start_loc, wrong, side="right")) - 1
             raise InputError(
-                f"request {owner} writes to page {slots[wrong] // self._limits.page_size}; expected a page id from 0 to "
-                f"{num_pages - 1}, as the cache has."
+                f"request {owner} writes to page {page}; expected a page id from 0 to {num_pages - 1}, as the cache has."
             )
 
     def check_pages(self, num_pages: int | None) -> None:
