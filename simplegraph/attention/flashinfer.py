@@ -276,9 +276,8 @@ class _Planned:
     def _point(self, num_reqs: int, query: Tensor) -> None:
         """Let the kernels read the persistent tables."""
         wrapper, tables = self.wrapper, self._backend._tables
-        wrapper._qo_indptr_buf = (
-            query.to(wrapper.device, non_blocking=True) if self._query is None else self._device_query
-        )
+        known = self._device_query
+        wrapper._qo_indptr_buf = query.to(wrapper.device, non_blocking=True) if known is None else known
         wrapper._paged_kv_indptr_buf = tables.device_indptr[: num_reqs + 1]
         wrapper._paged_kv_last_page_len_buf = tables.device_last_page_len[:num_reqs]
         wrapper._paged_kv_indices_buf = tables.device_indices

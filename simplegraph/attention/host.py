@@ -93,9 +93,7 @@ class Request:
             wrong = int(((slots < 0) | (slots >= num_pages * self._limits.page_size)).argmax())
             page = slots[wrong] // self._limits.page_size
             owner = int(np.searchsorted(self.step.query_start_loc, wrong, side="right")) - 1
-            raise InputError(
-                f"request {owner} writes to page {page}; expected a page id from 0 to {num_pages - 1}, as the cache has."
-            )
+            raise InputError(f"request {owner} writes to page {page}; expected 0 to {num_pages - 1}.")
 
     def check_pages(self, num_pages: int | None) -> None:
         """Refuse page ids that are out of range, and pages that two requests write to.
