@@ -207,19 +207,22 @@ def attending(
         _LOCAL.attending = before
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+def attend(q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, *, out: Tensor | None = None) -> Tensor:
     """One layer's attention of the live step: writes keys and values to the cache, then attends, causally.
 
     In a PIECEWISE graph the attention itself is an eager break; the write is part of the segment.
 
     Args:
         q: (T, num_heads, head_dim), the requests' tokens one after the other, then padding.
-        k: (T, num_kv_heads, head_dim).
+        k: (T, num_kv_heads, head_dim); None, as `v`, if a kernel of the model wrote both to the cache already, at
+            ``backend.live.slot_mapping``.
         v: (T, num_kv_heads, head_dim).
         layer: which of the cache's layers.
+        out: where the result goes, as `q` in shape and dtype; one buffer may serve every layer. Spares a fill with
+            zeros: padding rows keep what they hold.
 
     Returns:
-        (T, num_heads, head_dim); padding rows are finite, of no meaning.
+        (T, num_heads, head_dim), `out` where it was given; padding rows are finite, of no meaning.
 
     Raises:
         ReplayError: outside `attending`.
@@ -230,8 +233,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
     shape = (live.num_tokens, backend.num_heads, backend.cache.head_dim)
     if q.shape != shape or q.dtype is not backend.cache.dtype:
         raise InputError(f"q is {tuple(q.shape)} of {q.dtype}; expected {shape} of {backend.cache.dtype}.")
-    backend.cache.write(layer, k, v, live.slot_mapping)
-    out = torch.zeros_like(q)
+    if out is not None and (out.shape != shape or out.dtype is not q.dtype):
+        raise InputError(f"out is {tuple(out.shape)} of {out.dtype}; expected {shape} of {q.dtype}.")
+    if (k is None) != (v is None):
+        raise InputError("one of k and v is None; give both, or neither if the cache holds them already.")
+    if k is not None and v is not None:
+        backend.cache.write(layer, k, v, live.slot_mapping)
+    if out is None:
+        out = torch.zeros_like(q)
     _run(backend, layer, q, out)
     return out
 

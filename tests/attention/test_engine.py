@@ -100,6 +100,38 @@ def test_a_rank_without_requests_replays_a_dummy_step(device: torch.device, mode
     assert torch.equal(served._pages(), cache[:, :, : served.cache.num_pages])
 
 
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+def test_a_model_may_write_the_cache_itself_and_bring_the_output(device: torch.device, mode: str) -> None:
+    served = engine(device, mode=mode, capture_sizes=[1, 4, 8, 16, 32])
+    outs = torch.zeros(2, *served.q.shape, device=device)
+
+    def forward(mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[torch.Tensor]:
+        rows, results = descriptor.num_tokens, []
+        with attending(served.backend, mode, descriptor):
+            for layer, out in enumerate(outs):
+                slots = served.backend.live.slot_mapping
+                served.cache.write(layer, served.k[:rows], served.v[:rows], slots)
+                results.append(attend(served.q[:rows] * (layer + 1), None, None, layer, out=out[:rows]))
+        return results
+
+    served.forward = forward
+    served.manager.capture(forward)
+    for seed in range(10):
+        _, error = served.step(served.requests("mixed", 1 + seed % 8, seed), seed)
+        assert error <= 1e-5
+
+
+def test_half_a_cache_entry_or_a_wrong_output_is_refused(device: torch.device) -> None:
+    served = engine(device, mode="NONE")
+    served.metadata.set([1, 1], [1, 1], [[1], [2]])
+    q, k = served.q[:2], served.k[:2]
+    with attending(served.backend, NONE, BatchDescriptor(2)):
+        with pytest.raises(InputError, match="one of k and v is None"):
+            attend(q, k, None, 0)
+        with pytest.raises(InputError, match="out is"):
+            attend(q, k, k, 0, out=q[:1])
+
+
 def test_attention_outside_its_context_is_refused(device: torch.device) -> None:
     served = engine(device, mode="NONE")
     with pytest.raises(ReplayError, match="attending"):
