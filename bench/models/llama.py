@@ -1,7 +1,7 @@
 """A Llama for decoding, written as users write it: plain torch operators, a paged KV cache, no fusion.
 
 Batches are flat: one token per request, T tokens for T requests. Weights carry the names of Hugging
-Face checkpoints.
+Face checkpoints. Qwen2 and Qwen3 are Llamas but for biases and a norm of queries and keys (`Family`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,36 @@ from transformers import LlamaConfig
 
 from bench.models import attention
 from bench.models.fused import FusedLayers
+
+
+class Family(NamedTuple):
+    """What sets a model type apart.
+
+    Attributes:
+        qkv_bias, o_bias: of the projections around attention; None: as ``config.attention_bias`` says.
+        qk_norm: whether the heads of queries and keys are normed before they are rotated.
+    """
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: bool = False
+
+
+FAMILIES = {"llama": Family(), "qwen2": Family(qkv_bias=True, o_bias=False), "qwen3": Family(qk_norm=True)}
+
+
+def family(config: LlamaConfig) -> Family:
+    """The config's family.
+
+    Raises:
+        ValueError: this is no Llama, or one with attention over a window.
+    """
+    kind = config.model_type
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type is {kind!r}; expected {', '.join(FAMILIES)}.")
+    if getattr(config, "use_sliding_window", False):
+        raise ValueError("use_sliding_window is true; attention here is over the whole context.")
+    return FAMILIES[kind]
 
 
 class CacheShape(NamedTuple):
@@ -77,7 +107,11 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq.copy_(inverse_frequencies(self.config))
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = positions.float()[:, None, None] * self.inv_freq
+        """Cosines and sines, (T, 1, head_dim), of (T,) positions, or of (3, T): time, height and width (M-RoPE)."""
+        angles = positions.float()[..., None, None] * self.inv_freq
+        if positions.dim() == 2:
+            parts = angles.split(mrope_section(self.config), dim=-1)
+            angles = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
@@ -122,15 +156,21 @@ class Attention(nn.Module):
     k_cache: Tensor
     v_cache: Tensor
 
-    def __init__(self, config: LlamaConfig, cache: CacheShape) -> None:
+    def __init__(self, config: LlamaConfig, cache: CacheShape, index: int) -> None:
         super().__init__()
+        self.index = index
         self.head_dim = head_dim(config)
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        hidden, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(hidden, self.num_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden, bias=bias)
+        hidden, bias, kind = config.hidden_size, getattr(config, "attention_bias", False), family(config)
+        qkv_bias = bias if kind.qkv_bias is None else kind.qkv_bias
+        self.q_proj = nn.Linear(hidden, self.num_heads * self.head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=qkv_bias)
+        o_bias = bias if kind.o_bias is None else kind.o_bias
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden, bias=o_bias)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, config.rms_norm_eps) if kind.qk_norm else None for _ in range(2)
+        )
         self.qkv_proj = Joined(self.q_proj, self.k_proj, self.v_proj)
         for name in ("k_cache", "v_cache"):
             self.register_buffer(name, torch.empty(*cache, self.num_kv_heads, self.head_dim), persistent=False)
@@ -138,13 +178,19 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         tokens, rotated = hidden.shape[0], self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).view(tokens, -1, self.head_dim)
-        q, k = rotate(heads[:, :rotated], step).split((self.num_heads, self.num_kv_heads), dim=1)
+        q, k = rotate(self.norm(heads[:, :rotated]), step).split((self.num_heads, self.num_kv_heads), dim=1)
         v = heads[:, rotated:]
         # The output is allocated here, outside the operator: a compiler that splits at the operator
         # then has it in graph memory, at an address that stays.
         out = hidden.new_empty(tokens, self.num_heads, self.head_dim)
         step.attend(self, q, k, v, out)
         return self.o_proj(out.view(tokens, -1))
+
+    def norm(self, heads: Tensor) -> Tensor:
+        """The heads of queries and keys, (T, num_heads + num_kv_heads, head_dim), normed where the model does so."""
+        if self.q_norm is None or self.k_norm is None:
+            return heads
+        return torch.cat((self.q_norm(heads[:, : self.num_heads]), self.k_norm(heads[:, self.num_heads :])), dim=1)
 
 
 class MLP(nn.Module):
@@ -154,7 +200,7 @@ class MLP(nn.Module):
         super().__init__()
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act is {config.hidden_act!r}; this Llama knows 'silu'.")
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
@@ -166,10 +212,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, cache: CacheShape) -> None:
+    def __init__(self, config: LlamaConfig, cache: CacheShape, index: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, cache)
+        self.self_attn = Attention(config, cache, index)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -186,7 +232,7 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig, cache: CacheShape, max_batch: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, cache) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, cache, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
         self.register_buffer("query_start_loc", torch.empty(max_batch + 1, dtype=torch.int32), persistent=False)
@@ -324,6 +370,21 @@ def rotate(heads: Tensor, step: Step) -> Tensor:
 def head_dim(config: LlamaConfig) -> int:
     """Elements per head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def mrope_section(config: LlamaConfig) -> list[int]:
+    """How many frequencies turn with time, height and width.
+
+    Raises:
+        ValueError: the config does not say, or not about all of them.
+    """
+    sections = list(_rope_parameters(config).get("mrope_section", ()))
+    if len(sections) != 3 or sum(sections) != head_dim(config) // 2:
+        raise ValueError(
+            f"mrope_section is {sections} for {head_dim(config) // 2} frequencies; positions of shape (3, T) need "
+            "three numbers with that sum."
+        )
+    return sections
 
 
 def config_dtype(config: LlamaConfig) -> torch.dtype:

@@ -77,6 +77,63 @@ def test_decoding_through_the_paged_cache_gives_the_logits_of_transformers(
     torch.testing.assert_close(decode(ours_of(model, tmp_path), ids), model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+@torch.no_grad()
+def test_every_layer_of_every_family_gives_the_hidden_states_of_transformers(tmp_path: Path, kind: str) -> None:
+    settings = getattr(transformers, f"{kind}Config")(**vars_of(config()), head_dim=8)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(settings).float().eval()
+    for weight in model.parameters():  # biases and norms start as 0 and 1, which hides mistakes
+        if weight.dim() == 1:
+            weight.add_(torch.randn_like(weight) * 0.2)
+    ours = ours_of(model, tmp_path)
+    ids = torch.randint(0, settings.vocab_size, (REQUESTS, TOKENS))
+    expected = model(ids, output_hidden_states=True).hidden_states[1:-1]  # the last one is normed
+    found: list[list[Tensor]] = [[] for _ in ours.model.layers]
+    for layer, outputs in zip(ours.model.layers, found, strict=True):
+        layer.register_forward_hook(lambda *call, outputs=outputs: outputs.append(call[-1]))
+    logits = decode(ours, ids)
+    for outputs, hidden in zip(found, expected, strict=False):
+        torch.testing.assert_close(torch.stack(outputs, dim=1), hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def vars_of(settings: transformers.LlamaConfig) -> dict[str, object]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "max_position_embeddings", "initializer_range")
+    return {name: getattr(settings, name) for name in names}
+
+
+def test_another_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match="model_type is 'gpt2'; expected llama, qwen2, qwen3"):
+        build_llama(transformers.GPT2Config(num_key_value_heads=2, intermediate_size=8, rms_norm_eps=1e-5), CACHE, 1)
+
+
+def test_attention_over_a_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="use_sliding_window"):
+        build_llama(transformers.Qwen2Config(use_sliding_window=True), CACHE, 1)
+
+
+@torch.no_grad()
+def test_multimodal_positions_turn_each_frequency_by_its_own_axis() -> None:
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+    rotary = build_llama(config(rope_scaling=rope), CACHE, REQUESTS).model.rotary_emb
+    time, height, width = (torch.randint(0, 50, (5,)) for _ in range(3))
+    cos, sin = rotary(torch.stack([time, height, width]), torch.float32)
+    for part, axis in ((slice(0, 2), time), (slice(2, 3), height), (slice(3, 4), width)):
+        alone_cos, alone_sin = rotary(axis, torch.float32)
+        assert torch.equal(cos[..., part], alone_cos[..., part])
+        assert torch.equal(sin[..., part], alone_sin[..., part])
+    text_cos, _ = rotary(time.expand(3, -1), torch.float32)
+    assert torch.equal(text_cos, rotary(time, torch.float32)[0])
+
+
+def test_multimodal_positions_need_sections() -> None:
+    rotary = build_llama(config(), CACHE, REQUESTS).model.rotary_emb
+    with pytest.raises(ValueError, match="mrope_section"):
+        rotary(torch.zeros(3, 4), torch.float32)
+
+
 @torch.no_grad()
 def test_a_sharded_checkpoint_loads_like_a_single_one(tmp_path: Path) -> None:
     model = reference(config())
