@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from bench.models.llama import Decoder, DecoderLayer, Llama, Step
+    from bench.models.llama import Attention, Decoder, Llama, Step
 
 
 class FusedLayers:
@@ -29,37 +29,40 @@ class FusedLayers:
     def __init__(self, decoder: Decoder, flashinfer: ModuleType) -> None:
         self._decoder = decoder
         self._ops = flashinfer
+        # The norm that comes after each layer: the next layer's first, and the last of all.
+        self._norms_after = [*(layer.input_layernorm for layer in list(decoder.layers)[1:]), decoder.norm]
         self._rows = torch.arange(len(decoder.query_start_loc) - 1, device=decoder.query_start_loc.device)
 
     def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         """From embeddings, (T, hidden_size), to final hidden states."""
+        self._step, self._rotary = step, _rotary_table(step)
+        return self.run_layers(hidden)
+
+    def run_layers(self, hidden: Tensor) -> Tensor:
+        """As a call, of a step that `attend` knows."""
         decoder, ops = self._decoder, self._ops
-        table = _rotary_table(step)
         residual = hidden
         hidden = ops.rmsnorm(hidden, decoder.layers[0].input_layernorm.weight, decoder.norm.eps)
-        for layer, norm in zip(decoder.layers, self._norms_after(), strict=True):
-            hidden = self._attend(layer, hidden, step, table)
+        for layer, norm in zip(decoder.layers, self._norms_after, strict=True):
+            hidden = self.attend(layer.self_attn, hidden)
             ops.fused_add_rmsnorm(hidden, residual, layer.post_attention_layernorm.weight, decoder.norm.eps)
             hidden = layer.mlp.down_proj(ops.silu_and_mul(layer.mlp.gate_up_proj(hidden)))
             ops.fused_add_rmsnorm(hidden, residual, norm.weight, decoder.norm.eps)
         return hidden
 
-    def _norms_after(self) -> list[torch.nn.RMSNorm]:
-        """The norm that comes after each layer: the next layer's first, and the last of all."""
-        return [*(layer.input_layernorm for layer in list(self._decoder.layers)[1:]), self._decoder.norm]
-
-    def _attend(self, layer: DecoderLayer, hidden: Tensor, step: Step, table: Tensor) -> Tensor:
-        attention, tokens = layer.self_attn, hidden.shape[0]
-        rows = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
-        qkv = attention.qkv_proj(hidden)
-        q, k, v = qkv.split([heads * attention.head_dim for heads in rows], dim=-1)
+    def attend(self, layer: Attention, hidden: Tensor) -> Tensor:
+        """One layer's attention with its projections: (T, hidden_size) to the same."""
+        tokens = hidden.shape[0]
+        rows = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        qkv = layer.qkv_proj(hidden)
+        q, k, v = qkv.split([heads * layer.head_dim for heads in rows], dim=-1)
         self._ops.rope.apply_rope_with_cos_sin_cache_inplace(
-            self._rows[:tokens], q, k, attention.head_dim, table, is_neox=True
+            self._rows[:tokens], q, k, layer.head_dim, self._rotary, is_neox=True
         )
-        out = hidden.new_empty(tokens, attention.num_heads, attention.head_dim)
-        parts = (part.view(tokens, -1, attention.head_dim) for part in (q, k, v))
-        step.attend(attention, *parts, out)
-        return attention.o_proj(out.view(tokens, -1))
+        out = hidden.new_empty(tokens, layer.num_heads, layer.head_dim)
+        parts = (part.view(tokens, -1, layer.head_dim) for part in (q, k, v))
+        self._step.attend(layer, *parts, out)
+        return layer.o_proj(out.view(tokens, -1))
 
 
 def _rotary_table(step: Step) -> Tensor:

@@ -1,0 +1,189 @@
+"""Requests in, tokens out: continuous batching with steps planned one ahead.
+
+engine = Engine(model, EngineConfig())
+engine.capture()
+request = engine.add([1, 15, 7], SamplingParams(max_tokens=32))
+for output in engine.stream():
+    print(output.token)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from bench.engine.pages import PageAllocator
+from bench.engine.request import FinishReason, Request, RequestError, SamplingParams
+from bench.engine.runner import EngineConfig, Launched, ModelRunner
+from bench.engine.scheduler import Scheduler
+from bench.models.llama import Llama
+
+
+class Output(NamedTuple):
+    """One token of one request; `finished` says why it was the last.
+
+    A cancelled request has a last output without a token.
+    """
+
+    request: Request
+    token: int | None
+    finished: FinishReason | None
+
+
+class Engine:
+    """A model that serves requests.
+
+    Args:
+        llama: on its device, with lm_head; see `bench.models.llama.build_llama`.
+        config: what it can hold, and how it runs.
+
+    Attributes:
+        runner: model, cache and graphs; scheduler: who runs and who waits.
+
+    Raises:
+        EngineError: the model or the machine cannot do what the config says.
+    """
+
+    def __init__(self, llama: Llama, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.runner = ModelRunner(llama, self.config)
+        blocks = self.runner.metadata.max_blocks
+        pages = PageAllocator(self.config.num_pages, self.config.max_num_seqs, blocks)
+        self.scheduler = Scheduler(pages, self.config.page_size, self.config.max_num_seqs, self.config.max_num_tokens)
+        self._vocab_size = llama.config.vocab_size
+        self._ids = itertools.count()
+        self._under_way: Launched | None = None
+        self._cancelled: list[Request] = []
+
+    def capture(self) -> Any:
+        """Capture the graphs; a summary of what was captured."""
+        return self.runner.capture()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.scheduler.idle and self._under_way is None and not self._cancelled
+
+    def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
+        """Queue a request.
+
+        Raises:
+            RequestError: the prompt is empty, too long for model or cache, or has an unknown token id; nothing is
+                queued.
+        """
+        params = params or SamplingParams()
+        tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise RequestError("the prompt is empty; expected at least one token id.")
+        unknown = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
+        if unknown is not None:
+            raise RequestError(f"the prompt has token id {unknown}; expected 0 to {self._vocab_size - 1}.")
+        # The last token of an output is never computed, so it needs no place.
+        needed, most = len(tokens) + params.max_tokens - 1, self.config.max_model_len
+        if needed > most:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens and max_tokens is {params.max_tokens}; together they may be "
+                f"{most + 1} at most (max_model_len={most})."
+            )
+        pages, size = self.scheduler.pages, self.config.page_size
+        if -(-needed // size) > pages.num_pages:
+            raise RequestError(
+                f"the request may need {-(-needed // size)} pages of {size} tokens, the cache has {pages.num_pages}; "
+                "build the engine with more num_pages, or ask for fewer tokens."
+            )
+        request = Request(next(self._ids), tokens, params)
+        if params.seed is not None:
+            request.generator = torch.Generator(self.runner.device).manual_seed(params.seed)
+        self.scheduler.waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request where it is; without effect if it has ended. Its last output comes with the next step."""
+        if request.finished is None:
+            self.scheduler.finish(request, FinishReason.CANCELLED)
+            self._cancelled.append(request)
+
+    def step(self) -> list[Output]:
+        """Launch the next step, and give the tokens of the one before it (of this one, without overlap)."""
+        plan = self.scheduler.schedule()
+        before, self._under_way = self._under_way, None
+        try:
+            launched = self.runner.launch(plan) if plan is not None else None
+        except BaseException:
+            if plan is not None:
+                self.scheduler.undo(plan)
+            self._under_way = before
+            raise
+        outputs = [Output(request, None, FinishReason.CANCELLED) for request in self._cancelled]
+        self._cancelled = []
+        if before is not None:
+            outputs += self._collect(before)
+        if launched is not None and not self.config.overlap:
+            return outputs + self._collect(launched)
+        self._under_way = launched
+        return outputs
+
+    def stream(self) -> Iterator[Output]:
+        """Tokens as they come, until every request has ended; requests may be added meanwhile."""
+        while not self.idle:
+            yield from self.step()
+
+    def generate(
+        self,
+        prompts: Iterable[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[list[int]]:
+        """The tokens generated for each prompt.
+
+        Args:
+            prompts: token ids.
+            params: of all prompts, or of each.
+            progress: show a bar.
+
+        Raises:
+            RequestError: a prompt cannot be served; none is queued then.
+        """
+        prompts = list(prompts)
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts; expected one for each.")
+        requests: list[Request] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                requests.append(self.add(prompt, one))
+        except RequestError:
+            for request in requests:
+                self.scheduler.finish(request, FinishReason.CANCELLED)
+            raise
+        with tqdm(total=sum(request.params.max_tokens for request in requests), disable=not progress) as bar:
+            for output in self.stream():
+                bar.update(output.token is not None)
+        return [request.output for request in requests]
+
+    def _collect(self, launched: Launched) -> list[Output]:
+        """Read a step's tokens, and end the requests that are done."""
+        plan, outputs = launched.plan, []
+        for request, token, samples in zip(plan.requests, launched.wait(), plan.samples, strict=True):
+            if not samples:
+                continue
+            request.pending -= 1
+            if request.finished is not None:
+                continue  # it ended while this step was under way
+            request.output.append(token)
+            reason = self._reason_to_end(request, token)
+            if reason is not None:
+                self.scheduler.finish(request, reason)
+            outputs.append(Output(request, token, reason))
+        return outputs
+
+    @staticmethod
+    def _reason_to_end(request: Request, token: int) -> FinishReason | None:
+        if token in request.params.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(request.output) >= request.params.max_tokens else None

@@ -1,0 +1,43 @@
+"""Which pages of the KV cache are whose."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+class PageAllocator:
+    """Pages of the cache, and the table of who owns which, by the slot of a running request.
+
+    Args:
+        num_pages: of the cache; page 0 is left to padding.
+        num_slots: requests that can run at once.
+        max_blocks: pages a request can have.
+
+    Attributes:
+        table: (num_slots, max_blocks) int32, page ids.
+    """
+
+    def __init__(self, num_pages: int, num_slots: int, max_blocks: int) -> None:
+        self.table: npt.NDArray[np.int32] = np.zeros((num_slots, max_blocks), np.int32)
+        self.num_pages = num_pages - 1
+        self._free = list(range(num_pages - 1, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._free)
+
+    def grow(self, slot: int, owned: int, needed: int) -> bool:
+        """Give a slot pages up to `needed`, all or none of them."""
+        more = needed - owned
+        if more > len(self._free):
+            return False
+        for column in range(owned, needed):
+            self.table[slot, column] = self._free.pop()
+        return True
+
+    def free(self, slot: int, owned: int) -> None:
+        """Take a slot's pages back."""
+        self._free.extend(self.table[slot, :owned][::-1].tolist())
+        self.table[slot, :owned] = 0

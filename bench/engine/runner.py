@@ -1,0 +1,251 @@
+"""Runs planned steps: buffers, graphs, attention, sampling. Nothing here waits for the device.
+
+A uniform decode step in a full graph takes its tokens where the step before left them, and chooses the
+next ones greedily, all inside the graph. Everything else samples after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.engine.request import EngineError
+from bench.engine.sampling import sample
+from bench.engine.scheduler import StepPlan
+from bench.models.llama import Llama
+from bench.models.serving import ServingLlama
+from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode
+from simplegraph.attention import (
+    AttentionBackend,
+    BatchMetadata,
+    FlashAttentionBackend,
+    FlashInferBackend,
+    PagedKVCache,
+    SDPABackend,
+    attending,
+)
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "fa3": FlashAttentionBackend,
+    "flashinfer": FlashInferBackend,
+    "sdpa": SDPABackend,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine can hold, and how it runs.
+
+    Args:
+        mode: of the graphs, by name; "NONE" runs everything eagerly.
+        attention: a name in `BACKENDS`; "auto" takes the first that works here.
+        max_num_seqs: requests that run at once.
+        max_num_tokens: tokens of a step: all its requests' prompts and decodes together.
+        max_model_len: tokens of a request, prompt and output.
+        num_pages: of the KV cache, one of them for padding; page_size: tokens in a page.
+        capture_sizes: in tokens; the library's default ones up to `max_num_seqs` for decoding, and up to 512 for mixed
+            steps.
+        overlap: plan and launch a step before the one before it has ended.
+        fused: whether layers run on fused operators; by default where these are.
+        progress: a progress bar while capturing.
+
+    Raises:
+        EngineError: a number is too small.
+    """
+
+    mode: str = "FULL_AND_PIECEWISE"
+    attention: str = "auto"
+    max_num_seqs: int = 64
+    max_num_tokens: int = 2048
+    max_model_len: int = 4096
+    num_pages: int = 4096
+    page_size: int = 16
+    capture_sizes: tuple[int, ...] | None = None
+    overlap: bool = True
+    fused: bool | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_tokens", "max_model_len", "page_size"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.num_pages >= 2, "num_pages", self.num_pages, "at least 2: one is for padding")
+        known = ("auto", *BACKENDS)
+        _require(self.attention in known, "attention", self.attention, f"one of {', '.join(known)}")
+        # A step has at least one token of every running request, so that all of them go on.
+        _require(
+            self.max_num_tokens >= self.max_num_seqs, "max_num_tokens", self.max_num_tokens, "at least max_num_seqs"
+        )
+
+
+def _require(fine: bool, name: str, value: object, expected: str) -> None:
+    if not fine:
+        raise EngineError(f"{name} is {value!r}; expected {expected}.")
+
+
+class Sampled(NamedTuple):
+    """What a decode graph returns: logits, (T, vocab_size), and each row's likeliest token, (T,) int64."""
+
+    logits: Tensor
+    tokens: Tensor
+
+
+class Launched(NamedTuple):
+    """A step on its way: its plan, and where its tokens arrive."""
+
+    plan: StepPlan
+    tokens: Tensor
+    done: Any
+
+    def wait(self) -> list[int]:
+        """One token for each request of the plan; waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tokens.tolist()
+
+
+class _Inputs:
+    """A step's tokens, positions and rows at addresses that stay; one copy a step brings all of them.
+
+    Attributes:
+        ids, positions: (max_num_tokens,) int64.
+        slots: (max_num_seqs,) int64, each request's slot; padding has the scratch slot.
+        last: (max_num_seqs,) int64, each request's last row.
+    """
+
+    def __init__(self, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> None:
+        self._sizes = (max_num_tokens, max_num_tokens, max_num_seqs, max_num_seqs)
+        self._scratch_slot = max_num_seqs
+        self._words = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        self.ids, self.positions, self.slots, self.last = self._words.split(self._sizes)
+
+    def load(self, plan: StepPlan) -> None:
+        """Bring a plan's numbers to the device."""
+        # From the allocator of pinned memory each time: it gives none out whose copy is still under way.
+        host = torch.zeros(len(self._words), dtype=torch.int64, pin_memory=self._words.is_cuda)
+        parts = [part.numpy() for part in host.split(self._sizes)]
+        parts[2].fill(self._scratch_slot)
+        kept = np.where(plan.samples, plan.slots, self._scratch_slot)
+        values = (plan.ids, plan.positions, kept, np.cumsum(plan.query_lens) - 1)
+        for part, value in zip(parts, values, strict=True):
+            part[: len(value)] = value
+        self._words.copy_(host, non_blocking=True)
+
+
+class ModelRunner:
+    """A model ready to run steps.
+
+    Args:
+        llama: on its device, with lm_head.
+        config: what it must hold.
+
+    Attributes:
+        manager: of the graphs; cache: keys and values; backend: attention.
+
+    Raises:
+        EngineError: no attention backend works here, or the model has no lm_head.
+    """
+
+    def __init__(self, llama: Llama, config: EngineConfig) -> None:
+        _require(llama.lm_head is not None, "lm_head", None, "a model that returns logits")
+        self.config, self.llama = config, llama
+        weight = llama.model.embed_tokens.weight
+        self.device, shape = weight.device, llama.model.layers[0].self_attn
+        self.cache = PagedKVCache(
+            len(llama.model.layers),
+            config.num_pages,
+            config.page_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            dtype=weight.dtype,
+            device=self.device,
+        )
+        self.metadata = BatchMetadata(
+            max_num_tokens=config.max_num_tokens,
+            max_num_reqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            page_size=config.page_size,
+            device=self.device,
+        )
+        self.backend = _backend(config.attention, self.cache, self.metadata, shape.num_heads)
+        self.model = ServingLlama(llama, self.backend, config.max_num_tokens, fused=config.fused)
+        self.manager = CudaGraphManager(
+            mode=config.mode,
+            device=self.device,
+            support=self.backend.support,
+            capture_sizes=config.capture_sizes,
+            max_num_seqs=config.max_num_seqs,
+            max_num_tokens=config.max_num_tokens,
+            progress=config.progress,
+            name="engine",
+        )
+        self.manager.add_hooks(self.backend)
+        self._inputs = _Inputs(config.max_num_tokens, config.max_num_seqs, self.device)
+        self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
+
+    @torch.inference_mode()
+    def capture(self) -> Any:
+        """Capture every graph; the manager's summary."""
+        return self.manager.capture(self.forward)
+
+    def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor | Sampled:
+        """The model on the step's inputs: hidden states, or in a full decode graph what was chosen, too."""
+        rows = descriptor.num_tokens
+        ids = self._inputs.ids[:rows]
+        ids = torch.where(ids < 0, self._last_tokens[(-1 - ids).clamp_(min=0)], ids)
+        with attending(self.backend, mode, descriptor):
+            hidden = self.model(ids, self._inputs.positions[:rows])
+        if mode is not CudaGraphMode.FULL or descriptor.uniform_query_len != 1:
+            return hidden
+        logits = self.llama.head(hidden)
+        tokens = logits.argmax(dim=-1)
+        self._last_tokens.index_copy_(0, self._inputs.slots[:rows], tokens)
+        return Sampled(logits, tokens)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Put a step on the device's queue."""
+        batch = self.manager.dispatch(len(plan.ids), len(plan.requests), plan.uniform_query_len)
+        full = batch.mode is CudaGraphMode.FULL
+        self.metadata.set(
+            plan.query_lens,
+            plan.seq_lens,
+            plan.block_table,
+            num_tokens=batch.descriptor.num_tokens,
+            num_reqs=batch.descriptor.num_reqs if full else len(plan.requests),
+        )
+        self._inputs.load(plan)
+        found = self.manager.run(batch, self.forward)
+        count = len(plan.requests)
+        if isinstance(found, Sampled) and all(request.params.greedy for request in plan.requests):
+            tokens = found.tokens[:count]
+        else:
+            logits = found.logits[:count] if isinstance(found, Sampled) else self._logits(found, count)
+            params, generators = zip(*((one.params, one.generator) for one in plan.requests), strict=True)
+            tokens = sample(logits, params, generators)
+            self._last_tokens.index_copy_(0, self._inputs.slots[:count], tokens)
+        return Launched(plan, *self._to_host(tokens))
+
+    def _logits(self, hidden: Tensor, count: int) -> Tensor:
+        return self.llama.head(hidden.index_select(0, self._inputs.last[:count]))
+
+    def _to_host(self, tokens: Tensor) -> tuple[Tensor, Any]:
+        if not tokens.is_cuda:
+            return tokens.clone(), None
+        arrived = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return arrived, done
+
+
+def _backend(name: str, cache: PagedKVCache, metadata: BatchMetadata, num_heads: int) -> AttentionBackend:
+    problems = []
+    for candidate in BACKENDS if name == "auto" else (name,):
+        try:
+            return BACKENDS[candidate](cache, metadata, num_heads=num_heads)
+        except ConfigError as error:
+            problems.append(f"{candidate}: {error}")
+    raise EngineError(f"no attention backend works here: {'; '.join(problems)}")

@@ -1,0 +1,178 @@
+"""What the next step computes: who decodes, whose prompt goes on, who must wait.
+
+Steps are planned ahead of their results: a token that a step under way will sample has its place in the
+request already (`Request.pending`), and its value goes from sampler to next step on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.engine.pages import PageAllocator
+from bench.engine.request import FinishReason, Request
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One step.
+
+    Attributes:
+        requests: who takes part.
+        query_lens: tokens of each in this step.
+        samples: whether a request's last token of the step gives it a new one; False within a prompt.
+        slots: (num_reqs,) int64; seq_lens: (num_reqs,) int64, this step's tokens included.
+        ids: (num_tokens,) int64, token ids; -1 - slot where the token is the last one sampled for that slot.
+        positions: (num_tokens,) int64.
+        block_table: (num_reqs, n) int32.
+    """
+
+    requests: list[Request]
+    query_lens: list[int]
+    samples: list[bool]
+    slots: Int64s
+    seq_lens: Int64s
+    ids: Int64s
+    positions: Int64s
+    block_table: npt.NDArray[np.int32]
+
+    @property
+    def uniform_query_len(self) -> int | None:
+        """1 if every request has one token."""
+        return 1 if len(self.ids) == len(self.requests) else None
+
+
+class Scheduler:
+    """First come, first served; running requests before waiting ones; the youngest gives way when pages run out.
+
+    Args:
+        pages: the cache's.
+        page_size: tokens in a page.
+        max_num_seqs: requests that run at once.
+        max_num_tokens: tokens of a step.
+    """
+
+    def __init__(self, pages: PageAllocator, page_size: int, max_num_seqs: int, max_num_tokens: int) -> None:
+        self.pages = pages
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._page_size = page_size
+        self._max_num_tokens = max_num_tokens
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left."""
+        return not self.waiting and not self.running
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, its tokens counted as computed; None if there is nothing to compute now."""
+        taken: list[tuple[Request, int]] = []
+        left = self._max_num_tokens
+        running = list(self.running)
+        for request in running:
+            count = min(request.num_left, left)
+            if request.slot is not None and count > 0 and self._make_room(request, count):
+                taken.append((request, count))
+                left -= count
+        preempted = any(request.slot is None for request in running)
+        while self.waiting and left > 0 and not preempted:
+            request = self.waiting[0]
+            count = min(request.num_left, left)
+            if not self._admit(request, count):
+                break
+            taken.append((request, count))
+            left -= count
+        return self._plan(taken) if taken else None
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request; its pages may be given to others at once, whose steps come later on the same stream."""
+        request.finished = reason
+        if request.slot is None:
+            self.waiting.remove(request)
+        else:
+            self._release(request)
+            self.running.remove(request)
+
+    def undo(self, plan: StepPlan) -> None:
+        """Take back a step that was not run."""
+        for request, count, samples in zip(plan.requests, plan.query_lens, plan.samples, strict=True):
+            request.num_computed -= count
+            request.pending -= samples
+
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Pages for `count` more tokens of a running request, taken from younger ones if need be."""
+        while not self._grow(request, count):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _grow(self, request: Request, count: int) -> bool:
+        needed = -(-(request.num_computed + count) // self._page_size)
+        if needed > request.num_pages:
+            if request.slot is None or not self.pages.grow(request.slot, request.num_pages, needed):
+                return False
+            request.num_pages = needed
+        return True
+
+    def _admit(self, request: Request, count: int) -> bool:
+        """Let a waiting request run; not while a token of it is under way from before it was preempted."""
+        if not self._slots or request.pending:
+            return False
+        request.slot = self._slots.pop()
+        if not self._grow(request, count):
+            self._release(request)
+            return False
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the front of the queue; what it had computed is computed again."""
+        self.running.remove(request)
+        self._release(request)
+        request.num_computed = 0
+        request.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        if request.slot is not None:
+            self.pages.free(request.slot, request.num_pages)
+            self._slots.append(request.slot)
+        request.slot, request.num_pages = None, 0
+
+    def _plan(self, taken: list[tuple[Request, int]]) -> StepPlan:
+        requests, counts = [request for request, _ in taken], [count for _, count in taken]
+        slots = np.array([request.slot for request in requests], np.int64)
+        starts = np.array([request.num_computed for request in requests], np.int64)
+        seq_lens = starts + counts
+        ids = np.array([token for request, count in taken for token in _token_ids(request, count)], np.int64)
+        positions = seq_lens - 1 if len(ids) == len(taken) else _positions(starts, counts)
+        samples = [request.num_computed + count == request.num_tokens for request, count in taken]
+        for request, count, sample in zip(requests, counts, samples, strict=True):
+            request.num_computed += count
+            request.pending += sample
+        width = max(request.num_pages for request in requests)
+        table = self.pages.table[slots, :width]
+        return StepPlan(requests, counts, samples, slots, seq_lens, ids, positions, table)
+
+
+def _token_ids(request: Request, count: int) -> list[int]:
+    """The next tokens of a request; -1 - slot for one that only the device knows."""
+    first, prompt = request.num_computed, len(request.prompt)
+    unknown = -1 - (request.slot or 0)
+    if first >= prompt:
+        known = request.output[first - prompt : first - prompt + count]
+    else:
+        known = (request.prompt + request.output)[first : first + count]
+    return known + [unknown] * (count - len(known))
+
+
+def _positions(starts: Int64s, counts: list[int]) -> Int64s:
+    return np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])

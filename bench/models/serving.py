@@ -1,0 +1,67 @@
+"""The Llama over simplegraph's paged attention: any batch, decoding and prefilling, in any kind of graph."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bench.models.llama import Attention, Llama
+from simplegraph.attention import AttentionBackend, attend
+
+
+class ServingStep(NamedTuple):
+    """A step whose requests are the attention backend's; cos, sin as in `Step`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        attend(q, k, v, layer.index, out=out)
+
+
+class ServingLlama(nn.Module):
+    """A Llama for steps of any kind; call it inside `attending`.
+
+    Args:
+        llama: weights; its own cache is not used.
+        backend: attention and the cache.
+        max_num_tokens: tokens of a step.
+        fused: whether layers run on fused operators, FlashInfer's and Triton's; by default where these are.
+    """
+
+    def __init__(
+        self, llama: Llama, backend: AttentionBackend, max_num_tokens: int, *, fused: bool | None = None
+    ) -> None:
+        super().__init__()
+        self.llama = llama
+        self._fused = None
+        if can_fuse(llama) if fused is None else fused:
+            from bench.models.serving_fused import ServingLayers
+
+            flashinfer = importlib.import_module("flashinfer")
+            self._fused = ServingLayers(llama.model, flashinfer, backend, max_num_tokens)
+        self.train(llama.training)
+
+    @property
+    def fused(self) -> bool:
+        """Whether layers run on fused operators."""
+        return self._fused is not None
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Final hidden states, (T, hidden_size), of a step's tokens and their positions, (T,) int64 both."""
+        decoder = self.llama.model
+        hidden = decoder.embed_tokens(input_ids)
+        if self._fused is not None:
+            return self._fused.run(hidden, positions)
+        return decoder.run_layers(hidden, ServingStep(*decoder.rotary_emb(positions, hidden.dtype)))
+
+
+def can_fuse(llama: Llama) -> bool:
+    """Whether there is a GPU with FlashInfer and Triton, and a model in half precision."""
+    weight = llama.model.embed_tokens.weight
+    installed = all(importlib.util.find_spec(name) is not None for name in ("flashinfer", "triton"))
+    return weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16) and installed

@@ -1,0 +1,163 @@
+"""The serving Llama on fused operators: FlashInfer's, and one Triton kernel for what stands before attention.
+
+The kernel norms (Qwen3) and rotates queries and keys, and writes keys and values to their pages: one launch in
+place of three to five. Imported only where both libraries are.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bench.models.fused import FusedLayers
+from bench.models.llama import Attention, Decoder
+from simplegraph.attention import AttentionBackend, attend
+
+
+class ServingLayers(FusedLayers):
+    """Runs a decoder's layers over simplegraph's paged attention.
+
+    Args:
+        decoder, flashinfer: as for `FusedLayers`.
+        backend: attention and the cache.
+        max_num_tokens: tokens of a step.
+    """
+
+    def __init__(
+        self, decoder: Decoder, flashinfer: ModuleType, backend: AttentionBackend, max_num_tokens: int
+    ) -> None:
+        super().__init__(decoder, flashinfer)
+        self._backend = backend
+        first = decoder.layers[0].self_attn
+        weight = decoder.embed_tokens.weight
+        # One output for all layers: each is read before the next is written. Zeros: what padding rows keep.
+        shape = (max_num_tokens, first.num_heads, first.head_dim)
+        self._out = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        positions = torch.arange(backend.metadata.max_model_len, device=weight.device)
+        cos, sin = decoder.rotary_emb(positions, torch.float32)
+        half = first.head_dim // 2
+        # (max_model_len, head_dim) float32: the cosines of a position, then its sines.
+        self._table = torch.cat((cos[:, 0, :half], sin[:, 0, half:]), dim=-1).contiguous()
+        self._norm_eps = decoder.norm.eps
+
+    def run(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """From embeddings, (T, hidden_size), to final hidden states."""
+        self._positions = positions
+        return self.run_layers(hidden)
+
+    def attend(self, layer: Attention, hidden: Tensor) -> Tensor:
+        tokens = hidden.shape[0]
+        qkv = layer.qkv_proj(hidden).view(tokens, -1, layer.head_dim)
+        cache = self._backend.cache
+        keys, values = cache.keys(layer.index), cache.values(layer.index)
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
+        slots = self._backend.live.slot_mapping
+        rotate_and_write(qkv, self._positions, self._table, keys, values, slots, layer.num_heads, norms, self._norm_eps)
+        out = self._out[:tokens]
+        attend(qkv[:, : layer.num_heads], None, None, layer.index, out=out)
+        return layer.o_proj(out.view(tokens, -1))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate_and_write(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    positions_ptr,
+    table_ptr,
+    keys_ptr,
+    values_ptr,
+    slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    token_stride,
+    page_stride,
+    offset_stride,
+    head_stride,
+    page_size,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """One program for each token and head of queries, keys and values, in this order."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, HALF)
+    row = qkv_ptr + token * token_stride + head * (2 * HALF)
+    first, second = tl.load(row + column), tl.load(row + HALF + column)
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        if NORMED:
+            norm_ptr = k_norm_ptr
+            if head < NUM_HEADS:
+                norm_ptr = q_norm_ptr
+            scale = tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / (2 * HALF) + eps)
+            x = x * scale * tl.load(norm_ptr + column).to(tl.float32)
+            y = y * scale * tl.load(norm_ptr + HALF + column).to(tl.float32)
+        angle = table_ptr + tl.load(positions_ptr + token) * (2 * HALF)
+        cos, sin = tl.load(angle + column), tl.load(angle + HALF + column)
+        first = (x * cos - y * sin).to(first.dtype)
+        second = (y * cos + x * sin).to(second.dtype)
+    if head < NUM_HEADS:
+        tl.store(row + column, first)
+        tl.store(row + HALF + column, second)
+    else:
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            place = (slot // page_size) * page_stride + (slot % page_size) * offset_stride
+            if head < NUM_HEADS + NUM_KV_HEADS:
+                target = keys_ptr + place + (head - NUM_HEADS) * head_stride
+            else:
+                target = values_ptr + place + (head - NUM_HEADS - NUM_KV_HEADS) * head_stride
+            tl.store(target + column, first)
+            tl.store(target + HALF + column, second)
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    num_heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> None:
+    """Norm and rotate queries in place; norm and rotate keys, and write them and the values to their pages.
+
+    Args:
+        qkv: (T, num_heads + 2 * num_kv_heads, head_dim), contiguous; head_dim a power of 2.
+        positions: (T,) int64.
+        table: (max_model_len, head_dim) float32, cosines and sines.
+        keys, values: (num_pages, page_size, num_kv_heads, head_dim), with the same strides.
+        slots: (T,) int64, page * page_size + offset; -1 for none.
+        norms: weights of the norms of queries and keys, (head_dim,); None for no norm.
+    """
+    tokens, heads, head_dim = qkv.shape
+    num_kv_heads = (heads - num_heads) // 2
+    q_norm, k_norm = (qkv, qkv) if norms is None else norms
+    _rotate_and_write[(tokens, heads)](
+        qkv,
+        positions,
+        table,
+        keys,
+        values,
+        slots,
+        q_norm,
+        k_norm,
+        eps,
+        qkv.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        keys.shape[1],
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        NORMED=norms is not None,
+        num_warps=1,
+    )

@@ -1,0 +1,216 @@
+"""The reference engine: greedy tokens are transformers' own, whatever runs beside a request."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from bench.engine import Engine, EngineConfig, EngineError, RequestError, SamplingParams  # noqa: E402
+from bench.engine.request import FinishReason  # noqa: E402
+from bench.models.llama import CacheShape, Llama, build_llama  # noqa: E402
+from simplegraph import CudaGraphMode  # noqa: E402
+
+VOCAB = 97
+MODES = ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    torch.manual_seed(0)
+    settings = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(settings).float().eval()
+
+
+@pytest.fixture(scope="module")
+def llama(reference: Any) -> Llama:
+    model = build_llama(reference.config, CacheShape(1, 4), 1, dtype=torch.float32, random_weights=False)
+    model.load_state_dict(reference.state_dict(), strict=False)
+    return model
+
+
+def engine(llama: Llama, **changes: Any) -> Engine:
+    settings: dict[str, Any] = {
+        "max_num_seqs": 6,
+        "max_num_tokens": 24,
+        "max_model_len": 64,
+        "num_pages": 100,
+        "page_size": 4,
+        "capture_sizes": (1, 2, 4, 6, 8, 16, 24),
+    }
+    built = Engine(llama, EngineConfig(**settings | changes))
+    built.capture()
+    return built
+
+
+def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def alone(reference: Any, prompt: list[int], count: int) -> list[int]:
+    """The greedy tokens of transformers, one request at a time, without a cache."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(count):
+            ids = torch.cat([ids, reference(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_tokens_are_those_of_transformers(llama: Llama, reference: Any, mode: str, overlap: bool) -> None:
+    served = engine(llama, mode=mode, overlap=overlap)
+    asked = prompts(10)
+    counts = [1 + 3 * (index % 7) for index in range(10)]
+    params = [SamplingParams(max_tokens=count) for count in counts]
+    found = served.generate(asked, params)
+    assert found == [alone(reference, prompt, count) for prompt, count in zip(asked, counts, strict=True)]
+    assert served.idle
+    assert served.scheduler.pages.num_free == 99
+    replayed = {mode for (mode, _), graph in served.runner.manager.stats.graphs.items() if graph.replays}
+    assert (CudaGraphMode.FULL in replayed) == ("FULL" in mode)
+    assert (CudaGraphMode.PIECEWISE in replayed) == ("PIECEWISE" in mode)
+
+
+def test_requests_give_way_when_pages_run_out_and_still_get_their_tokens(llama: Llama, reference: Any) -> None:
+    served = engine(llama, num_pages=20)
+    asked = prompts(6, seed=3, longest=20)
+    requests = [served.add(prompt, SamplingParams(max_tokens=20)) for prompt in asked]
+    for _ in served.stream():
+        pass
+    assert sum(request.preemptions for request in requests) > 0
+    assert [request.output for request in requests] == [alone(reference, prompt, 20) for prompt in asked]
+    assert served.scheduler.pages.num_free == 19
+
+
+def test_a_stop_token_ends_a_request_and_is_its_last(llama: Llama, reference: Any) -> None:
+    prompt = prompts(1, seed=5)[0]
+    expected = alone(reference, prompt, 20)
+    stop = expected[7]
+    served = engine(llama)
+    request = served.add(prompt, SamplingParams(max_tokens=20, stop_token_ids=[stop]))
+    outputs = list(served.stream())
+    assert request.output == expected[: expected.index(stop) + 1]
+    assert [output.token for output in outputs] == request.output
+    assert outputs[-1].finished is FinishReason.STOP
+    assert all(output.finished is None for output in outputs[:-1])
+
+
+def test_a_request_cancelled_midway_leaves_the_others_alone(llama: Llama, reference: Any) -> None:
+    served = engine(llama)
+    asked = prompts(5, seed=7)
+    requests = [served.add(prompt, SamplingParams(max_tokens=12)) for prompt in asked]
+    outputs = [output for _ in range(6) for output in served.step()]
+    served.cancel(requests[2])
+    served.cancel(requests[2])
+    outputs += list(served.stream())
+    for index, request in enumerate(requests):
+        if index != 2:
+            assert request.output == alone(reference, asked[index], 12)
+    assert requests[2].finished is FinishReason.CANCELLED
+    ends = [output for output in outputs if output.request is requests[2] and output.finished]
+    assert [output.token for output in ends] == [None]
+    assert served.scheduler.pages.num_free == 99
+
+
+def test_requests_may_come_while_others_run(llama: Llama, reference: Any) -> None:
+    served = engine(llama)
+    asked = prompts(8, seed=9)
+    requests = []
+    for prompt in asked:
+        requests.append(served.add(prompt, SamplingParams(max_tokens=9)))
+        served.step()
+        served.step()
+    list(served.stream())
+    assert [request.output for request in requests] == [alone(reference, prompt, 9) for prompt in asked]
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+def test_a_seed_gives_a_request_the_same_tokens_whatever_runs_beside_it(llama: Llama, mode: str) -> None:
+    prompt = prompts(1, seed=11)[0]
+    params = SamplingParams(max_tokens=15, temperature=1.5, top_k=40, top_p=0.95, seed=4)
+    lonely = engine(llama, mode=mode).generate([prompt], params)[0]
+    others = prompts(5, seed=12)
+    mixed = engine(llama, mode=mode).generate(
+        [*others, prompt], [*[SamplingParams(max_tokens=11, temperature=1.0)] * 5, params]
+    )
+    assert mixed[-1] == lonely
+    assert engine(llama, mode=mode).generate([prompt], SamplingParams(max_tokens=15))[0] != lonely
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ([], {}, "empty"),
+        ([3, VOCAB], {}, f"token id {VOCAB}; expected 0 to {VOCAB - 1}"),
+        ([-1], {}, "token id -1"),
+        ([1] * 60, {"max_tokens": 6}, "60 tokens and max_tokens is 6.* 65 at most"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0"),
+        ([1], {"temperature": -1.0}, "temperature is -1.0"),
+        ([1], {"temperature": float("nan")}, "temperature is nan"),
+        ([1], {"top_p": 0.0}, "top_p is 0.0"),
+        ([1], {"top_k": -2}, "top_k is -2"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_and_the_others_go_on(
+    llama: Llama, reference: Any, prompt: list[int], params: dict[str, Any], words: str
+) -> None:
+    served = engine(llama)
+    other = served.add([1, 2, 3], SamplingParams(max_tokens=5))
+    served.step()
+    with pytest.raises(RequestError, match=words):
+        served.add(prompt, SamplingParams(**params))
+    list(served.stream())
+    assert other.output == alone(reference, [1, 2, 3], 5)
+
+
+def test_a_request_larger_than_the_cache_is_refused(llama: Llama) -> None:
+    with pytest.raises(RequestError, match="may need 10 pages of 4 tokens, the cache has 5"):
+        engine(llama, num_pages=6).add([1] * 30, SamplingParams(max_tokens=11))
+
+
+def test_one_bad_prompt_among_several_queues_none(llama: Llama) -> None:
+    served = engine(llama)
+    with pytest.raises(RequestError):
+        served.generate([[1, 2], []])
+    assert served.idle
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_num_seqs": 0}, {"num_pages": 1}, {"max_num_tokens": 3}, {"attention": "none"}, {"page_size": 0}]
+)
+def test_a_config_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match=next(iter(changes))):
+        EngineConfig(**changes)
+
+
+def test_a_step_that_fails_can_be_tried_again(llama: Llama, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine(llama)
+    request = served.add([5, 6, 7], SamplingParams(max_tokens=8))
+    for _ in range(3):
+        served.step()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.runner.manager, "run", fail)
+        with pytest.raises(MemoryError):
+            served.step()
+    list(served.stream())
+    assert request.output == alone(reference, [5, 6, 7], 8)
