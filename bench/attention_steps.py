@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.measure import host_microseconds, say, step_milliseconds
-from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode
+from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode, Dispatch
 from simplegraph.attention import (
     AttentionBackend,
     BatchMetadata,
@@ -139,13 +139,24 @@ class Steps:
         batch = self.manager.dispatch(count, count, 1)
         plain = self.manager.dispatch(count, count, 1, allow_full=False)
         found: dict[str, Callable[[], object]] = {
-            "graph": lambda: self.manager.run(batch, self.forward),
-            "eager": lambda: self.manager.run(plain, self.forward),
+            "graph": lambda: self.again(batch),
+            "eager": lambda: self.again(plain),
         }
         graph, eager = (call().clone() for call in found.values())  # type: ignore[attr-defined]
         if batch.mode is not CudaGraphMode.FULL or not torch.allclose(graph, eager, rtol=2e-2, atol=2e-3):
             raise RuntimeError(f"{self.backend.name}, batch {count}, context {self._context}: a replay is not eager's.")
         return found
+
+    def again(self, batch: Dispatch) -> Tensor:
+        """The step that was described, once more."""
+        self.metadata.repeat()
+        found: Tensor = self.manager.run(batch, self.forward)
+        return found
+
+    def prepare(self, batch: Dispatch) -> None:
+        """What is done before a replay, once more."""
+        self.metadata.repeat()
+        self.backend.before_replay(batch.mode, batch.descriptor)
 
 
 def measure(plan: Plan, device: torch.device) -> Figures:
@@ -174,9 +185,8 @@ def _row(steps: Steps, count: int, device: torch.device) -> Figures:
             times[name].append(step_milliseconds(call, device, warmup=2, steps=steps.plan.steps))
     figures: Figures = {f"{name}_ms": statistics.median(taken) for name, taken in times.items()}
     batch = steps.manager.dispatch(count, count, 1)
-    prepare = lambda: steps.backend.before_replay(batch.mode, batch.descriptor)  # noqa: E731
     figures["set_us"] = host_microseconds(lambda: steps.describe(count), device, calls=steps.plan.steps)
-    figures["prepare_us"] = host_microseconds(prepare, device, calls=steps.plan.steps)
+    figures["prepare_us"] = host_microseconds(lambda: steps.prepare(batch), device, calls=steps.plan.steps)
     return figures | {"graph_over_eager": figures["graph_ms"] / figures["eager_ms"]}
 
 

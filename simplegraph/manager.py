@@ -54,7 +54,12 @@ class GraphHooks:
     """What a library beside this one may do around a captured run. Override what is needed.
 
     Attention backends plan in `before_replay`; an offloader joins its copy stream in `end_of_forward`.
+
+    Attributes:
+        support: what its part of the forward can do in a full graph.
     """
+
+    support: AttentionCGSupport = AttentionCGSupport.ALWAYS
 
     def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Outside the capture, before it begins: set up what this descriptor's graph will read."""
@@ -98,6 +103,8 @@ class CudaGraphManager:
         self.device = graph_device(device)
         if pool is not None and pool.device is not self.device:
             raise ConfigError(f"the pool belongs to {pool.device.torch_device}, not to {self.device.torch_device}.")
+        if not isinstance(support, AttentionCGSupport):
+            raise ConfigError(f"support is {support!r}; expected an AttentionCGSupport, such as backend.support.")
         self.dispatcher = Dispatcher(self.config, support, lora_cases=lora_cases, requests=requests)
         self.support = support
         self.stats = GraphStats(name)
@@ -114,7 +121,20 @@ class CudaGraphManager:
     # For engines.
 
     def add_hooks(self, hooks: GraphHooks) -> None:
-        """Call these hooks around every capture and replay from now on."""
+        """Call these hooks around every capture and replay from now on.
+
+        Raises:
+            ConfigError: something was captured without them, or the manager was made for more than they support.
+        """
+        if not isinstance(hooks, GraphHooks):
+            raise ConfigError(f"hooks is {type(hooks).__name__}; expected a GraphHooks, such as an attention backend.")
+        if self.programs:
+            raise ConfigError("graphs were captured without these hooks; add hooks before capture, or reset() first.")
+        if hooks.support < self.support:
+            raise ConfigError(
+                f"{type(hooks).__name__} supports {hooks.support.name}, the manager was made for {self.support.name}; "
+                "pass support=backend.support to CudaGraphManager."
+            )
         self.hooks.append(hooks)
 
     def dispatch(
@@ -336,13 +356,12 @@ class CudaGraphManager:
     def _capture_one(
         self, session: CaptureSession, job: CaptureJob, observers: list[MemoryObserver] | None
     ) -> CaptureError | None:
-        for hooks in self.hooks:
-            hooks.before_capture(job.mode, job.descriptor)
         run = self._with_end_hooks(job)
         if observers is not None:
             run = observing(run, observers)
         try:
             trace = self._trace(job)
+            self._announce(job)
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
                 program = session.capture(run, label=job.label, generators=job.generators, trace=trace)
             self._check_breaks(job, program)
@@ -353,6 +372,14 @@ class CudaGraphManager:
             self.stats.failures.pop(job.label, None)
         self.stats.captured(job.key, counters(job, program))
         return None
+
+    def _announce(self, job: CaptureJob) -> None:
+        """Let the hooks get ready; this comes last before the capture."""
+        try:
+            for hooks in self.hooks:
+                hooks.before_capture(job.mode, job.descriptor)
+        except Exception as error:
+            raise capture_error(error, job.label) from error
 
     def _trace(self, job: CaptureJob) -> Trace | None:
         """What is known of the job's breaks, from a warmup of its own where another size's does not tell."""

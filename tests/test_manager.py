@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import (
+    AttentionCGSupport,
     BatchDescriptor,
     CaptureError,
     ConfigError,
@@ -332,29 +333,35 @@ class Failing(GraphHooks):
             raise LookupError(f"{where} of {self.size}")
 
 
-def test_a_hook_that_fails_inside_the_capture_costs_that_size_only(engine: Engine) -> None:
-    engine.manager.add_hooks(Failing("end_of_forward", 4))
+@pytest.mark.parametrize("where", ["before_capture", "end_of_forward"])
+def test_a_hook_that_fails_at_a_capture_costs_that_size_only(engine: Engine, where: str) -> None:
+    engine.manager.add_hooks(Failing(where, 4))
     summary = engine.manager.capture(engine.forward)
     assert summary.captured == 3
-    assert "LookupError: end_of_forward of 4" in str(summary.failed["batch size 4"])
+    assert f"LookupError: {where} of 4" in str(summary.failed["batch size 4"])
     for count in (8, 3, 2, 1):
         engine.step(count)
     assert engine.manager.stats.replays == 3
     assert engine.manager.stats.eager == {Reason.CAPTURE_FAILED: 1}
 
 
-def test_a_hook_that_fails_before_the_capture_reaches_the_engine_and_breaks_nothing(engine: Engine) -> None:
-    engine.manager.add_hooks(Failing("before_capture", 4))
-    with pytest.raises(LookupError, match="before_capture of 4"):
-        engine.manager.capture(engine.forward)
-    engine.manager.hooks.clear()
-    engine.step(8)
-    engine.step(3)
+def test_hooks_that_come_too_late_or_can_do_less_than_the_manager_was_made_for_are_refused(engine: Engine) -> None:
+    class Weak(GraphHooks):
+        support = AttentionCGSupport.NEVER
+
+    with pytest.raises(ConfigError, match="Weak supports NEVER, the manager was made for ALWAYS"):
+        engine.manager.add_hooks(Weak())
+    with pytest.raises(ConfigError, match="hooks is str"):
+        engine.manager.add_hooks("x")  # type: ignore[arg-type]
     engine.manager.capture(engine.forward)
-    for count in (8, 3, 2, 1):
-        engine.step(count)
-    assert not engine.manager.needs_capture()
-    assert engine.manager.stats.failures == {}
+    with pytest.raises(ConfigError, match="add hooks before capture"):
+        engine.manager.add_hooks(GraphHooks())
+    assert engine.manager.hooks == []
+
+
+def test_support_by_name_is_refused(device: torch.device) -> None:
+    with pytest.raises(ConfigError, match="support is 'ALWAYS'"):
+        CudaGraphManager(device=device, support="ALWAYS")  # type: ignore[arg-type]
 
 
 # Modes and keys.

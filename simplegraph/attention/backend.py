@@ -38,7 +38,7 @@ class AttentionBackend(GraphHooks, abc.ABC):
         ConfigError: heads, page sizes or devices do not fit each other.
     """
 
-    support: ClassVar[AttentionCGSupport]
+    support: AttentionCGSupport
     name: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
@@ -54,20 +54,22 @@ class AttentionBackend(GraphHooks, abc.ABC):
     def __init__(
         self, cache: PagedKVCache, metadata: BatchMetadata, *, num_heads: int, scale: float | None = None
     ) -> None:
-        if num_heads < 1 or num_heads % cache.num_kv_heads:
+        if not isinstance(num_heads, int) or num_heads < 1 or num_heads % cache.num_kv_heads:
             raise ConfigError(
-                f"num_heads is {num_heads}; expected a multiple of the cache's {cache.num_kv_heads} heads."
+                f"num_heads is {num_heads!r}; expected a multiple of the cache's {cache.num_kv_heads} heads."
             )
         if cache.page_size != metadata.page_size:
             raise ConfigError(f"the cache has pages of {cache.page_size} tokens, the metadata of {metadata.page_size}.")
         if cache.device != metadata.device:
             raise ConfigError(f"the cache is on {cache.device}, the metadata on {metadata.device}.")
-        if metadata.num_pages is None:
-            metadata.num_pages = cache.num_pages
+        # Several backends: a page must be one of every cache's.
+        metadata.num_pages = min(cache.num_pages, metadata.num_pages or cache.num_pages)
         self.cache, self.metadata = cache, metadata
         self.num_heads = num_heads
         self.device = graph_device(cache.device)
         self._live: CommonMetadata | None = None
+        self._ran = 0  # version of the step that ran last
+        self._announced: tuple[CudaGraphMode, BatchDescriptor] | None = None  # what the manager is about to capture
         self.scale = cache.head_dim**-0.5 if scale is None else scale
 
     @abc.abstractmethod
@@ -108,6 +110,7 @@ class AttentionBackend(GraphHooks, abc.ABC):
         """Prepare for a step of this shape that reads page 0 and writes nothing."""
         view = self.metadata.set_dummy(*self._shape(descriptor), descriptor.uniform_query_len, capturing=True)
         self._prepare(mode, descriptor, view)
+        self._announced = (mode, descriptor)
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Prepare for the live step, padded to this shape."""
@@ -121,7 +124,32 @@ class AttentionBackend(GraphHooks, abc.ABC):
                 f"the graph is for requests of {query_len} tokens each, but the batch has requests of "
                 f"{sorted(batch.query_lens)}; dispatch it without uniform_query_len."
             )
-        self._prepare(mode, descriptor, self.metadata.live(num_tokens, num_reqs))
+        view = self.metadata.live(num_tokens, num_reqs)
+        if batch.version == self._ran:
+            raise ReplayError(
+                "this step ran already, and would write its keys and values again. Call BatchMetadata.set before every "
+                "step; BatchMetadata.repeat lets the same step run once more."
+            )
+        self._prepare(mode, descriptor, view)
+        self._ran = batch.version
+
+    def enter(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        """At the begin of a forward, for `attending`: prepare, where no hook does.
+
+        Raises:
+            ReplayError: a capture begins that was not announced to this backend.
+        """
+        if self.device.is_capturing():
+            if self._announced != (mode, descriptor):
+                raise ReplayError(
+                    f"{self.name} is captured, but is none of the manager's hooks: replays would read a stale step. "
+                    "Call manager.add_hooks(backend) before capture."
+                )
+        elif mode is CudaGraphMode.NONE:
+            self.before_replay(mode, descriptor)
+        else:
+            self.before_capture(mode, descriptor)
+            self._announced = None  # a warmup's own
 
     def _prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, view: CommonMetadata) -> None:
         self._live = None  # until all of it went well
@@ -144,6 +172,8 @@ class BackendGroup(GraphHooks):
     """
 
     def __init__(self, backends: Mapping[int, AttentionBackend]) -> None:
+        if not isinstance(backends, Mapping):
+            raise ConfigError(f"backends is {type(backends).__name__}; expected a mapping of layers to backends.")
         self.support = minimum_support(backends.values())
         self.backends = dict(backends)
         self.device = next(iter(backends.values())).device
@@ -156,6 +186,11 @@ class BackendGroup(GraphHooks):
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         for backend in self._each:
             backend.before_replay(mode, descriptor)
+
+    def enter(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        """As `AttentionBackend.enter`, for each."""
+        for backend in self._each:
+            backend.enter(mode, descriptor)
 
 
 def minimum_support(backends: Iterable[AttentionBackend]) -> AttentionCGSupport:
@@ -197,11 +232,7 @@ def attending(
     """
     before, _LOCAL.attending = _LOCAL.attending, attention
     try:
-        if not attention.device.is_capturing():
-            if mode is CudaGraphMode.NONE:
-                attention.before_replay(mode, descriptor)
-            else:
-                attention.before_capture(mode, descriptor)
+        attention.enter(mode, descriptor)
         yield
     finally:
         _LOCAL.attending = before
@@ -233,6 +264,8 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, *, out: Te
     shape = (live.num_tokens, backend.num_heads, backend.cache.head_dim)
     if q.shape != shape or q.dtype is not backend.cache.dtype:
         raise InputError(f"q is {tuple(q.shape)} of {q.dtype}; expected {shape} of {backend.cache.dtype}.")
+    if not 0 <= layer < backend.cache.num_layers:
+        raise InputError(f"layer is {layer}; the cache has layers 0 to {backend.cache.num_layers - 1}.")
     if out is not None and (out.shape != shape or out.dtype is not q.dtype):
         raise InputError(f"out is {tuple(out.shape)} of {out.dtype}; expected {shape} of {q.dtype}.")
     if (k is None) != (v is None):
@@ -258,4 +291,6 @@ def _serving(layer: int) -> AttentionBackend:
 
 @eager_break
 def _run(backend: AttentionBackend, layer: int, q: Tensor, out: Tensor) -> None:
-    backend.run(layer, q, out, backend.live)  # live: read anew at every replay
+    result: object = backend.run(layer, q, out, backend.live)
+    if result is not None:  # live, above: read anew at every replay
+        raise ConfigError(f"{type(backend).__name__}.run returned {type(result).__name__}; it must write into `out`.")

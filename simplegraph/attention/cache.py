@@ -91,6 +91,8 @@ class PagedKVCache:
         Raises:
             InputError: a shape or dtype does not fit the cache; nothing was written.
         """
+        if slot_mapping.dtype is not torch.int64:
+            raise InputError(f"slot_mapping is {slot_mapping.dtype}; expected torch.int64.")
         shape = (slot_mapping.shape[0], self.num_kv_heads, self.head_dim)
         for name, tensor in (("k", k), ("v", v)):
             if tensor.shape != shape or tensor.dtype is not self.dtype:

@@ -57,7 +57,11 @@ class Limits:
 
         Raises:
             CaptureSizeError: it is above the limits, or empty.
+            InputError: it is no pair of whole numbers.
         """
+        for name, value in (("num_tokens", num_tokens), ("num_reqs", num_reqs)):
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+                raise InputError(f"{name} is {value!r}; expected a whole number.")
         if not (1 <= num_tokens <= self.max_num_tokens and 1 <= num_reqs <= self.max_num_reqs):
             raise CaptureSizeError(
                 f"{num_tokens} tokens and {num_reqs} requests; expected 1 to {self.max_num_tokens} tokens and 1 to "
@@ -82,34 +86,28 @@ class Request:
         self.max_query_len, self.max_seq_len = max_query_len, max_seq_len
         self._queries, self._needed, self._limits = queries, needed, limits
 
-    def check_slots(self, num_pages: int) -> None:
-        """Refuse page ids that this step would write outside of the cache.
-
-        Raises:
-            InputError: there is one.
-        """
-        slots = self.step.slots
-        if slots.min() < 0 or slots.max() >= num_pages * self._limits.page_size:
-            wrong = int(((slots < 0) | (slots >= num_pages * self._limits.page_size)).argmax())
-            page = slots[wrong] // self._limits.page_size
-            owner = int(np.searchsorted(self.step.query_start_loc, wrong, side="right")) - 1
-            raise InputError(f"request {owner} writes to page {page}; expected 0 to {num_pages - 1}.")
-
     def check_pages(self, num_pages: int | None) -> None:
-        """Refuse page ids that are out of range, and pages that two requests write to.
+        """Refuse page ids that the cache does not have.
 
         Raises:
             InputError: there is one.
         """
-        pages, limits = self.step.pages, self._limits
-        used = limits.columns[: pages.shape[1]] < self._needed[:, None]
-        wrong = used & ((pages < 0) | (pages >= (np.iinfo(np.int32).max if num_pages is None else num_pages)))
-        if wrong.any():
-            row, column = (int(i) for i in np.argwhere(wrong)[0])
+        pages = self.step.pages
+        end = np.iinfo(np.int32).max if num_pages is None else num_pages
+        if pages.min() < 0 or pages.max() >= end:
+            row, column = (int(i) for i in np.argwhere((pages < 0) | (pages >= end))[0])
             last = "the cache's last" if num_pages is None else num_pages - 1
             raise InputError(
                 f"block_table[{row}][{column}] is {pages[row, column]}; expected a page id from 0 to {last}."
             )
+
+    def check_written_once(self) -> None:
+        """Refuse pages that two requests write to, and a request that has one twice.
+
+        Raises:
+            InputError: there is one.
+        """
+        limits = self._limits
         owners = np.repeat(limits.tokens[: self.num_reqs], self._queries)
         written = np.unique(np.stack([self.step.slots // limits.page_size, owners]), axis=1)
         twice = np.flatnonzero(written[0, 1:] == written[0, :-1])
@@ -119,6 +117,10 @@ class Request:
                 f"requests {first} and {second} both write to page {page}; pages may be shared for reading only. "
                 "Give each request pages of its own for what it writes."
             )
+        slots, counts = np.unique(self.step.slots, return_counts=True)
+        if counts.max() > 1:
+            page = slots[counts.argmax()] // limits.page_size
+            raise InputError(f"a request has page {page} twice in its row of block_table; give it another one.")
 
 
 def read_requests(query_lens: Ints, seq_lens: Ints, block_table: Pages, limits: Limits) -> Request:
@@ -197,6 +199,8 @@ def _needed_pages(block_table: Pages, needed: _Int64s, limits: Limits) -> _Int32
         )
     width = int(needed.max())
     pages = table[:, :width].astype(np.int32)
+    if table.dtype.itemsize > pages.dtype.itemsize and (pages != table[:, :width]).any():
+        raise InputError("block_table has page ids beyond int32; expected ids of the cache's pages.")
     if needed.min() < width:
         # Engines keep -1 or what is left of other requests there, and some kernels read a row to its end.
         pages *= limits.columns[:width] < needed[:, None]
@@ -219,11 +223,13 @@ def _array(name: str, values: Any) -> npt.NDArray[Any]:
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
             raise InputError(f"{name} is on {values.device}; keep it on the host, so that no device is waited for.")
+        if values.is_floating_point():
+            raise InputError(f"{name} is {values.dtype}; expected whole numbers.")
         array: npt.NDArray[Any] = values.detach().numpy()
         return array
     try:
         return np.asarray(values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{name} is no array of whole numbers: {error}.") from None
 
 
@@ -247,12 +253,15 @@ def _table(block_table: Pages) -> tuple[npt.NDArray[Any], _Int64s]:
 
 
 def _padded_rows(block_table: Sequence[Ints]) -> tuple[_Int64s, _Int64s]:
-    rows: list[Any] = [_array("block_table", row) if isinstance(row, Tensor) else row for row in block_table]
     try:
+        rows: list[Any] = [_array("block_table", row) if isinstance(row, Tensor) else row for row in block_table]
         counts = np.fromiter(map(len, rows), np.int64, len(rows))
-        flat = np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(counts.sum()))
-    except (TypeError, ValueError) as error:
+        found = np.array(list(itertools.chain.from_iterable(rows)))
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"block_table holds something else than rows of page ids: {error}.") from None
+    if found.size and found.dtype.kind not in "iu":
+        raise InputError(f"block_table holds {found.dtype} where page ids are expected.")
+    flat = found.astype(np.int64)
     table = np.zeros((len(rows), int(counts.max(initial=0))), np.int64)
     table[np.arange(table.shape[1]) < counts[:, None]] = flat
     return table, counts

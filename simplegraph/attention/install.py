@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import email
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -45,9 +46,17 @@ def install_flash_attention(source: str, target: Path | None = None, *, force: b
         wheel = Path(source) if source.endswith(".whl") else _downloaded(source, Path(folder))
         if not wheel.is_file():
             raise ConfigError(f"{wheel} is no file; expected a vLLM wheel, or a requirement such as 'vllm==0.24.0'.")
-        with zipfile.ZipFile(wheel) as archive:
-            _check_torch(archive, wheel.name)
-            _extract(archive, package)
+        unpacked = Path(folder) / PACKAGE
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                _check_torch(archive, wheel.name)
+                _extract(archive, unpacked)
+            target.mkdir(parents=True, exist_ok=True)
+            if package.exists():
+                shutil.rmtree(package)
+            shutil.move(unpacked, package)  # whole, or not at all
+        except (zipfile.BadZipFile, OSError) as error:
+            raise ConfigError(f"{wheel.name} cannot be installed into {target}: {error}.") from error
     return package
 
 
@@ -68,10 +77,10 @@ def _check_torch(archive: zipfile.ZipFile, wheel: str) -> None:
     if name is None:
         raise ConfigError(f"{wheel} has no metadata; expected a vLLM wheel.")
     requirements = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
-    needed = [match[1] for line in requirements if (match := re.match(r"torch\s*==\s*([\w.]+)", line))]
+    needed = {match[1] for line in requirements if (match := re.match(r"torch\s*==\s*([\w.]+)", line))}
     installed = torch.__version__.split("+")[0]
-    if needed != [installed]:
-        built = f"torch {needed[0]}" if needed else "no torch version that it names"
+    if needed != {installed}:
+        built = f"torch {' and '.join(sorted(needed))}" if needed else "no torch version that it names"
         raise ConfigError(f"{wheel} is built for {built}, installed is {installed}; take the vLLM release that fits.")
 
 

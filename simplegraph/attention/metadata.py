@@ -1,5 +1,7 @@
 """What attention reads of a step: lengths, pages and slots, in buffers whose addresses never change.
 
+They hold one step at a time, so one thread at a time sets and runs steps.
+
 metadata = BatchMetadata(max_num_tokens=8192, max_num_reqs=256, max_model_len=4096, page_size=16, device="cuda")
 metadata.set([1, 1, 5], [312, 77, 5], [[3, 9, ...], ...], num_tokens=8, num_reqs=4)   # padded to the graph's shape
 """
@@ -88,8 +90,7 @@ class BatchMetadata:
         page_size: tokens in a page.
         device: where attention runs.
         num_pages: how many pages the cache has; a backend fills it in.
-        debug: check all page ids of every step, not only those that are written: in range, and no page written by
-            two requests.
+        debug: check every step's pages, too: none is written by two requests, or twice by one.
 
     Attributes:
         max_blocks: the most pages a request can have.
@@ -142,7 +143,7 @@ class BatchMetadata:
             block_table: the page ids of each request, in order: a sequence of sequences, or, much quicker for
                 many pages, a (num_reqs, n) array or CPU tensor. What lies past a request's `seq_lens` is ignored.
             num_tokens: rows of the graph that will run; by default as many as there are tokens.
-            num_reqs: requests of the graph that will run; by default as many as there are.
+            num_reqs: requests of the graph that will run; None as in its descriptor, for a graph that leaves them open.
 
         Returns:
             The buffers, seen in that shape.
@@ -155,15 +156,14 @@ class BatchMetadata:
             raise InputError("the batch was set inside a capture; set it before the graph is captured or replayed.")
         request = read_requests(query_lens, seq_lens, block_table, self._limits)
         shape = self._padded(request, num_tokens, num_reqs)
+        request.check_pages(self.num_pages)
         if self.debug:
-            request.check_pages(self.num_pages)
-        elif self.num_pages is not None:
-            request.check_slots(self.num_pages)
+            request.check_written_once()
         self._put(request.step, *shape, request.max_query_len, request.max_seq_len)
         return self.view(*shape)
 
     def set_dummy(
-        self, num_tokens: int, num_reqs: int, query_len: int | None = None, *, capturing: bool = False
+        self, num_tokens: int, num_reqs: int | None = None, query_len: int | None = None, *, capturing: bool = False
     ) -> CommonMetadata:
         """Write a stand-in for a step of this shape: it reads page 0 and writes nothing.
 
@@ -171,7 +171,7 @@ class BatchMetadata:
 
         Args:
             num_tokens: rows of the graph.
-            num_reqs: requests, with nothing in the cache before this step.
+            num_reqs: requests, with nothing in the cache before this step; as many as there can be by default.
             query_len: tokens of each; None spreads the rows as evenly as they go, up to max_model_len.
             capturing: it is for a warmup or a capture only: a replay after it is refused until a step is set.
 
@@ -182,6 +182,10 @@ class BatchMetadata:
             CaptureSizeError: the shape is above the limits.
             InputError: the requests do not fit into the rows, or `query_len` into max_model_len.
         """
+        if self.graphs.is_capturing():
+            raise InputError("a dummy batch was set inside a capture; set it before.")
+        if num_reqs is None:
+            num_reqs = min(num_tokens, self.max_num_reqs)
         self._limits.check_shape(num_tokens, num_reqs)
         most = self.max_model_len
         if num_reqs > num_tokens or (query_len is not None and not 1 <= query_len <= min(most, num_tokens // num_reqs)):
@@ -205,6 +209,15 @@ class BatchMetadata:
         )
         self._put(step, num_tokens, num_reqs, longest, longest, capturing=capturing)
         return self.view(num_tokens, num_reqs)
+
+    def repeat(self) -> None:
+        """Let the step that is set run once more: a benchmark's next round, or a second try.
+
+        Raises:
+            ReplayError: no step is set.
+        """
+        self._check_set()
+        self.batch.version += 1
 
     def view(self, num_tokens: int, num_reqs: int) -> CommonMetadata:
         """The buffers seen in one padded shape; the same object each time, and the same addresses always.
@@ -242,11 +255,7 @@ class BatchMetadata:
         """
         batch = self.batch
         reqs = batch.padded_reqs if num_reqs is None else num_reqs
-        if batch.version == 0 or batch.capturing:
-            raise ReplayError(
-                "no batch is set: there is none yet, or a warmup or a capture came after it. "
-                "Call BatchMetadata.set before every step."
-            )
+        self._check_set()
         if not (batch.num_tokens <= num_tokens <= batch.padded_tokens and batch.num_reqs <= reqs <= batch.padded_reqs):
             raise ReplayError(
                 f"{num_tokens} tokens and {reqs} requests are about to run, but the batch was set as "
@@ -255,17 +264,26 @@ class BatchMetadata:
             )
         return self.view(num_tokens, reqs)
 
+    def _check_set(self) -> None:
+        if self.batch.version == 0 or self.batch.capturing:
+            raise ReplayError(
+                "no batch is set: there is none yet, or a warmup or a capture came after it. "
+                "Call BatchMetadata.set before every step."
+            )
+
     def _padded(self, request: Request, num_tokens: int | None, num_reqs: int | None) -> tuple[int, int]:
         """The padded shape, checked."""
         tokens, reqs = request.num_tokens, request.num_reqs
         padded_tokens = tokens if num_tokens is None else num_tokens
-        padded_reqs = reqs if num_reqs is None else num_reqs
+        self._limits.check_shape(padded_tokens, 1 if num_reqs is None else num_reqs)
+        padded_reqs = num_reqs
+        if padded_reqs is None:  # a graph that leaves them open reads as many as its rows could be
+            padded_reqs = reqs if num_tokens is None else max(reqs, min(padded_tokens, self.max_num_reqs))
         if padded_tokens < tokens or padded_reqs < reqs:
             raise CaptureSizeError(
                 f"the batch has {tokens} tokens and {reqs} requests, more than the {padded_tokens} and {padded_reqs} "
                 "of the graph that is to run it; take the shape from the dispatcher's descriptor."
             )
-        self._limits.check_shape(padded_tokens, padded_reqs)
         return padded_tokens, padded_reqs
 
     def _put(

@@ -19,7 +19,7 @@ from simplegraph.attention.reference import reference_attention
 from simplegraph.attention.sdpa import SDPABackend
 from simplegraph.batch.dispatch import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import ConfigError, SimpleGraphError, VerificationError
+from simplegraph.errors import ConfigError, VerificationError
 from simplegraph.manager import CudaGraphManager
 
 BACKENDS: tuple[Callable[..., AttentionBackend], ...] = (
@@ -59,34 +59,47 @@ def self_test(device: torch.device, *, rounds: int = 20) -> Iterator[Trial]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for make in BACKENDS:
         name = str(getattr(make, "name", make))
-        try:
-            kinds = ["decode", "mixed"] if make.support is AttentionCGSupport.ALWAYS else ["decode"]  # type: ignore[attr-defined]
-            for kind in kinds:
-                yield _try(make, name, kind, device, dtype, rounds)
-        except ConfigError as error:
-            yield Trial(name, "any", 0, None, str(error), installed=False)
+        kinds = ["decode", "mixed"] if make.support is AttentionCGSupport.ALWAYS else ["decode"]  # type: ignore[attr-defined]
+        for kind in kinds:
+            try:
+                engine = _engine(make, kind, device, dtype)
+            except ConfigError as error:
+                yield Trial(name, "any", 0, None, str(error), installed=False)
+                break
+            except Exception as error:
+                yield Trial(name, "any", 0, None, f"{type(error).__name__}: {error}")
+                break
+            yield _try(engine, name, kind, rounds)
 
 
-def _try(
-    make: Callable[..., AttentionBackend], name: str, kind: str, device: torch.device, dtype: torch.dtype, rounds: int
-) -> Trial:
+def _engine(
+    make: Callable[..., AttentionBackend], kind: str, device: torch.device, dtype: torch.dtype
+) -> AttentionEngine:
     shape: dict[str, Any] = (
         {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16} if device.type == "cuda" else {}
     )
     sizes = {"max_len": 2048, "num_pages": 4000, "max_tokens": 128, "max_reqs": 32} if shape else {}
     mode = "FULL" if kind == "mixed" else "FULL_DECODE_ONLY"
+    with torch.inference_mode():
+        return AttentionEngine(make, device, dtype=dtype, mode=mode, **shape, **sizes)
+
+
+def _try(engine: AttentionEngine, name: str, kind: str, rounds: int) -> Trial:
+    """Whatever goes wrong is the backend's: it is what the trial is for."""
     worst = 0.0
     with torch.inference_mode():
-        engine = AttentionEngine(make, device, dtype=dtype, mode=mode, **shape, **sizes)
-        engine.manager.capture(engine.forward)
+        try:
+            engine.manager.capture(engine.forward)
+        except Exception as problem:
+            return Trial(name, kind, 0, None, f"{type(problem).__name__}: {problem}")
         for seed in range(rounds):
             requests = engine.requests(kind, 1 + seed % engine.metadata.max_num_reqs, seed)
             try:
                 ran, error = engine.step(requests, seed)
-            except SimpleGraphError as problem:
+            except Exception as problem:
                 return Trial(name, kind, seed, worst, f"{problem} ({requests})")
             worst = max(worst, error)
-            if ran is not CudaGraphMode.FULL or error > _ROUNDING[dtype]:
+            if ran is not CudaGraphMode.FULL or error > _ROUNDING[engine.cache.dtype]:
                 return Trial(name, kind, seed + 1, worst, f"relative error {error:.1e} in mode {ran.name} ({requests})")
         engine.manager.reset()
     return Trial(name, kind, rounds, worst, None)

@@ -7,6 +7,7 @@ import enum
 import functools
 import itertools
 import logging
+import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -80,9 +81,13 @@ class BatchDescriptor:
 
 
 def _int(descriptor: BatchDescriptor, name: str) -> int:
+    """The field as a Python int, numpy's included."""
     value = getattr(descriptor, name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InputError(f"{name} is {value!r}; expected a whole number.")
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise InputError(f"{name} is {value!r}; expected a whole number.")
+        value = operator.index(value)
+        object.__setattr__(descriptor, name, value)
     return value
 
 

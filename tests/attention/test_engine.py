@@ -9,8 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from simplegraph import AttentionCGSupport, BatchDescriptor, ConfigError, CudaGraphMode, InputError, ReplayError
-from simplegraph.attention import AttentionBackend, BackendGroup, SDPABackend, attend, attending, minimum_support
+from simplegraph import (
+    AttentionCGSupport,
+    BatchDescriptor,
+    CaptureError,
+    ConfigError,
+    CudaGraphMode,
+    InputError,
+    ReplayError,
+)
+from simplegraph.attention import (
+    AttentionBackend,
+    BackendGroup,
+    PagedKVCache,
+    SDPABackend,
+    attend,
+    attending,
+    minimum_support,
+    selftest,
+)
 from simplegraph.attention.selftest import AttentionEngine, self_test
 
 FULL, PIECEWISE, NONE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE, CudaGraphMode.NONE
@@ -130,6 +147,87 @@ def test_half_a_cache_entry_or_a_wrong_output_is_refused(device: torch.device) -
             attend(q, k, None, 0)
         with pytest.raises(InputError, match="out is"):
             attend(q, k, k, 0, out=q[:1])
+
+
+def test_a_step_runs_once(device: torch.device) -> None:
+    served = engine(device, mode="FULL", capture_sizes=[4])
+    served.manager.capture(served.forward)
+    served.step(served.requests("decode", 4, 1), 1)
+    batch = served.manager.dispatch(4, 4, 1)
+    before = served.cache._memory.clone()
+    served.k.add_(1)
+    with pytest.raises(ReplayError, match="ran already"):
+        served.manager.run(batch, served.forward)
+    assert torch.equal(served.cache._memory, before)
+    served.metadata.repeat()
+    served.manager.run(batch, served.forward)
+    assert not torch.equal(served.cache._memory, before)
+    served.step(served.requests("decode", 3, 2), 2)
+
+
+def test_no_step_is_repeated_before_there_is_one(device: torch.device) -> None:
+    with pytest.raises(ReplayError, match="no batch is set"):
+        engine(device, mode="NONE").metadata.repeat()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_backend_that_is_no_hook_is_never_captured(device: torch.device, mode: str) -> None:
+    served = engine(device, mode=mode, capture_sizes=[4, 8])
+    served.manager.hooks.clear()
+    with pytest.raises(CaptureError, match="add_hooks"):
+        served.manager.capture(served.forward)
+    assert served.manager.programs == {}
+
+
+def test_pages_must_be_of_every_cache(device: torch.device) -> None:
+    served = engine(device, mode="NONE")
+    small = PagedKVCache(2, 8, 4, 2, 16, dtype=torch.float32, device=device)
+    SDPABackend(small, served.metadata, num_heads=4)
+    assert served.metadata.num_pages == 8
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_a_layer_that_the_cache_does_not_have_is_refused(device: torch.device, layer: int) -> None:
+    served = engine(device, mode="NONE")
+    served.metadata.set([1], [1], [[1]])
+    with (
+        attending(served.backend, NONE, BatchDescriptor(1)),
+        pytest.raises(InputError, match=f"layer is {layer}; the cache has layers 0 to 1"),
+    ):
+        attend(served.q[:1], served.k[:1], served.v[:1], layer)
+
+
+def test_a_backend_that_returns_its_result_is_refused(device: torch.device) -> None:
+    class Returning(SDPABackend):
+        support, name = AttentionCGSupport.ALWAYS, "returning"
+
+        def run(self, layer: int, q: Any, out: Any, metadata: Any) -> Any:
+            return q * 2
+
+    served = AttentionEngine(Returning, device, mode="NONE")
+    with pytest.raises(ConfigError, match="must write into `out`"):
+        served.step(served.requests("decode", 2, 1), 1)
+
+
+def test_a_group_of_a_list_is_refused(device: torch.device) -> None:
+    with pytest.raises(ConfigError, match="mapping"):
+        BackendGroup([engine(device, mode="NONE").backend])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["__init__", "prepare", "run"])
+def test_the_self_test_outlives_a_broken_backend(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    broken_backend = type("Broken", (SDPABackend,), {"support": SDPABackend.support, "name": "Broken", where: broken})
+    monkeypatch.setattr(selftest, "BACKENDS", (broken_backend, SDPABackend))
+    trials = list(self_test(device, rounds=2))
+    found = [trial for trial in trials if trial.backend == "Broken"]
+    assert all("no such kernel" in str(trial.problem) for trial in found)
+    assert found
+    assert all(trial.problem is None for trial in trials if trial.backend == "SDPA")
 
 
 def test_attention_outside_its_context_is_refused(device: torch.device) -> None:

@@ -64,6 +64,22 @@ def test_what_is_there_is_kept_unless_asked(tmp_path: Path) -> None:
         install_flash_attention(source, tmp_path)
     assert (package / "mine.py").exists()
     install_flash_attention(source, tmp_path, force=True)
+    assert not (package / "mine.py").exists()  # another version's files would be mixed with these
+
+
+def test_what_cannot_be_unpacked_leaves_the_package_that_is_there(tmp_path: Path) -> None:
+    package = install_flash_attention(str(wheel(tmp_path)), tmp_path)
+    torn = tmp_path / "torn.whl"
+    torn.write_bytes(wheel(tmp_path).read_bytes()[:200])
+    with pytest.raises(ConfigError, match=r"torn.whl cannot be installed"):
+        install_flash_attention(str(torn), tmp_path, force=True)
+    assert (package / "__init__.py").exists()
+
+
+def test_a_target_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be installed"):
+        install_flash_attention(str(wheel(tmp_path)), tmp_path / "file")
 
 
 def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,6 +130,7 @@ def test_steps_in_flight_keep_their_own_numbers(device: torch.device) -> None:
         (([1], [5], [[39, 40]]), InputError, r"block_table\[0\]\[1\] is 40; .* 0 to 39"),
         (([1], [5], [[-1, 4]]), InputError, r"block_table\[0\]\[0\] is -1"),
         (([1, 1], [3, 4], [[7], [7]]), InputError, "requests 0 and 1 both write to page 7"),
+        (([8], [8], [[5, 5]]), InputError, "page 5 twice"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_step_before_stays(
@@ -144,13 +145,37 @@ def test_what_does_not_fit_is_refused_and_the_step_before_stays(
     assert all(value is state[name] for name, value in vars(built.batch).items())
 
 
-@pytest.mark.parametrize(("table", "page"), [([[1, 2], [3, 40]], 40), ([[1, 2], [3, -1]], -1)])
-def test_a_page_that_would_be_written_outside_of_the_cache_is_refused_without_debug(
-    table: list[list[int]], page: int
-) -> None:
+@pytest.mark.parametrize("page", [40, -1])
+@pytest.mark.parametrize("column", [0, 1])
+def test_a_page_outside_of_the_cache_is_refused_without_debug(page: int, column: int) -> None:
     built = metadata(num_pages=40)
-    with pytest.raises(InputError, match=rf"request 1 writes to page {page}; .* 0 to 39"):
-        built.set([1, 1], [5, 8], table)
+    rows = [[1, 2], [3, 4]]
+    rows[1][column] = page
+    with pytest.raises(InputError, match=rf"block_table\[1\]\[{column}\] is {page}; .* 0 to 39"):
+        built.set([1, 1], [5, 8], rows)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [np.array([[2**32 + 1]]), [[2**32 + 1]], [[2**70]], [[1.9]], ["1"], None, 3, torch.tensor([[1.0]])],
+    ids=str,
+)
+def test_page_ids_are_never_converted_silently(table: Any) -> None:
+    with pytest.raises(InputError, match="block_table"):
+        metadata().set([1], [1], table)
+
+
+@pytest.mark.parametrize("size", [4.0, "4", True])
+def test_a_padded_shape_is_whole_numbers(size: Any) -> None:
+    with pytest.raises(InputError, match="num_tokens is"):
+        metadata().set([1], [1], [[1]], num_tokens=size, num_reqs=1)
+
+
+def test_a_graph_that_leaves_its_requests_open_reads_as_many_as_its_rows_could_be() -> None:
+    built = metadata()
+    built.set([1, 2], [1, 2], [[1], [2]], num_tokens=4, num_reqs=None)
+    assert built.live(4, 4).seq_lens.tolist() == [1, 2, 0, 0]
+    assert built.set_dummy(4).num_reqs == 4
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1), (0, 2), (17, 2), (3, 7)])
