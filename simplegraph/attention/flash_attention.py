@@ -129,12 +129,13 @@ class FlashAttentionBackend(_Flash):
             self._schedule = computed._replace(tensor=self._buffer[:count])
 
     def num_splits(self, metadata: CommonMetadata) -> int:
-        """The bound for a padded shape: enough to give every multiprocessor four pieces of work.
+        """The bound for a padded shape: enough to give every multiprocessor up to four pieces of work.
 
-        It follows from the shape alone, so that capture and every replay agree.
+        It follows from the shape alone, so that capture and every replay agree. Rounded down: with a bound of 1 the
+        kernel that combines the splits is spared.
         """
         tiles = metadata.num_tokens * self.cache.num_kv_heads
-        return max(1, min(self.max_splits, -(-4 * self._multiprocessors // tiles)))
+        return max(1, min(self.max_splits, 4 * self._multiprocessors // tiles))
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
         schedule = self._schedule_for(layer, metadata)
