@@ -150,7 +150,7 @@ def _num_splits(q: Tensor, k_cache: Tensor) -> int:
     The kernel allocates that many float32 outputs.
     """
     tiles = q.shape[0] * k_cache.shape[2]
-    return max(1, min(MAX_SPLITS, -(-4 * _multiprocessors(q.device) // tiles)))
+    return max(1, min(MAX_SPLITS, 4 * _multiprocessors(q.device) // tiles))
 
 
 @functools.cache
