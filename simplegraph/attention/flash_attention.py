@@ -206,7 +206,8 @@ def flash_module(version: int, device: torch.device) -> ModuleType:
     Raises:
         ConfigError: there is none; the message says what was tried and how to get it.
     """
-    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     if capability[0] != 9 if version == 3 else capability[0] < 8:
         needed = "a Hopper GPU (compute capability 9)" if version == 3 else "compute capability 8 or higher"
         raise ConfigError(f"FlashAttention-{version} needs {needed}; {device} has {'.'.join(map(str, capability))}.")

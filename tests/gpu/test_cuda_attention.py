@@ -192,6 +192,13 @@ def test_support_is_what_each_backend_can_do() -> None:
     assert FlashAttention2Backend.support is AttentionCGSupport.UNIFORM_BATCH
 
 
+@pytest.mark.parametrize("make", [FlashAttentionBackend, FlashAttention2Backend, FlashInferBackend])
+def test_a_cache_on_the_cpu_is_refused_where_there_is_a_gpu(make: Any) -> None:
+    settings: dict[str, Any] = {"max_reqs": 4, "max_len": 64, "num_pages": 20, "max_tokens": 4, "mode": "NONE"}
+    with pytest.raises(ConfigError):
+        AttentionEngine(make, torch.device("cpu"), **SHAPE, **settings)
+
+
 @needs_fa3
 @pytest.mark.parametrize("changes", [{"dtype": torch.float32}, {"layout": "HND"}])
 def test_a_cache_that_flash_attention_cannot_read_is_refused(changes: dict[str, Any]) -> None:
