@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from bench import text
 from bench.models.checkpoint import has_checkpoint, load_checkpoint
@@ -75,7 +75,7 @@ class Workload:
 
     def config(self) -> LlamaConfig:
         """The model's config."""
-        config = LlamaConfig.from_pretrained(self.folder)
+        config: LlamaConfig = AutoConfig.from_pretrained(self.folder)
         config.num_hidden_layers = self.layers or config.num_hidden_layers
         return config
 

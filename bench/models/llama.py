@@ -269,6 +269,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig, cache: CacheShape, max_batch: int, *, lm_head: bool = True) -> None:
         super().__init__()
+        family(config)  # first: another architecture's config lacks what is asked of it below
         self.config = config
         self.max_batch = max_batch
         self.model = Decoder(config, cache, max_batch)
