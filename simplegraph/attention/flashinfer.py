@@ -7,6 +7,7 @@ integer workspace that all sizes share: only one of them runs between a plan and
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -26,7 +27,6 @@ _INT_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; once for all captured s
 _FLOAT_WORKSPACE_BYTES = 128 << 20
 _MOST_WORKSPACE_BYTES = 8 << 30
 _BLOCKS_PER_MULTIPROCESSOR = 2  # that FlashInfer's scheduler fills the device with
-_WIDE = 256  # pages a request from which copying row by row is quicker than one masked selection
 
 _event: Callable[[], Any] = torch.cuda.Event
 
@@ -69,6 +69,8 @@ class FlashInferBackend(AttentionBackend):
             raise ConfigError(
                 f"the cache is {cache.dtype} on {cache.device}; FlashInfer needs float16 or bfloat16 on CUDA."
             )
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("FlashInfer's pages are listed by a Triton kernel; to have it: pip install triton.")
         self._tables = _Tables(metadata, cache.device)
         workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=cache.device)
         self._proto: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, cache.layout, backend="fa2")
@@ -90,11 +92,11 @@ class FlashInferBackend(AttentionBackend):
         if mode is CudaGraphMode.FULL:
             shape = _Shape(metadata.num_tokens, metadata.num_reqs)
             planned = self._wrappers.get(shape) or self._for_graph(shape)
-            self._tables.fill(batch, metadata.num_reqs)
+            self._tables.fill(metadata, metadata.num_reqs)
             planned.plan(metadata.num_reqs, metadata.num_tokens)
         else:
             planned = self._eager
-            self._tables.fill(batch, batch.num_reqs)
+            self._tables.fill(metadata, batch.num_reqs)
             planned.plan(batch.num_reqs, batch.num_tokens)
         self._copied.record()
         self._current = planned
@@ -138,30 +140,34 @@ class FlashInferBackend(AttentionBackend):
 
 
 class _Tables:
-    """Which pages each request has, as FlashInfer reads it: on the host for planning, on the device for the kernels."""
+    """Which pages each request has, as FlashInfer reads it: counted on the host for planning, listed on the device.
+
+    Attributes:
+        indptr: (max_num_reqs + 1,) int32, where each request's pages begin; last_page_len: (max_num_reqs,) int32,
+            tokens on its last page; seq_lens: (max_num_reqs,) int32. All on the host.
+        device_indptr, device_last_page_len: the same on the device; device_indices: all pages in a row, int32.
+    """
 
     def __init__(self, metadata: BatchMetadata, device: torch.device) -> None:
+        from simplegraph.attention.kernels import list_pages
+
+        self._list_pages = list_pages
         self._page_size = metadata.page_size
-        max_reqs, max_pages = metadata.max_num_reqs, metadata.max_num_reqs * metadata.max_blocks
-        size = 2 * max_reqs + 1 + max_pages
-        self._staging = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self.indptr, self.last_page_len, self.indices = self._parts(self._staging, max_reqs)
-        self.device_indptr, self.device_last_page_len, self.device_indices = self._parts(self._device, max_reqs)
-        self.query_indptr = torch.zeros(max_reqs + 1, dtype=torch.int32)
+        max_reqs = metadata.max_num_reqs
+        self._staging = torch.zeros(2 * max_reqs + 1, dtype=torch.int32, pin_memory=True)
+        self._device = torch.zeros(2 * max_reqs + 1, dtype=torch.int32, device=device)
+        split = max_reqs + 1
+        self.indptr, self.last_page_len = self._staging[:split], self._staging[split:]
+        self.device_indptr, self.device_last_page_len = self._device[:split], self._device[split:]
+        self.device_indices = torch.zeros(max_reqs * metadata.max_blocks, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32)
-        self._columns = np.arange(metadata.max_blocks)
-        self._arrays = [t.numpy() for t in (self.indptr, self.last_page_len, self.indices, self.seq_lens)]
+        self._arrays = [t.numpy() for t in (self.indptr, self.last_page_len, self.seq_lens)]
 
-    @staticmethod
-    def _parts(buffer: Tensor, max_reqs: int) -> tuple[Tensor, Tensor, Tensor]:
-        return buffer[: max_reqs + 1], buffer[max_reqs + 1 : 2 * max_reqs + 1], buffer[2 * max_reqs + 1 :]
-
-    def fill(self, batch: Any, padded_reqs: int) -> None:
-        """Write the step's pages, padding requests with no pages, and copy them to the device in one go."""
-        indptr, last_page_len, indices, seq_lens = self._arrays
-        real = batch.num_reqs
-        lengths = np.asarray(batch.seq_lens)[:real]
+    def fill(self, metadata: CommonMetadata, padded_reqs: int) -> None:
+        """Write the step's counts, padding requests with no pages, and list its pages, in the stream's order."""
+        indptr, last_page_len, seq_lens = self._arrays
+        lengths = metadata.batch.seq_lens
+        real = len(lengths)
         pages = -(-lengths // self._page_size)
         np.cumsum(pages, out=indptr[1 : real + 1])
         indptr[real + 1 : padded_reqs + 1] = indptr[real]
@@ -169,14 +175,8 @@ class _Tables:
         last_page_len[real:padded_reqs] = 1  # 0 has been read as a full page
         seq_lens[:real] = lengths
         seq_lens[real:padded_reqs] = 0
-        table, used = np.asarray(batch.block_table)[:real], int(indptr[real])
-        if table.shape[1] < _WIDE:
-            indices[:used] = table[self._columns[: table.shape[1]] < pages[:, None]]
-        else:
-            rows = zip(table, pages.tolist(), strict=True)
-            np.concatenate([row[:count] for row, count in rows], out=indices[:used])
-        end = 2 * (len(indptr) - 1) + 1 + used
-        self._device[:end].copy_(self._staging[:end], non_blocking=True)
+        self._device.copy_(self._staging, non_blocking=True)
+        self._list_pages(metadata.block_table[:real], self.device_indptr, self.device_indices)
 
 
 class _Planned:
@@ -260,7 +260,7 @@ class _Planned:
         self.wrapper.plan(
             query,
             tables.indptr[: num_reqs + 1],
-            tables.indices[:total],
+            tables.device_indices[:total],
             tables.last_page_len[:num_reqs],
             backend.num_heads,
             cache.num_kv_heads,
