@@ -45,7 +45,7 @@ def doctor() -> list[Finding]:
         except Exception as error:
             findings.append(Finding(name, False, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     findings += [_package(name) for name in _OPTIONAL]
-    return findings
+    return [*findings, _flash_attention()]
 
 
 def attention_findings() -> list[Finding]:
@@ -165,6 +165,24 @@ def _package(name: str) -> Finding:
         return Finding(name, True, importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, True, "installed, version unknown")
+
+
+def _flash_attention() -> Finding:
+    """Which flash-attention was found, and which versions of its kernels it has."""
+    name = "flash-attention"
+    if importlib.util.find_spec("numpy") is None:
+        return Finding(name, True, "not tried, for want of numpy: pip install 'simplegraph[attention]'")
+    from simplegraph.attention.flash_attention import MODULES, problem_of
+
+    supports = {3: "any batch in full graphs (Hopper)", 2: "uniform decode in full graphs"}
+    found = {module: [v for v in supports if problem_of(module, v) is None] for module in MODULES}
+    said = [
+        f"{module}: " + ", ".join(f"version {version}, {supports[version]}" for version in versions)
+        for module, versions in found.items()
+        if versions
+    ]
+    missing = "not installed (optional): python -m simplegraph install-flash-attention vllm==VERSION"
+    return Finding(name, True, "; ".join(said) or missing)
 
 
 def _install(options: argparse.Namespace) -> int:

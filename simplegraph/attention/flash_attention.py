@@ -213,7 +213,7 @@ def flash_module(version: int, device: torch.device) -> ModuleType:
         raise ConfigError(f"FlashAttention-{version} needs {needed}; {device} has {'.'.join(map(str, capability))}.")
     tried = []
     for name in MODULES:
-        problem = _problem_of(name, version)
+        problem = problem_of(name, version)
         if problem is None:
             return importlib.import_module(name)
         tried.append(f"{name} ({problem})")
@@ -224,7 +224,7 @@ def flash_module(version: int, device: torch.device) -> ModuleType:
     )
 
 
-def _problem_of(name: str, version: int) -> str | None:
+def problem_of(name: str, version: int) -> str | None:
     """Why a module cannot serve a version; None if it can."""
     try:
         module = importlib.import_module(name)

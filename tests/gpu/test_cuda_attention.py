@@ -14,12 +14,12 @@ import torch
 
 from simplegraph import AttentionCGSupport, ConfigError, CudaGraphMode, InputError
 from simplegraph.attention import FlashAttention2Backend, FlashAttentionBackend, FlashInferBackend, SDPABackend
-from simplegraph.attention.flash_attention import MODULES, _problem_of
+from simplegraph.attention.flash_attention import MODULES, problem_of
 from simplegraph.attention.selftest import AttentionEngine
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
-HAS_FA3 = any(_problem_of(name, 3) is None for name in MODULES) and torch.cuda.is_available()
-HAS_FA2 = any(_problem_of(name, 2) is None for name in MODULES) and torch.cuda.is_available()
+HAS_FA3 = any(problem_of(name, 3) is None for name in MODULES) and torch.cuda.is_available()
+HAS_FA2 = any(problem_of(name, 2) is None for name in MODULES) and torch.cuda.is_available()
 HAS_FLASHINFER = importlib.util.find_spec("flashinfer") is not None
 needs_fa3 = pytest.mark.skipif(not HAS_FA3, reason="needs FlashAttention-3")
 needs_fa2 = pytest.mark.skipif(not HAS_FA2, reason="needs FlashAttention-2")
