@@ -778,14 +778,24 @@ def test_a_break_in_grad_mode_builds_no_autograd_graph(device: torch.device) -> 
     assert model.graph_stats.replays == 4
 
 
-def test_a_break_that_reshapes_its_argument_keeps_that_size_eager(device: torch.device) -> None:
-    module = Model(sg.eager_break(lambda x: x.unsqueeze_(0)[0]))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.unsqueeze_(0)[0],
+        lambda x: x.set_(torch.ones_like(x)),
+    ],
+    ids=["unsqueeze_", "set_"],
+)
+def test_a_break_that_reshapes_or_repoints_its_argument_keeps_that_size_eager(
+    device: torch.device, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    module = Model(sg.eager_break(change))
     model = piecewise(module, device, capture_sizes=[4])
     x = torch.randn(4, 4, device=device)
     for _ in range(4):
         torch.testing.assert_close(model(x), module(x))
     assert model.graph_stats.eager[sg.Reason.CAPTURE_FAILED] == 3
-    assert "reshapes a tensor it is passed" in next(iter(model.graph_stats.failures.values()))
+    assert "reshapes or re-points a tensor it is passed" in next(iter(model.graph_stats.failures.values()))
 
 
 def test_an_exception_at_a_break_that_the_forward_swallows_is_no_graph_without_the_break(device: torch.device) -> None:

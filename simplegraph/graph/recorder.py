@@ -84,7 +84,7 @@ class Trace:
             result = function(*args, **kwargs)
         leaves, spec = flatten(result)
         changed = before != [_geometry(leaf) for leaf in arguments]
-        problem = "resizes or reshapes a tensor it is passed; return a new one" if changed else None
+        problem = "resizes, reshapes or re-points a tensor it is passed; return a new one" if changed else None
         results = tuple(
             learnt(leaf, leaves[:place], arguments, observer.made, self._device) for place, leaf in enumerate(leaves)
         )
@@ -99,7 +99,8 @@ class Trace:
 def _geometry(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
         return None
-    return leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.untyped_storage().nbytes()
+    storage = leaf.untyped_storage()
+    return leaf.shape, leaf.stride(), leaf.storage_offset(), storage.data_ptr(), storage.nbytes()
 
 
 class SegmentRecorder:
