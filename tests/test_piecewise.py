@@ -560,19 +560,29 @@ def test_what_a_break_reads_is_read_at_every_replay(device: torch.device, passed
 
 
 def test_containers_of_captured_tensors_are_new_ones_at_every_replay(device: torch.device) -> None:
+    replaying = False
+
     @sg.eager_break
     def greedy(parts: list[Tensor], named: dict[str, Any]) -> Tensor:
-        parts.append(parts[0] * named["factor"])
-        named["factor"] = None
-        return torch.stack(parts).sum(0)
+        total = parts[0] * named["factor"] + parts[1]
+        assert len(parts) == 2
+        if replaying:
+            parts.append(total)
+            named["factor"] = None
+        return total
 
     class Lists(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return greedy([x + 1, x + 2], {"factor": x * 3}) * 2
 
     module = Lists()
-    model = piecewise(module, device)
-    check_equal(model, module, device)
+    model = piecewise(module, device, capture_sizes=[4])
+    model(torch.randn(4, 4, device=device))
+    replaying = True
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), module(x))
+    assert model.graph_stats.replays == 4
 
 
 def test_an_object_returned_by_one_break_reaches_the_next_anew_at_every_replay(device: torch.device) -> None:
@@ -796,6 +806,49 @@ def test_a_break_that_reshapes_or_repoints_its_argument_keeps_that_size_eager(
         torch.testing.assert_close(model(x), module(x))
     assert model.graph_stats.eager[sg.Reason.CAPTURE_FAILED] == 3
     assert "reshapes or re-points a tensor it is passed" in next(iter(model.graph_stats.failures.values()))
+
+
+def _put_into_a_dict(put: Any, x: torch.Tensor) -> torch.Tensor:
+    values = {"x": x + 1}
+    put(values)
+    return values["x"] * 2
+
+
+def _append_to_a_list(put: Any, x: torch.Tensor) -> torch.Tensor:
+    values = [x + 1]
+    put(values)
+    return values[-1] * 2
+
+
+def _append_to_a_new_list(put: Any, x: torch.Tensor) -> torch.Tensor:
+    put([x])
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "change"),
+    [
+        (_put_into_a_dict, lambda values: values.update(x=values["x"] * 3)),
+        (_append_to_a_list, lambda values: values.append(values[0] * 3)),
+        (_append_to_a_new_list, lambda values: values.append(values[0] * 3)),
+    ],
+    ids=["dict", "list", "new list"],
+)
+def test_a_break_that_changes_a_container_it_is_passed_keeps_that_size_eager(
+    device: torch.device, forward: Callable[..., torch.Tensor], change: Callable[[Any], None]
+) -> None:
+    put = sg.eager_break(change)
+
+    class Changing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(put, x)
+
+    module = Changing().eval()
+    model = piecewise(module, device, capture_sizes=[4])
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), module(x))
+    assert "changes a list, dict or dataclass it is passed" in next(iter(model.graph_stats.failures.values()))
 
 
 def test_an_exception_at_a_break_that_the_forward_swallows_is_no_graph_without_the_break(device: torch.device) -> None:

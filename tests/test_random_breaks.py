@@ -164,7 +164,6 @@ def look(a, world):
 @breaking
 def gather(parts, extra=None, *, named):
     total = parts[0] * 0.5 + named["pair"].left * named["factor"]
-    parts.append(None)  # the break's own list at every replay
     return total - named["pair"].right * (extra[0][0] if extra else 0.25)
 
 

@@ -125,7 +125,8 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
 
         sg.break_at(model, "*.self_attn")
 
-    The whole call breaks, hooks included. Copies and pickles of the module keep their breaks. Graphs captured before
+    The whole call breaks, hooks included. Copies and pickles of the module keep their breaks, unless
+    its class makes them in its own way (`__deepcopy__`, torch.fx). Graphs captured before
     are not changed: mark first.
 
     Args:

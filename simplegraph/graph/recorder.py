@@ -76,15 +76,19 @@ class Trace:
         observer = self._observer
         if observer is None or function in self.inlined:
             return function(*args, **kwargs)
-        arguments, _ = flatten((args, kwargs))
+        arguments, nesting = flatten((args, kwargs))
         made_here = tuple(isinstance(leaf, Tensor) and observer.made(leaf) for leaf in arguments)
         observer.pass_on(leaf for leaf in arguments if isinstance(leaf, Tensor))
         before = [_geometry(leaf) for leaf in arguments]
         with told(None), observer.inside_break():
             result = function(*args, **kwargs)
         leaves, spec = flatten(result)
-        changed = before != [_geometry(leaf) for leaf in arguments]
-        problem = "resizes, reshapes or re-points a tensor it is passed; return a new one" if changed else None
+        problem = None
+        if before != [_geometry(leaf) for leaf in arguments]:
+            problem = "resizes, reshapes or re-points a tensor it is passed; return a new one"
+        elif _changed((args, kwargs), arguments, nesting):
+            # A replay would hand over the same container again, and the segments after it hold the tensors of now.
+            problem = "changes a list, dict or dataclass it is passed; return what it makes"
         results = tuple(
             learnt(leaf, leaves[:place], arguments, observer.made, self._device) for place, leaf in enumerate(leaves)
         )
@@ -94,6 +98,12 @@ class Trace:
     def finish(self) -> None:
         """The run is over."""
         self._observer = None
+
+
+def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:
+    """Whether containers among the arguments hold something else than they did."""
+    after, now = flatten(passed)
+    return now != nesting or any(leaf is not before for leaf, before in zip(after, leaves, strict=True))
 
 
 def _geometry(leaf: Any) -> Any:
