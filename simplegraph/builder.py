@@ -137,7 +137,7 @@ class GraphBuilder:
         with device.on_capture_stream(), bypassed(Reason.NESTED), observer, told(trace):
             outputs, spec = flatten(invoke(module, args, kwargs))
         if trace is not None and trace_for is not None:
-            self.manager.traces.add(trace_for, trace)
+            self.manager.traces.add(trace_for, trace, outputs)
         for leaf in outputs:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 leaf.record_stream(torch.cuda.current_stream(leaf.device))

@@ -229,8 +229,8 @@ class Checker:
         observer = MemoryObserver()
         trace = Trace(breaking_operators(self._break_ops), observer, self._device.torch_device, inlined)
         with observer, told(trace):
-            self._run(self._fresh(self._leaves))
-        trace.finish()
+            outputs = self._run(self._fresh(self._leaves))
+        trace.finish(outputs)
         self._restore()
         return trace
 

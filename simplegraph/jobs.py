@@ -120,9 +120,9 @@ class Traces:
         """A trace for a run that `observer` sees."""
         return Trace(breaking_operators(self._names), observer, self._device)
 
-    def add(self, key: Key, trace: Trace) -> None:
-        """Keep the trace of a warmup."""
-        trace.finish()
+    def add(self, key: Key, trace: Trace, outputs: Any) -> None:
+        """Keep the trace of a warmup that returned these outputs."""
+        trace.finish(outputs)
         self._by_key[key] = trace
         if trace.any_size:
             self._any_size = trace

@@ -325,7 +325,7 @@ class CudaGraphManager:
         trace = self.traces.begin(observer) if job.mode is CudaGraphMode.PIECEWISE else None
         try:
             with observer, told(trace):
-                job.run()
+                outputs = job.run()
         except InputError:
             raise
         except Exception as error:
@@ -333,7 +333,7 @@ class CudaGraphManager:
             return error
         observers.append(observer)
         if trace is not None:
-            self.traces.add(job.key, trace)
+            self.traces.add(job.key, trace, outputs)
         return None
 
     def forget(self, jobs: Iterable[CaptureJob]) -> None:

@@ -73,29 +73,31 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 
 def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
     kind = type(value)
-    if kind in _PLAIN_LEAVES:
+    opened = None if kind in _PLAIN_LEAVES else opened_once(value)
+    if opened is None:
         leaves.append(value)
         return LEAF
-    keys: Iterable[Any]
-    context: Any = None
+    keys, values, context = opened
+    return TreeSpec(kind, tuple(keys), tuple(_flatten_into(item, leaves) for item in values), context)
+
+
+def opened_once(value: Any) -> tuple[Iterable[Any], Iterable[Any], Any] | None:
+    """The keys and the values of a container, and what a registered node needs to come back; None for a leaf."""
+    kind = type(value)
     if kind is list or kind is tuple:
-        keys, values = range(len(value)), value
-    elif kind is dict or kind is OrderedDict:
-        keys, values = value.keys(), value.values()
-    elif kind in pytree.SUPPORTED_NODES and kind is not torch.Size:  # a pytree node that comes back as a tuple
+        return range(len(value)), value, None
+    if kind is dict or kind is OrderedDict:
+        return value.keys(), value.values(), None
+    if kind in pytree.SUPPORTED_NODES and kind is not torch.Size:  # a pytree node that comes back as a tuple
         node = pytree.SUPPORTED_NODES[kind]
-        values, node_context = node.flatten_fn(value)
-        keys, context = range(len(values)), (node.unflatten_fn, node_context)
-    elif isinstance(value, tuple) and hasattr(kind, "_fields"):
-        keys, values = kind._fields, value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and _only_fields(value):
-        keys = [field.name for field in dataclasses.fields(value)]
-        values = [getattr(value, name) for name in keys]
-    else:
-        leaves.append(value)
-        return LEAF
-    keys = tuple(keys)
-    return TreeSpec(kind, keys, tuple(_flatten_into(item, leaves) for item in values), context)
+        values, context = node.flatten_fn(value)
+        return range(len(values)), values, (node.unflatten_fn, context)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return kind._fields, value, None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _only_fields(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return names, [getattr(value, name) for name in names], None
+    return None
 
 
 def _only_fields(value: Any) -> bool:

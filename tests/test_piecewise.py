@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -207,6 +208,24 @@ def test_break_at_breaks_at_the_named_modules(device: torch.device) -> None:
     assert "Attention x 3" in str(model.graph_report())
     assert isinstance(module[0].attn, Attention)
     assert module.state_dict().keys() == reference.state_dict().keys()
+
+
+def test_break_at_finds_a_shared_module_by_each_of_its_names(device: torch.device) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.second = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) + 1) * 2
+
+    module = Shared().eval().to(device)
+    twin = copy.deepcopy(module)
+    assert sg.break_at(module, "second") == ["second"]
+    model = piecewise(module, device)
+    check_equal(model, twin, device)
+    assert graphs(model)[0].breaks == 2
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
@@ -536,19 +555,23 @@ class Metadata:
         self.tables: dict[str, float] = {"bias": 0.0}
 
 
-@pytest.mark.parametrize("passed", ["object", "dict", "context"])
+@pytest.mark.parametrize("passed", ["object", "dict", "context", "dict beside a tensor"])
 def test_what_a_break_reads_is_read_at_every_replay(device: torch.device, passed: str) -> None:
     metadata = Metadata()
 
     @sg.eager_break
     def reading(x: Tensor, given: Any) -> Tensor:
-        if passed == "dict":
+        if passed == "dict beside a tensor":
+            x, given = given
+        if "dict" in passed:
             return x + given["bias"]
         return x * (given or metadata).scale
 
     class Reading(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return reading(x + 1, {"object": metadata, "dict": metadata.tables, "context": None}[passed]) * 2
+            beside = x + 1, metadata.tables
+            given = {"object": metadata, "dict": metadata.tables, "context": None, "dict beside a tensor": beside}
+            return reading(x + 1, given[passed]) * 2
 
     module = Reading()
     model = piecewise(module, device, capture_sizes=[4])
@@ -849,6 +872,84 @@ def test_a_break_that_changes_a_container_it_is_passed_keeps_that_size_eager(
         x = torch.randn(4, 4, device=device)
         torch.testing.assert_close(model(x), module(x))
     assert "changes a list, dict or dataclass it is passed" in next(iter(model.graph_stats.failures.values()))
+
+
+class Leaving(nn.Module):
+    """A forward whose break leaves a tensor behind instead of returning it, in one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.left: Any = None
+
+    @sg.eager_break
+    def leave(self, x: Tensor) -> Any:
+        if self.way == "object":
+            return SimpleNamespace(value=x * 3)
+        self.left = x * 3
+        return None
+
+    @sg.eager_break
+    def take(self, left: Tensor) -> Tensor:
+        return left + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.leave(x + 1)
+        if self.way == "object":
+            return given.value * 2
+        if self.way == "attribute":
+            return self.left * 2
+        if self.way == "output":
+            return cast(Tensor, self.left)
+        return self.take(self.left) * 2
+
+
+@pytest.mark.parametrize("way", ["object", "attribute", "output", "next break"])
+def test_what_a_break_leaves_behind_instead_of_returning_is_never_replayed(device: torch.device, way: str) -> None:
+    module = Leaving(way).eval()
+    model = piecewise(module, device, capture_sizes=[4])
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), module(x))
+    assert "makes a tensor without returning it" in next(iter(model.graph_stats.failures.values()))
+
+
+def test_what_a_break_keeps_for_itself_is_its_own_affair(device: torch.device) -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sum: Tensor | None = None
+
+        @sg.eager_break
+        def accumulate(self, x: Tensor) -> Tensor:
+            self.sum = x.clone() if self.sum is None else self.sum + x
+            return self.sum * 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.accumulate(self.accumulate(x + 1)) * 2
+
+    module, twin = Keeping().eval(), Keeping().eval()
+    model = piecewise(module, device, capture_sizes=[4])
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), twin(x))
+    assert model.graph_stats.replays == 3
+
+
+def test_a_sparse_tensor_passed_to_a_break_is_read_at_every_replay(device: torch.device) -> None:
+    weight = torch.eye(4, device=device).to_sparse()
+    multiply = sg.eager_break(lambda weight, x: torch.sparse.mm(weight, x))
+
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return multiply(weight, x + 1) * 2
+
+    model = piecewise(Sparse(), device, capture_sizes=[4])
+    for step in range(4):
+        weight.values().fill_(step)
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), (x + 1) * step * 2)
+    assert model.graph_stats.replays == 3
 
 
 def test_an_exception_at_a_break_that_the_forward_swallows_is_no_graph_without_the_break(device: torch.device) -> None:

@@ -143,7 +143,7 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
         raise ConfigError(f"break_at got {module!r}; expected a torch.nn.Module instance first.")
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise ConfigError(f"break_at got the patterns {patterns!r}; expected at least one, such as '*.self_attn'.")
-    named = {name: child for name, child in module.named_modules() if name}
+    named = {name: child for name, child in module.named_modules(remove_duplicate=False) if name}
     matches = {pattern: fnmatch.filter(named, pattern) for pattern in patterns}
     for pattern, found in matches.items():
         if not found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class MemoryObserver(OperatorMode):
         external: storage key -> a tensor of that memory, for memory that existed before.
         passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
         written: storage keys of external memory that an operator wrote to.
+        left: storage key -> which eager break made that memory and did not return it.
+        found: that break -> what the forward did with such memory nevertheless.
     """
 
     def __init__(self) -> None:
@@ -58,48 +60,69 @@ class MemoryObserver(OperatorMode):
         self.external: dict[int, Tensor] = {}
         self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
+        self.left: dict[int, int] = {}
+        self.found: dict[int, str] = {}
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
         self._own: set[int] = set()
-        self._inside_break = False
+        self._made_inside: set[int] | None = None  # by the break that is running, if one is
 
     def made(self, tensor: Tensor) -> bool:
         """Whether the observed run made this memory."""
-        return storage_key(tensor) in self._own
+        return tensor.layout is torch.strided and storage_key(tensor) in self._own
 
-    def pass_on(self, tensors: Iterable[Tensor]) -> None:
+    def pass_on(self, tensors: Sequence[Any]) -> None:
         """Note what a break is passed and the run did not make."""
-        for tensor in tensors:
-            if tensor.layout is torch.strided and not self.made(tensor):
+        for tensor in _tensors(tensors):
+            if not self.made(tensor):
                 self.passed[storage_key(tensor)] = tensor
+        self.find(tensors, "passes it to another break")
 
     @contextlib.contextmanager
-    def inside_break(self) -> Iterator[None]:
-        """In here the run reads what it likes: no graph will read it. What it writes still counts."""
-        self._inside_break = True
+    def inside_break(self) -> Iterator[set[int]]:
+        """In here the run reads what it likes: no graph will read it. What it writes still counts.
+
+        Yields:
+            The storage keys of what it makes.
+        """
+        made: set[int] = set()
+        self._made_inside = made
         try:
-            yield
+            yield made
         finally:
-            self._inside_break = False
+            self._made_inside = None
+
+    def find(self, tensors: Iterable[Any], use: str) -> None:
+        """The forward does this with tensors; note where a break left them behind."""
+        for tensor in _tensors(tensors) if self.left else ():
+            number = self.left.get(storage_key(tensor))
+            if number is not None:
+                self.found.setdefault(number, use)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         own = self._own
-        # Inside a break, only to tell views of what it reads from what it makes.
-        external: dict[int, Tensor] = {} if self._inside_break else self.external
-        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
-            key = tensor.untyped_storage()._cdata
-            if key not in own and key not in external:
-                external[key] = tensor
+        inside = self._made_inside
+        external = self.external
+        tensors = _tensors((*args, *kwargs.values()) if kwargs else args)
+        given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        if inside is None:
+            self.find(tensors, f"reads it ({func})")
+            for key, tensor in given.items():
+                if key not in own and key not in external:
+                    external[key] = tensor
         for value in written_args(func, args, kwargs):
             self.written.update(key for key in map(storage_key, _tensors((value,))) if key not in own)
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             key = tensor.untyped_storage()._cdata
-            if key not in external:
+            if key not in given and key not in external:  # new memory; its key may have been another's before
                 own.add(key)
+                self.left.pop(key, None)
+                if inside is not None:
+                    inside.add(key)
         return [_defined(item) for item in result] if type(result) is list else result
 
 

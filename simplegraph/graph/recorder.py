@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,10 +13,10 @@ from torch import Tensor
 from simplegraph.errors import BreakError
 from simplegraph.graph.breaks import name_of, told
 from simplegraph.graph.device import GraphDevice, GraphPool, Segment
-from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.observe import MemoryObserver, storage_key
 from simplegraph.graph.program import Argument, Break, Inside, Modes
 from simplegraph.graph.results import Accept, Cell, Result, learnt
-from simplegraph.tree import TreeSpec, flatten
+from simplegraph.tree import LEAF, TreeSpec, flatten, opened_once
 
 
 class BreakCall(NamedTuple):
@@ -78,11 +79,13 @@ class Trace:
             return function(*args, **kwargs)
         arguments, nesting = flatten((args, kwargs))
         made_here = tuple(isinstance(leaf, Tensor) and observer.made(leaf) for leaf in arguments)
-        observer.pass_on(leaf for leaf in arguments if isinstance(leaf, Tensor))
+        observer.pass_on(arguments)
         before = [_geometry(leaf) for leaf in arguments]
-        with told(None), observer.inside_break():
+        with told(None), observer.inside_break() as made:
             result = function(*args, **kwargs)
         leaves, spec = flatten(result)
+        returned = {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided}
+        observer.left |= dict.fromkeys(made - returned, len(self.calls))
         problem = None
         if before != [_geometry(leaf) for leaf in arguments]:
             problem = "resizes, reshapes or re-points a tensor it is passed; return a new one"
@@ -95,8 +98,14 @@ class Trace:
         self.calls.append(BreakCall(function, made_here, spec, results, problem))
         return result
 
-    def finish(self) -> None:
-        """The run is over."""
+    def finish(self, outputs: Any = None) -> None:
+        """The run is over, and returned these outputs."""
+        if self._observer is not None:
+            self._observer.find(flatten(outputs)[0], "returns it")
+            for number, use in self._observer.found.items():
+                # A replay would go on with the tensor that the warmup's call of the break made.
+                problem = f"makes a tensor without returning it, and the forward {use}; return it"
+                self.calls[number] = self.calls[number]._replace(problem=self.calls[number].problem or problem)
         self._observer = None
 
 
@@ -257,7 +266,7 @@ class SegmentRecorder:
                 values.append(value)  # the very container, so that what is put into it later is seen
             else:
                 values.append(None)  # the captured one would keep graph memory
-                rebuilt.append(Argument(place, child, own))
+                rebuilt.append(Argument(place, *_anew(value, child, own, leaves[start:end])))
             start = end
         device_type = self._device.torch_device.type
         modes = Modes.now(device_type)
@@ -265,6 +274,24 @@ class SegmentRecorder:
         changed = modes.changed_from(self._ambient)
         inside = Inside(modes, changed, device_type) if changed else None
         return Break(name, function, tuple(values[: len(args)]), named, rebuilt, inside)
+
+
+def _anew(value: Any, spec: TreeSpec, own: Sequence[Any], leaves: Sequence[Any]) -> tuple[TreeSpec, list[Any]]:
+    """How to put a container together anew: those in it without graph memory are leaves, and stay the very ones."""
+    if spec.type is None:
+        return spec, list(own)
+    if all(map(operator.is_, own, leaves)):
+        return LEAF, [value]
+    opened = opened_once(value)
+    assert opened is not None
+    children, parts, start = [], [], 0
+    for item, child in zip(opened[1], spec.children, strict=True):
+        end = start + child.num_leaves
+        nested, inside = _anew(item, child, own[start:end], leaves[start:end])
+        children.append(nested)
+        parts += inside
+        start = end
+    return dataclasses.replace(spec, children=tuple(children)), parts
 
 
 class _Capturing(NamedTuple):
