@@ -38,14 +38,14 @@ class Plan:
         model: as for `Workload`; batches: requests of a step; context: tokens in each one's cache.
         prompt, output: tokens of each request of the generation.
         attention: the engine's backends.
-        compiled: arms to measure beside.
+        beside: arms to measure the decode step of, too.
         rounds: of all arms in turn; steps: calls that a round is the median of.
     """
 
     model: str
     batches: tuple[int, ...]
     attention: tuple[str, ...]
-    compiled: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     context: int = 200
     prompt: int = 128
     output: int = 64
@@ -56,7 +56,7 @@ class Plan:
 def default_plan(device: torch.device) -> Plan:
     """The 8B shape on a GPU; a tiny one on a CPU, where times are not speed."""
     if device.type == "cuda":
-        return Plan("8b", (1, 8, 64, 256), ("fa3", "flashinfer"), ("compiled-piecewise", "compiled-full"))
+        return Plan("8b", (1, 8, 64, 256), ("fa3", "flashinfer"), ("eager", "compiled-piecewise", "compiled-full"))
     return Plan("tiny", (1, 4), ("sdpa",), context=20, prompt=12, output=6, rounds=1, steps=3)
 
 
@@ -69,7 +69,7 @@ def measure(plan: Plan, device: torch.device) -> Figures:
     figures: Figures = {"decode": [], "generation": []}
     for name, engine in engines.items():
         figures["generation"] += [_generation(engine, plan, name, count) for count in plan.batches]
-    arms = {name: _started(name, setup) for name in plan.compiled}
+    arms = {name: _started(name, setup) for name in plan.beside}
     for count in plan.batches:
         say(f"decode steps of {count}")
         figures["decode"].append(_decode(plan, setup, engines, arms, count))
@@ -98,7 +98,7 @@ def _engine(llama: Llama, plan: Plan, attention: str) -> Engine:
 
 
 def _started(name: str, setup: Setup) -> Arm:
-    say(f"compiling: {name}")
+    say(f"starting: {name}")
     kind = load_arm(name)
     kind.check_available(setup.device)
     kind.load(setup)

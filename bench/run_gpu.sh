@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The figures of one GPU in one go: host cost of a call, eager breaks and mixed batches, then the startup of every arm;
-# the last two with the 8B shape at the default sizes.
-# Usage: bench/run_gpu.sh FOLDER [pytest options]; writes host_overhead.json, piecewise.json and startup.json there.
+# The figures of one GPU in one go: host cost of a call, attention, eager breaks and mixed batches, the engine, then the
+# startup of every arm; all but the first two with the 8B shape.
+# Usage: bench/run_gpu.sh FOLDER [pytest options]; writes a JSON file for each there.
 set -uo pipefail
 out=$(mkdir -p "${1:?usage: bench/run_gpu.sh FOLDER [pytest options]}" && cd "$1" && pwd)
 shift
@@ -10,7 +10,10 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3}
 status=0
 "$python" -m pytest bench/test_host_overhead.py -q --benchmark-json "$out/host_overhead.json" || status=$?
+"$python" -m pytest bench/test_attention_steps.py -q -s --benchmark-json "$out/attention.json" || status=$?
 "$python" -m pytest bench/test_piecewise.py -q -s --benchmark-json "$out/piecewise.json" || status=$?
+"$python" -m pytest bench/test_engine_steps.py bench/test_agreement.py bench/test_first_token.py -q -s \
+    --benchmark-json "$out/engine.json" || status=$?
 "$python" -m pytest bench/test_startup.py -q -s --benchmark-json "$out/startup.json" \
     --startup-model "${MODEL:-8b}" --startup-rounds "${ROUNDS:-2}" --startup-timeout "${TIMEOUT:-150}" "$@" || status=$?
 exit "$status"

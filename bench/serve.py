@@ -1,4 +1,4 @@
-"""``python -m bench.serve``: requests at a given rate, served eagerly and from graphs; the usual serving table.
+"""``python -m bench.serve``: a load of requests, served eagerly, from graphs and compiled; the usual serving table.
 
 With real lengths (`data/lengths.csv`) and random weights, unless --model names a checkpoint.
 """
@@ -22,7 +22,13 @@ from bench.models.llama import Llama
 from bench.workload import Workload
 
 OUT = Path(__file__).parent / "out"
-MODES = {"eager": "NONE", "full-decode-only": "FULL_DECODE_ONLY", "full-and-piecewise": "FULL_AND_PIECEWISE"}
+# How the engine runs in each arm.
+ARMS: dict[str, dict[str, Any]] = {
+    "eager": {"mode": "NONE"},
+    "full-decode-only": {"mode": "FULL_DECODE_ONLY"},
+    "full-and-piecewise": {"mode": "FULL_AND_PIECEWISE"},
+    "compiled-piecewise": {"mode": "PIECEWISE", "compiled": True},
+}
 COLUMNS = (
     ("requests/s", "requests_per_second"),
     ("tokens/s", "tokens_per_second"),
@@ -53,9 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
     results = {}
     for attention in options.attention.split(","):
         for arm in options.arms.split(","):
+            if ARMS[arm].get("compiled") and not on_gpu:
+                say(f"{arm}: not available; emulated graphs cannot see compiled code")
+                continue
             name = arm if attention == "auto" else f"{arm}, {attention}"
-            results[name], itl = _run(llama, arm, attention, arrivals, on_gpu)
-            results[name]["itl_ms"] = itl
+            results[name] = _run(llama, arm, attention, arrivals, on_gpu)
     print(render(results, f"{model}, {count} requests at {rate:g} a second on {device.type}"))
     if not on_gpu:
         print("On the CPU graphs are emulated: these times are no speed.")
@@ -66,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.serve", description=__doc__)
     parser.add_argument("--model", help="tiny, 8b, or a folder with a config.json; 8b on a GPU, else tiny")
-    parser.add_argument("--arms", default=",".join(MODES), type=_arms, help=f"of {','.join(MODES)}")
+    parser.add_argument("--arms", default=",".join(ARMS), type=_arms, help=f"of {','.join(ARMS)}")
     parser.add_argument("--attention", default="auto", help=f"auto, or of {','.join(BACKENDS)}")
     parser.add_argument("--requests", type=int, help="how many; 400 on a GPU, else 12")
     parser.add_argument("--rate", type=float, help="requests a second; inf for all at once; 40 on a GPU, else 20")
@@ -76,31 +84,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _arms(names: str) -> str:
-    unknown = [name for name in names.split(",") if name not in MODES]
+    unknown = [name for name in names.split(",") if name not in ARMS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no arm is called {', '.join(unknown)}; the arms are {', '.join(MODES)}")
+        raise argparse.ArgumentTypeError(f"no arm is called {', '.join(unknown)}; the arms are {', '.join(ARMS)}")
     return names
 
 
-def _run(
-    llama: Llama, arm: str, attention: str, arrivals: list[serving.Arrival], on_gpu: bool
-) -> tuple[dict[str, Any], list[float]]:
-    """One arm: a figure of everything, and every inter-token latency in ms."""
+def _run(llama: Llama, arm: str, attention: str, arrivals: list[serving.Arrival], on_gpu: bool) -> dict[str, Any]:
+    """One arm: a figure of everything."""
     say(f"serving: {arm}, attention {attention}")
     most = 256 if on_gpu else 4
     longest = max(len(arrival.prompt) + arrival.max_tokens for arrival in arrivals)
     pages = 1 + most * -(-longest // 16)
-    config = EngineConfig(
-        mode=MODES[arm], attention=attention, max_num_seqs=most, max_model_len=longest, num_pages=pages
-    )
+    config = EngineConfig(attention=attention, max_num_seqs=most, max_model_len=longest, num_pages=pages, **ARMS[arm])
     engine = Engine(llama, config)
     engine.capture()
     serving.serve(engine, [serving.Arrival(0.0, one.prompt, 4) for one in arrivals[:most]])  # libraries load here
-    timings, requests = serving.serve(engine, arrivals)
-    figures = serving.summary(timings, requests)
+    figures = serving.summary(*serving.serve(engine, arrivals))
     engine.runner.manager.reset()
     gc.collect()
-    return figures, [round(gap * 1e3, 3) for timing in timings for gap in timing.itl]
+    return figures
 
 
 def render(results: dict[str, dict[str, Any]], title: str) -> str:
@@ -127,7 +130,7 @@ def _save(results: dict[str, dict[str, Any]], path: Path, load: dict[str, Any]) 
         return
     chart, axis = pyplot.subplots(figsize=(8, 4))
     for name, result in results.items():
-        axis.ecdf(result["itl_ms"], label=name)
+        axis.plot(result["itl_percentiles_ms"], [share / 100 for share in serving.PERCENTILES], label=name)
     axis.set_xscale("log")
     axis.set_xlabel("inter-token latency, ms")
     axis.set_ylabel("share of tokens")

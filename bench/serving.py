@@ -16,6 +16,7 @@ from bench import text
 from bench.engine import Engine, SamplingParams
 from bench.engine.request import Request
 
+PERCENTILES = range(101)
 LENGTHS = Path(__file__).parent / "data" / "lengths.csv"
 
 
@@ -100,7 +101,7 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> tuple[list[Timing], li
 
 
 def summary(timings: Sequence[Timing], requests: Sequence[Request]) -> dict[str, Any]:
-    """The usual figures: throughputs, and TTFT, TPOT and ITL in ms.
+    """The usual figures: throughputs, and TTFT, TPOT and ITL in ms; of ITL every percentile, too.
 
     `dropped` counts requests that did not get all tokens they asked for.
     """
@@ -125,6 +126,7 @@ def summary(timings: Sequence[Timing], requests: Sequence[Request]) -> dict[str,
             f"{name}_median_ms": statistics.median(values) * 1e3,
             f"{name}_p99_ms": quantile(values, 0.99) * 1e3,
         }
+    figures["itl_percentiles_ms"] = [quantile(series["itl"], share / 100) * 1e3 for share in PERCENTILES]
     return figures
 
 

@@ -107,7 +107,7 @@ def measure(run: Run, plan: Plan, caches: CompileCaches) -> Result:
         out = Path(folder) / "result.json"
         try:
             environment = cache_environment(caches.folder(run))
-            code, tail = _worker(command(run, plan, out), environment, Path(folder) / "stderr", plan.timeout)
+            code, tail = run_worker(command(run, plan, out), environment, Path(folder) / "stderr", plan.timeout)
         except RuntimeError as error:
             return failed(run, str(error))
         if out.is_file():
@@ -142,7 +142,7 @@ def cache_environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **switches}
 
 
-def _worker(line: list[str], environment: dict[str, str], log: Path, timeout: float) -> tuple[int, str]:
+def run_worker(line: list[str], environment: dict[str, str], log: Path, timeout: float) -> tuple[int, str]:
     """Run a worker, showing its stderr as it comes; (status, last lines).
 
     Through a file, not a pipe: compilers leave processes behind that would hold a pipe open.

@@ -16,7 +16,7 @@ from bench.arms.compiled import Compiled, Replay, without_guards
 from bench.arms.lean import LeanCapture, alias, can_alias
 from bench.workload import Batch
 
-SPLIT_AT = torch.ops.bench.paged_attention
+SPLIT_AT = ("bench::paged_attention", "bench::serving_attention")
 
 
 class CompiledPiecewise(Compiled):
@@ -99,7 +99,8 @@ def split_at_attention(traced: fx.GraphModule) -> fx.GraphModule:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether a node calls the attention operator."""
-    return node.op == "call_function" and node.target in (SPLIT_AT, SPLIT_AT.default)
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return node.op == "call_function" and getattr(packet, "_qualified_op_name", None) in SPLIT_AT
 
 
 class PieceCompiler(fx.Interpreter):

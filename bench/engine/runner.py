@@ -7,6 +7,7 @@ next ones greedily, all inside the graph. Everything else samples after it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,7 @@ class EngineConfig:
             steps.
         overlap: plan and launch a step before the one before it has ended.
         fused: whether layers run on fused operators; by default where these are.
+        compiled: whether plain layers run through torch.compile, split at attention, in place of those: the baseline.
         progress: a progress bar while capturing.
 
     Raises:
@@ -67,6 +69,7 @@ class EngineConfig:
     capture_sizes: tuple[int, ...] | None = None
     overlap: bool = True
     fused: bool | None = None
+    compiled: bool = False
     progress: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +82,7 @@ class EngineConfig:
         _require(
             self.max_num_tokens >= self.max_num_seqs, "max_num_tokens", self.max_num_tokens, "at least max_num_seqs"
         )
+        _require(not (self.compiled and self.fused), "fused", self.fused, "None or False where compiled is True")
 
 
 def _require(fine: bool, name: str, value: object, expected: str) -> None:
@@ -144,6 +148,7 @@ class ModelRunner:
 
     Attributes:
         manager: of the graphs; cache: keys and values; backend: attention.
+        observe: sees each step's plan and logits, (requests, vocab_size), which the next step may overwrite.
 
     Raises:
         EngineError: no attention backend works here, or the model has no lm_head.
@@ -171,7 +176,16 @@ class ModelRunner:
             device=self.device,
         )
         self.backend = _backend(config.attention, self.cache, self.metadata, shape.num_heads)
-        self.model = ServingLlama(llama, self.backend, config.max_num_tokens, fused=config.fused)
+        graphs_on_cpu = self.device.type == "cpu" and config.mode != "NONE"
+        _require(
+            not (config.compiled and graphs_on_cpu),
+            "compiled",
+            True,
+            "False: an emulated graph cannot see compiled code",
+        )
+        self.model = ServingLlama(
+            llama, self.backend, config.max_num_tokens, fused=config.fused, compiled=config.compiled
+        )
         self.manager = CudaGraphManager(
             mode=config.mode,
             device=self.device,
@@ -183,12 +197,16 @@ class ModelRunner:
             name="engine",
         )
         self.manager.add_hooks(self.backend)
+        self.observe: Callable[[StepPlan, Tensor], None] | None = None
         self._inputs = _Inputs(config.max_num_tokens, config.max_num_seqs, self.device)
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
 
     @torch.inference_mode()
     def capture(self) -> Any:
-        """Capture every graph; the manager's summary."""
+        """Compile, where asked for, and capture every graph; the manager's summary."""
+        if self.config.compiled:
+            most = self.config.max_num_tokens
+            self.forward(CudaGraphMode.PIECEWISE, BatchDescriptor(most, min(most, self.config.max_num_seqs)))
         return self.manager.capture(self.forward)
 
     def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor | Sampled:
@@ -220,10 +238,12 @@ class ModelRunner:
         self._inputs.load(plan)
         found = self.manager.run(batch, self.forward)
         count = len(plan.requests)
+        logits = found.logits[:count] if isinstance(found, Sampled) else self._logits(found, count)
+        if self.observe is not None:
+            self.observe(plan, logits)
         if isinstance(found, Sampled) and all(request.params.greedy for request in plan.requests):
             tokens = found.tokens[:count]
         else:
-            logits = found.logits[:count] if isinstance(found, Sampled) else self._logits(found, count)
             params, generators = zip(*((one.params, one.generator) for one in plan.requests), strict=True)
             tokens = sample(logits, params, generators)
             self._last_tokens.index_copy_(0, self._inputs.slots[:count], tokens)

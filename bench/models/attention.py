@@ -240,7 +240,7 @@ def _gather(cache: Tensor, block_table: Tensor) -> Tensor:
     return pages.view(block_table.shape[0], -1, *cache.shape[2:]).transpose(1, 2)
 
 
-def _tags() -> tuple[torch.Tag, ...]:
+def unsafe_tags() -> tuple[torch.Tag, ...]:
     """Told to Inductor: do not take this operator into one of its own CUDA graphs."""
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
     return () if tag is None else (tag,)
@@ -248,7 +248,7 @@ def _tags() -> tuple[torch.Tag, ...]:
 
 # Defined by hand, not by `custom_op`: its checks would cost every layer of the eager arm tens of microseconds.
 _library = torch.library.Library("bench", "FRAGMENT")
-_library.define(_SCHEMA, tags=_tags())
+_library.define(_SCHEMA, tags=unsafe_tags())
 for _key in ("CPU", "CUDA"):
     _library.impl("paged_attention", paged_attention, _key)
 _library._register_fake("paged_attention", lambda *args: None)

@@ -31,15 +31,26 @@ class ServingLlama(nn.Module):
         backend: attention and the cache.
         max_num_tokens: tokens of a step.
         fused: whether layers run on fused operators, FlashInfer's and Triton's; by default where these are.
+        compiled: whether plain layers run compiled, split at attention.
     """
 
     def __init__(
-        self, llama: Llama, backend: AttentionBackend, max_num_tokens: int, *, fused: bool | None = None
+        self,
+        llama: Llama,
+        backend: AttentionBackend,
+        max_num_tokens: int,
+        *,
+        fused: bool | None = None,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.llama = llama
-        self._fused = None
-        if can_fuse(llama) if fused is None else fused:
+        self._fused = self._compiled = None
+        if compiled:
+            from bench.models.serving_compiled import CompiledLayers
+
+            self._compiled = CompiledLayers(llama, backend)
+        elif can_fuse(llama) if fused is None else fused:
             from bench.models.serving_fused import ServingLayers
 
             flashinfer = importlib.import_module("flashinfer")
@@ -53,6 +64,8 @@ class ServingLlama(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Final hidden states, (T, hidden_size), of a step's tokens and their positions, (T,) int64 both."""
+        if self._compiled is not None:
+            return self._compiled(input_ids, positions)
         decoder = self.llama.model
         hidden = decoder.embed_tokens(input_ids)
         if self._fused is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from typing import Any
 
 import pytest
@@ -69,6 +70,25 @@ def alone(reference: Any, prompt: list[int], count: int) -> list[int]:
         for _ in range(count):
             ids = torch.cat([ids, reference(ids).logits[:, -1:].argmax(-1)], dim=1)
     return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_compiled_layers_generate_the_same_tokens(llama: Llama) -> None:
+    found = engine(llama, mode="NONE", compiled=True).generate(prompts(4), SamplingParams(max_tokens=6))
+    assert found == engine(llama, mode="NONE").generate(prompts(4), SamplingParams(max_tokens=6))
+
+
+def test_compiled_layers_in_emulated_graphs_are_refused(llama: Llama) -> None:
+    with pytest.raises(EngineError, match="compiled is True"):
+        engine(llama, compiled=True)
+
+
+def test_every_step_shows_its_logits(llama: Llama) -> None:
+    built = engine(llama)
+    seen: list[tuple[int, int]] = []
+    built.runner.observe = lambda plan, logits: seen.append((len(plan.requests), int(logits[0].argmax())))
+    (tokens,) = built.generate([[5, 7, 9]], SamplingParams(max_tokens=5))
+    assert [token for _, token in seen[:5]] == tokens
 
 
 @pytest.mark.parametrize("overlap", [True, False])

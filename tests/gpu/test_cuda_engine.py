@@ -57,6 +57,7 @@ def test_every_arm_generates_the_same_greedy_tokens() -> None:
     assert all(len(tokens) == 128 for tokens in expected)
     for mode in MODES:
         assert generate(llama, 64, 128, mode=mode, attention="sdpa") == expected, mode
+    assert generate(llama, 64, 128, mode="PIECEWISE", compiled=True, attention="sdpa") == expected
 
 
 def test_requests_that_give_way_generate_the_same_tokens() -> None:

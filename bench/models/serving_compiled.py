@@ -1,0 +1,92 @@
+"""The serving Llama compiled piecewise: one trace split at attention, Inductor over every piece."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+
+from bench.arms.compiled import without_guards
+from bench.arms.piecewise import Pieces
+from bench.models.attention import unsafe_tags
+from bench.models.llama import Attention, Llama
+from simplegraph.attention import AttentionBackend
+
+_backends: weakref.WeakValueDictionary[int, AttentionBackend] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class CompiledLayers(nn.Module):
+    """A decoder's plain layers, compiled at the first call for any number of tokens.
+
+    Attention is one operator with the tag `cudagraph_unsafe`: the trace is split at it, and so is a piecewise capture.
+
+    Args:
+        llama: weights; its own cache is not used.
+        backend: attention and the cache.
+    """
+
+    def __init__(self, llama: Llama, backend: AttentionBackend) -> None:
+        super().__init__()
+        self._layers = _Layers(llama, next(_numbers))
+        self._backend = _backends[self._layers.number] = backend
+        self._compiled = torch.compile(
+            self._layers, fullgraph=True, backend=_split, options={"guard_filter_fn": without_guards}
+        )
+        self._traced = False
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Final hidden states, (T, hidden_size), of a step's tokens and their positions, (T,) int64 both."""
+        if not self._traced:
+            for rows in (input_ids, positions):
+                torch._dynamo.mark_dynamic(rows, 0)
+        found: Tensor = self._compiled(input_ids, positions)
+        self._traced = True
+        return found
+
+
+class _Layers(nn.Module):
+    """What is compiled."""
+
+    def __init__(self, llama: Llama, number: int) -> None:
+        super().__init__()
+        self.decoder, self.number = llama.model, number
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        decoder = self.decoder
+        hidden = decoder.embed_tokens(input_ids)
+        return decoder.run_layers(hidden, _Step(*decoder.rotary_emb(positions, hidden.dtype), self.number))
+
+
+class _Step:
+    """A step whose attention is the operator; cos, sin as in `Step`."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, number: int) -> None:
+        self.cos, self.sin, self._number = cos, sin, number
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        torch.ops.bench.serving_attention(q, k, v, out, layer.index, self._number)
+
+
+def _split(traced: fx.GraphModule, example_inputs: list[object], **_: object) -> Pieces:
+    return Pieces(traced, example_inputs)
+
+
+def _serving_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int, number: int) -> None:
+    """Write this step's keys and values, then attend; of the backend with this number."""
+    backend = _backends[number]
+    backend.cache.write(layer, k, v, backend.live.slot_mapping)
+    backend.run(layer, q, out, backend.live)
+
+
+_library = torch.library.Library("bench", "FRAGMENT")
+_library.define(
+    "serving_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer, int number) -> ()",
+    tags=unsafe_tags(),
+)
+for _key in ("CPU", "CUDA"):
+    _library.impl("serving_attention", _serving_attention, _key)
+_library._register_fake("serving_attention", lambda *args: None)
