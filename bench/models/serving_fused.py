@@ -62,6 +62,9 @@ class ServingLayers(FusedLayers):
         return layer.o_proj(out.view(tokens, -1))
 
 
+_HEADS = 8  # that a program of the kernel works on
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate_and_write(  # type: ignore[no-untyped-def]
     qkv_ptr,
@@ -82,38 +85,35 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program for each token and head of queries, keys and values, in this order."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, HALF)
-    row = qkv_ptr + token * token_stride + head * (2 * HALF)
-    first, second = tl.load(row + column), tl.load(row + HALF + column)
-    if head < NUM_HEADS + NUM_KV_HEADS:
-        x, y = first.to(tl.float32), second.to(tl.float32)
-        if NORMED:
-            norm_ptr = k_norm_ptr
-            if head < NUM_HEADS:
-                norm_ptr = q_norm_ptr
-            scale = tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / (2 * HALF) + eps)
-            x = x * scale * tl.load(norm_ptr + column).to(tl.float32)
-            y = y * scale * tl.load(norm_ptr + HALF + column).to(tl.float32)
-        angle = table_ptr + tl.load(positions_ptr + token) * (2 * HALF)
-        cos, sin = tl.load(angle + column), tl.load(angle + HALF + column)
-        first = (x * cos - y * sin).to(first.dtype)
-        second = (y * cos + x * sin).to(second.dtype)
-    if head < NUM_HEADS:
-        tl.store(row + column, first)
-        tl.store(row + HALF + column, second)
-    else:
-        slot = tl.load(slots_ptr + token)
-        if slot >= 0:
-            place = (slot // page_size) * page_stride + (slot % page_size) * offset_stride
-            if head < NUM_HEADS + NUM_KV_HEADS:
-                target = keys_ptr + place + (head - NUM_HEADS) * head_stride
-            else:
-                target = values_ptr + place + (head - NUM_HEADS - NUM_KV_HEADS) * head_stride
-            tl.store(target + column, first)
-            tl.store(target + HALF + column, second)
+    """One program for each token and some of its heads: of queries, keys and values, in this order."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
+    exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    row = qkv_ptr + token * token_stride + head * (2 * HALF) + column
+    first, second = tl.load(row, exists, 0.0), tl.load(row + HALF, exists, 0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]
+        norm = tl.where(is_query, q_norm_ptr + column, k_norm_ptr + column)
+        x = x * scale * tl.load(norm).to(tl.float32)
+        y = y * scale * tl.load(norm + HALF).to(tl.float32)
+    angle = table_ptr + tl.load(positions_ptr + token) * (2 * HALF) + column
+    cos, sin = tl.load(angle), tl.load(angle + HALF)
+    first = tl.where(is_value, first, (x * cos - y * sin).to(first.dtype))
+    second = tl.where(is_value, second, (y * cos + x * sin).to(second.dtype))
+    tl.store(row, first, is_query)
+    tl.store(row + HALF, second, is_query)
+    slot = tl.load(slots_ptr + token)
+    place = (slot // page_size) * page_stride + (slot % page_size) * offset_stride
+    kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
+    target = tl.where(is_value, values_ptr + place, keys_ptr + place) + kv_head * head_stride + column
+    written = exists & (head >= NUM_HEADS) & (slot >= 0)
+    tl.store(target, first, written)
+    tl.store(target + HALF, second, written)
 
 
 def rotate_and_write(
@@ -140,7 +140,7 @@ def rotate_and_write(
     tokens, heads, head_dim = qkv.shape
     num_kv_heads = (heads - num_heads) // 2
     q_norm, k_norm = (qkv, qkv) if norms is None else norms
-    _rotate_and_write[(tokens, heads)](
+    _rotate_and_write[(tokens, triton.cdiv(heads, _HEADS))](
         qkv,
         positions,
         table,
@@ -159,5 +159,5 @@ def rotate_and_write(
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         NORMED=norms is not None,
-        num_warps=1,
+        BLOCK=_HEADS,
     )
