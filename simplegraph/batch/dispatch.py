@@ -144,6 +144,17 @@ class Reason(str, enum.Enum):
         "the output holds an object a replay cannot return; return tensors in lists, tuples, dicts or dataclasses",
     )
     OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
+    # Generation by a library beside this one.
+    DECODING_MODE = (
+        "decoding_mode",
+        "beam search, assisted decoding and custom loops rearrange the cache between steps; greedy and sampling use graphs",
+    )
+    CACHE_KIND = "cache_kind", "the cache is of a kind that decode graphs cannot stand in for; leave it to generate"
+    CACHE_FULL = "cache_full", "the sequence is longer than the static cache; raise max_length"
+    ATTENTION = "attention", "the attention implementation cannot be in a graph; use 'sdpa' or 'eager'"
+    HOOKS = "hooks", "submodules have forward hooks, which a replay would not call; remove them for graphs"
+    SPREAD_MODEL = "spread_model", "the model is offloaded, or spread over devices; graphs need it on one"
+    BUSY = "busy", "another thread decodes with these graphs at the moment"
 
     def __new__(cls, value: str, text: str) -> Reason:
         """A member with the value for machines and the text for people."""

@@ -1,0 +1,89 @@
+"""What keeps a `generate` call away from graphs. Looked at once for every call, since all of it may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from simplegraph.batch.dispatch import Reason
+from simplegraph.signature import CannotBind
+
+# Others hand the lengths of the rows to their kernel, which reads them back, or compile themselves.
+CAPTURABLE_ATTENTION = ("sdpa", "eager")
+_HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks")
+_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+# transformers leaves these behind once hidden states were asked for; they do nothing unless they are again.
+_HARMLESS_HOOKS = ("transformers.utils.output_capturing",)
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model that a graph cannot stand in for at the moment.
+
+    Raises:
+        CannotBind: with the reason.
+    """
+    if model.training:
+        raise CannotBind(Reason.TRAINING, "")
+    _check_placement(model)
+    _check_hooks(model)
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation not in CAPTURABLE_ATTENTION:
+        raise CannotBind(Reason.ATTENTION, str(implementation))
+
+
+def check_generation(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call of `_sample` that a graph cannot serve, by its generation config and its other arguments.
+
+    Raises:
+        CannotBind: with the reason.
+    """
+    if kwargs.get("synced_gpus"):
+        raise CannotBind(Reason.SPREAD_MODEL, "synced_gpus")
+    if getattr(config, "is_assistant", False):
+        raise CannotBind(Reason.DECODING_MODE, "this model assists another")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise CannotBind(Reason.UNSUPPORTED_OUTPUT, name)
+    _check_cache(kwargs.get("past_key_values"))
+
+
+def _check_placement(model: Any) -> None:
+    spread = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(spread) > 1:
+        raise CannotBind(Reason.SPREAD_MODEL, f"device_map over {', '.join(sorted(map(str, spread)))}")
+    if getattr(model, "_tp_size", None) not in (None, 1):
+        raise CannotBind(Reason.SPREAD_MODEL, "tensor parallel")
+    # accelerate replaces the forward of what it offloads.
+    offloaded = next((name for name, child in model.named_modules() if hasattr(child, "_hf_hook")), None)
+    if offloaded is not None:
+        raise CannotBind(Reason.SPREAD_MODEL, f"an accelerate hook at {offloaded or 'the model'}")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise CannotBind(Reason.SPREAD_MODEL, f"parameters on {', '.join(sorted(map(str, devices)))}")
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type not in ("cuda", "cpu"):
+        raise CannotBind(Reason.WRONG_DEVICE, f"the model is on {device}")
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Submodules' hooks only: the model's own are called around every step, replayed or not."""
+    if any(getattr(torch_module, name, None) for name in _GLOBAL_HOOKS):
+        raise CannotBind(Reason.HOOKS, "hooks for all modules")
+    for name, child in model.named_modules():
+        hooks = [hook for kind in _HOOK_DICTS for hook in vars(child)[kind].values()]
+        if child is not model and any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks):
+            raise CannotBind(Reason.HOOKS, name)
+
+
+def _check_cache(cache: Any) -> None:
+    parts = (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
+    for part in parts:
+        if type(part) is not DynamicCache:
+            raise CannotBind(Reason.CACHE_KIND, "no cache" if part is None else f"a {type(part).__name__}")
+        if part.offloading:
+            raise CannotBind(Reason.CACHE_KIND, "an offloaded cache")

@@ -1,0 +1,115 @@
+"""One generation: its prefill runs as it is, its steps of one token go through graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from simplegraph.batch.dispatch import Reason
+from simplegraph.errors import StaleGraphError
+from simplegraph.signature import CannotBind
+
+if TYPE_CHECKING:
+    from simplegraph.integrations.transformers.decoder import Decoder
+
+# Arguments that a step finds in the store instead.
+_CARRIED = frozenset({"past_key_values", "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"})
+
+
+class Session:
+    """The steps of one generation, between its prefill and its end.
+
+    The generation's own cache stays what it was at the prefill, but for the length that its first layer shows;
+    `close` fills it with what was decoded. So whoever holds it finds in it what eager would have left.
+
+    Args:
+        decoder: decodes; this generation is the only one that it serves meanwhile.
+        cache: the generation's `past_key_values`.
+    """
+
+    def __init__(self, decoder: Decoder, cache: Any) -> None:
+        self.cache = cache
+        self._decoder = decoder
+        self._own = getattr(cache, "self_attention_cache", cache)
+        self._length: int | None = None  # tokens in the store; None while the cache itself is in charge
+        self._rows = self._source = 0
+        self._shown: Any = None
+        self._output: Any = None
+        self._over = False
+
+    def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve one call of the model's forward."""
+        if not self._over and not args and self._output is not None and self._is_step(kwargs):
+            try:
+                return self._step(kwargs)
+            except CannotBind as error:
+                self.end(error.reason, error.detail)
+        self.close()
+        outputs = forward(*args, **kwargs)
+        self._output = type(outputs)
+        return outputs
+
+    def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
+        ids = kwargs.get(self._decoder.ids_name)
+        return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and self._own.get_seq_length() > 0
+
+    def _step(self, kwargs: Mapping[str, Any]) -> Any:
+        inputs = _inputs(kwargs)
+        if self._length is None:
+            self._load(kwargs)
+        elif self._own.layers[self._decoder.first].keys is not self._shown:
+            raise StaleGraphError(
+                "the generation's cache was changed between two steps, which decode graphs do not read it at. "
+                "Leave it alone until generate returns, or call remove() on the graphs of this model."
+            )
+        length = self._length or 0
+        logits = self._decoder.step(length, self._source, inputs)
+        self._length = length + 1
+        self._show()
+        if self._decoder.step_failed:
+            self.end(*self._decoder.step_failed)
+        return self._output(logits=logits, past_key_values=self.cache)
+
+    def _load(self, kwargs: Mapping[str, Any]) -> None:
+        rows = kwargs[self._decoder.ids_name].shape[0]
+        length = int(self._own.get_seq_length())
+        self._source = self._decoder.load(self.cache, rows, length, kwargs)
+        self._rows, self._length = rows, length
+        self._show()
+
+    def _show(self) -> None:
+        if self._length is not None:
+            self._shown = self._decoder.show_length(self._own, self._rows, self._length)
+
+    def end(self, reason: Reason, detail: str = "") -> None:
+        """Go on with the cache itself from here."""
+        self._over = True
+        self._decoder.refuse(reason, detail)
+        self.close()
+
+    def close(self) -> None:
+        """Let the cache hold everything that was decoded."""
+        if self._length is not None:
+            self._decoder.hand_back(self._own, self._rows, self._length)
+            self._length = None
+
+
+def _inputs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a step that a graph is passed or captured for.
+
+    Raises:
+        CannotBind: one is neither a number for each row nor a plain value.
+    """
+    inputs = {}
+    for name, value in kwargs.items():
+        if name in _CARRIED:
+            continue
+        if isinstance(value, Tensor):
+            if value.dim() != 2 or value.shape[1] != 1:
+                raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} of shape {tuple(value.shape)} at a decode step")
+        elif not isinstance(value, (bool, int, float, str, type(None))):
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(value).__name__}")
+        inputs[name] = value
+    return inputs

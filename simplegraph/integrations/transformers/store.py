@@ -1,0 +1,286 @@
+"""The keys and values that captured decode steps read: one allocation for every batch size and length.
+
+A captured step reads addresses, so the cache it reads must stay where it is. There is one for the largest
+batch and the longest sequence; a step of fewer rows or tokens reads its first rows and positions. Rows of
+padding hold what an earlier batch left there, and rows do not see each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
+
+from simplegraph.batch.dispatch import Reason
+from simplegraph.signature import CannotBind
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLayout:
+    """One layer's keys and values, by what their memory depends on.
+
+    Attributes:
+        key: (heads, elements of a key); value: the same of a value.
+        window: tokens that the layer's attention reaches back, where that is limited.
+    """
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    window: int | None = None
+
+    @classmethod
+    def of(cls, layer: Any) -> LayerLayout | None:
+        """The layout of a layer of a `DynamicCache` that was filled; None for one that stayed empty.
+
+        Raises:
+            CannotBind: it is a layer of another kind.
+        """
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or getattr(layer, "record_past", False):
+            raise CannotBind(Reason.CACHE_KIND, f"a {type(layer).__name__} in the cache")
+        if not layer.is_initialized or layer.keys is None or not layer.keys.numel():
+            return None
+        keys, values = layer.keys, layer.values
+        window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
+        return cls((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype, keys.device, window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a `Store` is made for.
+
+    Attributes:
+        layers, cross: the layers of self-attention and of cross-attention; None for one that is not used.
+        hidden: elements of an encoder's hidden state; 0 without an encoder.
+    """
+
+    layers: tuple[LayerLayout | None, ...]
+    cross: tuple[LayerLayout | None, ...] = ()
+    hidden: int = 0
+
+    @property
+    def first(self) -> int:
+        """The first layer of self-attention that is used."""
+        return next(index for index, layer in enumerate(self.layers) if layer is not None)
+
+    @property
+    def device(self) -> torch.device:
+        return self._first_layout.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._first_layout.dtype
+
+    @property
+    def _first_layout(self) -> LayerLayout:
+        return next(layer for layer in self.layers if layer is not None)
+
+
+class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer of a cache of fixed length. Where it writes, and how long it is, is known on the device only.
+
+    Layers with a window keep every position too: the mask hides what is out of reach, so that no step
+    depends on Python knowing how full the layer is.
+
+    Args:
+        keys, values: (rows, heads, length, elements), or None for a layer that is not used.
+        position: (1,) int64, where the next token goes.
+        seen: what `get_seq_length` returns, a tensor without dimensions on the device, or a number.
+        is_sliding: whether masks are those of a window.
+    """
+
+    is_compileable = True
+
+    def __init__(
+        self,
+        keys: Tensor | None,
+        values: Tensor | None,
+        position: Tensor,
+        seen: Tensor | int,
+        *,
+        is_sliding: bool = False,
+    ) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.position, self.seen = position, seen
+        self.is_sliding = is_sliding
+        self.is_initialized = keys is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the memory is there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one token's keys and values, and return all positions."""
+        self.keys.index_copy_(2, self.position, key_states)
+        self.values.index_copy_(2, self.position, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (0 if self.keys is None else self.keys.shape[2]), 0
+
+    def get_seq_length(self) -> Any:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return 0 if self.keys is None else int(self.keys.shape[2])
+
+
+class View(NamedTuple):
+    """What a step of some rows, tokens and source tokens reads.
+
+    Attributes:
+        cache: the model's `past_key_values`.
+        mask: (rows, span) int64, 1 for tokens to be seen; 0 from the next position on.
+        source_mask: (rows, source) int64; hidden: (rows, source, elements). None without an encoder.
+    """
+
+    cache: Any
+    mask: Tensor
+    source_mask: Tensor | None
+    hidden: Tensor | None
+
+
+class Store:
+    """Keys, values and masks of fixed addresses.
+
+    Args:
+        layout: what the layers look like.
+        rows: of the largest batch; length: tokens of the longest sequence.
+        source_length: tokens of the encoder's longest sequence; 0 without an encoder.
+
+    Attributes:
+        position: (1,) int64, where the next token goes.
+    """
+
+    def __init__(self, layout: Layout, rows: int, length: int, source_length: int) -> None:
+        self.layout = layout
+        self.length, self.source_length = length, source_length
+        device = layout.device
+        # Graphs write here inside and outside of inference mode, so these are no inference tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            self.position = torch.zeros(1, dtype=torch.int64, device=device)
+            self._seen = self.position[0]
+            self._pairs = [_allocated(layer, rows, length) for layer in layout.layers]
+            self._cross = [_allocated(layer, rows, source_length) for layer in layout.cross]
+            self._mask = torch.zeros(rows, length, dtype=torch.int64, device=device)
+            self._source_mask = torch.zeros(rows, source_length, dtype=torch.int64, device=device)
+            self._hidden = torch.zeros(rows, source_length, layout.hidden, dtype=layout.dtype, device=device)
+        self._views: dict[tuple[int, int, int], View] = {}
+
+    def view(self, rows: int, span: int, source: int) -> View:
+        """What a step reads of the first `rows` rows, `span` positions and `source` positions of the encoder."""
+        known = self._views.get((rows, span, source))
+        if known is None:
+            with torch.inference_mode(False), torch.no_grad():
+                known = self._views[rows, span, source] = self._view(rows, span, source)
+        return known
+
+    def _view(self, rows: int, span: int, source: int) -> View:
+        cache = Cache(layers=self._layers(self._pairs, self.layout.layers, rows, span, self._seen))
+        mask = self._mask[:rows, :span]
+        if not self.layout.cross:
+            return View(cache, mask, None, None)
+        cross = Cache(layers=self._layers(self._cross, self.layout.cross, rows, source, source))
+        both = EncoderDecoderCache(cache, cross)
+        return View(both, mask, self._source_mask[:rows, :source], self._hidden[:rows, :source])
+
+    def _layers(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor] | None],
+        layouts: Sequence[LayerLayout | None],
+        rows: int,
+        span: int,
+        seen: Tensor | int,
+    ) -> list[FixedLayer]:
+        layers = []
+        for pair, layout in zip(pairs, layouts, strict=True):
+            if pair is None or layout is None:
+                layers.append(FixedLayer(None, None, self.position, 0))
+                continue
+            keys, values = (tensor[:rows, :, :span] for tensor in pair)
+            layers.append(FixedLayer(keys, values, self.position, seen, is_sliding=layout.window is not None))
+        return layers
+
+    # In and out.
+
+    def load(self, cache: DynamicCache, mask: Tensor | None, length: int) -> None:
+        """Take over what a prefill left in `cache`: `length` tokens, of which `mask` (rows, >= length) hides some.
+
+        Positions after them are zeroed: a value that is hidden still counts if it is not finite.
+        """
+        rows = _rows(cache)
+        targets, sources, rest = [], [], [self._mask[:rows, length:]]
+        for pair, layer in zip(self._pairs, cache.layers, strict=True):
+            if pair is not None:
+                for tensor, known in zip(pair, (layer.keys, layer.values), strict=True):
+                    # A layer with a window has kept the last tokens only; earlier ones are out of its reach.
+                    start = length - known.shape[2]
+                    targets.append(tensor[:rows, :, start:length])
+                    sources.append(known)
+                    rest += [tensor[:rows, :, length:], tensor[:rows, :, :start]]
+        torch._foreach_zero_([tensor for tensor in rest if tensor.numel()])
+        torch._foreach_copy_(targets, sources)
+        if mask is None:
+            self._mask[:rows, :length] = 1
+        else:
+            self._mask[:rows, :length] = mask[:, :length]
+
+    def load_source(self, cache: DynamicCache, mask: Tensor | None, hidden: Tensor) -> None:
+        """Take over the encoder's keys and values; `mask` (rows, source) hides some, `hidden` is what they came from."""
+        rows, source = hidden.shape[:2]
+        for pair, layer in zip(self._cross, cache.layers, strict=True):
+            if pair is not None:
+                for tensor, known in zip(pair, (layer.keys, layer.values), strict=True):
+                    tensor[:rows, :, :source] = known
+                    tensor[:rows, :, source:] = 0
+        self._source_mask[:rows, :source] = 1 if mask is None else mask
+        self._source_mask[:rows, source:] = 0
+        self._hidden[:rows, :source] = hidden
+        self._hidden[:rows, source:] = 0
+
+    def show_length(self, cache: DynamicCache, rows: int, length: int) -> None:
+        """Let the first layer say the length: it is the one that models ask between steps."""
+        layer = cache.layers[self.layout.first]
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = length
+            return
+        pair = self._pairs[self.layout.first]
+        if pair is not None:
+            layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in pair)
+
+    def hand_back(self, cache: DynamicCache, rows: int, length: int) -> None:
+        """Fill `cache` with the tokens up to `length`, as if every step had been its own."""
+        for pair, layout, layer in zip(self._pairs, self.layout.layers, cache.layers, strict=True):
+            if pair is None or layout is None:
+                continue
+            start = 0
+            if layout.window is not None:
+                start = max(0, length - layout.window + 1)
+                layer.cumulative_length = length
+            layer.keys, layer.values = (tensor[:rows, :, start:length].clone() for tensor in pair)
+
+
+def _rows(cache: DynamicCache) -> int:
+    return next(int(layer.keys.shape[0]) for layer in cache.layers if layer.is_initialized)
+
+
+def _allocated(layer: LayerLayout | None, rows: int, length: int) -> tuple[Tensor, Tensor] | None:
+    if layer is None:
+        return None
+    keys, values = (
+        torch.zeros(rows, heads, length, elements, dtype=layer.dtype, device=layer.device)
+        for heads, elements in (layer.key, layer.value)
+    )
+    return keys, values
