@@ -52,7 +52,6 @@ class GraphStats:
         eager: eager calls by `Reason`.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
-        last_eager: reason and detail of the last eager call.
     """
 
     def __init__(self, name: str = "model") -> None:
@@ -62,7 +61,6 @@ class GraphStats:
         self.captures = 0
         self.failures: dict[str, str] = {}
         self.recaptures = 0
-        self.last_eager: tuple[Reason, str] | None = None
         self._dropped_replays = 0
         self._dropped_padding = 0
         self._logged: set[Reason] = set()
@@ -90,7 +88,6 @@ class GraphStats:
     def ran_eagerly(self, reason: Reason, detail: str = "") -> None:
         """Count an eager call; the first of each reason is logged, as a warning if it costs speed."""
         self.eager[reason] += 1
-        self.last_eager = (reason, detail)
         if reason not in self._logged:
             self._logged.add(reason)
             level = logging.DEBUG if reason in _EXPECTED else logging.WARNING

@@ -147,7 +147,7 @@ class Reason(str, enum.Enum):
     # Generation by a library beside this one.
     DECODING_MODE = (
         "decoding_mode",
-        "beam search, assisted decoding and custom loops rearrange the cache between steps; greedy and sampling use graphs",
+        "beam search, assisted decoding and custom loops rearrange caches; graphs serve greedy decoding and sampling",
     )
     CACHE_KIND = "cache_kind", "the cache is of a kind that decode graphs cannot stand in for; leave it to generate"
     CACHE_FULL = "cache_full", "the sequence is longer than the static cache; raise max_length"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import logging
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,8 +22,6 @@ from simplegraph.signature import CannotBind
 from simplegraph.stats import GraphStats
 from simplegraph.wrapper import wrap
 
-logger = logging.getLogger("simplegraph")
-
 _SMALLEST_SPAN = 256  # positions; attending to fewer costs about the same
 _SMALLEST_SOURCE = 64
 _MAX_SIGNATURES = 64  # spans times encoder lengths times flags
@@ -38,6 +36,10 @@ class Decoder:
         max_source_length: tokens of the longest encoder output.
         capture_sizes: batch sizes to capture.
         pool: graph memory to share with others; None for its own.
+
+    Attributes:
+        ids_name: the argument that a step's tokens are passed in.
+        stays_eager: whether the last step ran eagerly, and the next one would too; the report has the reason.
     """
 
     def __init__(
@@ -53,7 +55,8 @@ class Decoder:
     ) -> None:
         self.stats = GraphStats(type(model).__name__)
         self.ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-        self.step_failed: tuple[Reason, str] | None = None
+        self.stays_eager = False
+        self._progress = 0
         self._model, self._forward = model, forward
         self._rows, self._length, self._source_length = max_batch_size, max_length, max_source_length
         self._spans = doubling(_SMALLEST_SPAN, max_length)
@@ -73,6 +76,7 @@ class Decoder:
             return
         with contextlib.ExitStack() as stack:
             stack.callback(self._release)
+            self.stays_eager = False
             session = self._session = Session(self, kwargs["past_key_values"])
             stack.callback(session.close)
             yield
@@ -136,12 +140,16 @@ class Decoder:
         """
         span, step = self._span(length), self._step
         step.store.position.fill_(length)
-        self.stats.last_eager = self.step_failed = None
         logits: Tensor = step(span, source, **inputs)
         if step.ran:
             step.ran = False
-            self.step_failed = self._why_eager()
+            before, self._progress = self._progress, self._progressed()
+            self.stays_eager = self._progress == before
         return logits
+
+    def _progressed(self) -> int:
+        """A count that grows with every step that ran eagerly on its way to a graph, and with every graph."""
+        return self.stats.captures + sum(self.stats.eager[reason] for reason in _ON_THE_WAY)
 
     def show_length(self, cache: Any, rows: int, length: int) -> Any:
         """Let the cache say how long the sequence is; returns what the first layer holds from now on."""
@@ -163,7 +171,9 @@ class Decoder:
 
     def _padded_source(self, source: int) -> int:
         if source > self._source_length:
-            raise CannotBind(Reason.CACHE_FULL, f"the encoder gave {source}, max_source_length is {self._source_length}")
+            raise CannotBind(
+                Reason.CACHE_FULL, f"the encoder gave {source}, max_source_length is {self._source_length}"
+            )
         return self._sources[bisect.bisect_left(self._sources, source)] if self._sources else source
 
     # Graphs.
@@ -172,7 +182,7 @@ class Decoder:
         layout = Layout(
             tuple(LayerLayout.of(layer) for layer in own.layers),
             () if cross is None else tuple(LayerLayout.of(layer) for layer in cross.layers),
-            0 if hidden is None else hidden.shape[2],
+            None if hidden is None else (hidden.shape[2], hidden.dtype),
         )
         if self._step is None or self._step.store.layout != layout:
             self.reset()
@@ -182,8 +192,8 @@ class Decoder:
         return store
 
     def _wrapped(self, store: Store) -> Any:
-        step = wrap(
-            DecodeStep(self._model, self._forward, store),
+        step: Any = wrap(
+            _named(type(self._model).__name__)(self._model, self._forward, store),
             pool=self._pool,
             capture_sizes=self._sizes,
             batch_dims=ROW_INPUTS,
@@ -191,13 +201,8 @@ class Decoder:
             outputs="static",  # generate copies the logits before the next step
             progress=False,
         )
-        step._graph_runner.stats = self.stats  # type: ignore[attr-defined]
+        step._graph_runner.stats = self.stats
         return step
-
-    def _why_eager(self) -> tuple[Reason, str] | None:
-        """Why a step ran eagerly that would run so again; None for one on its way to a graph."""
-        last = self.stats.last_eager
-        return None if last is None or last[0] in _ON_THE_WAY else last
 
     def reset(self) -> None:
         """Drop the graphs and the store; they are made anew when needed."""
@@ -210,6 +215,12 @@ class Decoder:
         if self._step is not None:
             return self._step.graph_report()  # type: ignore[no-any-return]
         return GraphReport(self.stats, "no device yet")
+
+
+@functools.cache
+def _named(name: str) -> type[DecodeStep]:
+    """The step by the model's name, which messages and the report then call it."""
+    return type(name, (DecodeStep,), {})
 
 
 _ON_THE_WAY = (Reason.FIRST_CALL, Reason.WARMUP, Reason.OUTPUT_SHAPE_UNKNOWN)

@@ -19,7 +19,7 @@ from simplegraph.wrapper import CudaGraphWrapper
 
 
 class GraphedGeneration:
-    """What `graph_generation` did to a model: its counters, and how to undo it. Also a context manager that undoes it."""
+    """What `graph_generation` did to a model: its counters, and `remove`, which a context manager calls at its end."""
 
     def __init__(self, model: Any, decoder: Decoder) -> None:
         self.model = model
@@ -139,8 +139,8 @@ def graphs_of(model: Any) -> GraphedGeneration | None:
 def _check(model: Any, **sizes: int) -> None:
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise ConfigError(
-            f"graph_generation got a {type(model).__name__}; expected a model of transformers that can generate, such as "
-            "AutoModelForCausalLM gives. Use simplegraph.wrap for other modules."
+            f"graph_generation got a {type(model).__name__}; expected a model of transformers that can generate, such "
+            "as AutoModelForCausalLM gives. Use simplegraph.wrap for other modules."
         )
     if isinstance(model, CudaGraphWrapper):
         raise ConfigError("graph_generation got a model that is wrapped already; pass simplegraph.unwrap(model).")
@@ -149,6 +149,11 @@ def _check(model: Any, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"{name} is {size!r}; expected a whole number of at least 1.")
+
+
+def _blank(kind: Any) -> Any:
+    """What a copy of a model is filled into."""
+    return kind.__new__(kind)
 
 
 def _graphed(original: Any, graphs: GraphedGeneration) -> Any:
@@ -170,8 +175,8 @@ def _graphed(original: Any, graphs: GraphedGeneration) -> Any:
         return graphs.forward(functools.partial(original.forward, self), args, kwargs)
 
     def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
-        constructor, arguments, *rest = original.__reduce_ex__(self, max(protocol, 2))
-        return constructor, tuple(original if item is type(self) else item for item in arguments), *rest
+        _, _, *rest = original.__reduce_ex__(self, max(protocol, 2))
+        return _blank, (original,), *rest
 
     namespace = {
         "generate": generate,

@@ -81,7 +81,9 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _check_cache(cache: Any) -> None:
-    parts = (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
+    parts = (
+        (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
+    )
     for part in parts:
         if type(part) is not DynamicCache:
             raise CannotBind(Reason.CACHE_KIND, "no cache" if part is None else f"a {type(part).__name__}")

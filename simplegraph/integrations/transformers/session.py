@@ -45,7 +45,8 @@ class Session:
             try:
                 return self._step(kwargs)
             except CannotBind as error:
-                self.end(error.reason, error.detail)
+                self._decoder.refuse(error.reason, error.detail)
+                self._over = True
         self.close()
         outputs = forward(*args, **kwargs)
         self._output = type(outputs)
@@ -68,8 +69,7 @@ class Session:
         logits = self._decoder.step(length, self._source, inputs)
         self._length = length + 1
         self._show()
-        if self._decoder.step_failed:
-            self.end(*self._decoder.step_failed)
+        self._over = self._decoder.stays_eager
         return self._output(logits=logits, past_key_values=self.cache)
 
     def _load(self, kwargs: Mapping[str, Any]) -> None:
@@ -82,12 +82,6 @@ class Session:
     def _show(self) -> None:
         if self._length is not None:
             self._shown = self._decoder.show_length(self._own, self._rows, self._length)
-
-    def end(self, reason: Reason, detail: str = "") -> None:
-        """Go on with the cache itself from here."""
-        self._over = True
-        self._decoder.refuse(reason, detail)
-        self.close()
 
     def close(self) -> None:
         """Let the cache hold everything that was decoded."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from simplegraph.config import BatchDim
-from simplegraph.integrations.transformers.store import Store, View
+from simplegraph.integrations.transformers.store import Store
 
 # Arguments of a step that have one entry for every row; the batch is their first dimension.
 ROW_INPUTS: Mapping[str, BatchDim] = dict.fromkeys(
@@ -46,7 +46,8 @@ class DecodeStep(nn.Module):
         """Logits (rows, 1, vocabulary) of one token a row.
 
         Args:
-            span: positions of the cache to attend to; source: those of the encoder.
+            span: positions of the cache to attend to.
+            source: positions of the encoder's outputs; 0 without an encoder.
             **inputs: the model's own arguments but for masks, cache and encoder outputs.
         """
         self.ran = True
@@ -76,6 +77,3 @@ def masks_source(model: Any) -> bool:
     if not model.config.is_encoder_decoder:
         return False
     return "encoder_attention_mask" in inspect.signature(model.get_decoder().forward).parameters
-
-
-__all__ = ["ROW_INPUTS", "DecodeStep", "View", "masks_source"]

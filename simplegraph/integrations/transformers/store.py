@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
@@ -31,13 +30,12 @@ class LayerLayout:
     """One layer's keys and values, by what their memory depends on.
 
     Attributes:
-        key: (heads, elements of a key); value: the same of a value.
+        key: heads, elements and dtype of keys; value: the same of values, which autocast keeps in another dtype.
         window: tokens that the layer's attention reaches back, where that is limited.
     """
 
-    key: tuple[int, int]
-    value: tuple[int, int]
-    dtype: torch.dtype
+    key: tuple[int, int, torch.dtype]
+    value: tuple[int, int, torch.dtype]
     device: torch.device
     window: int | None = None
 
@@ -52,9 +50,9 @@ class LayerLayout:
             raise CannotBind(Reason.CACHE_KIND, f"a {type(layer).__name__} in the cache")
         if not layer.is_initialized or layer.keys is None or not layer.keys.numel():
             return None
-        keys, values = layer.keys, layer.values
+        key, value = ((part.shape[1], part.shape[3], part.dtype) for part in (layer.keys, layer.values))
         window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
-        return cls((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype, keys.device, window)
+        return cls(key, value, layer.keys.device, window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +61,12 @@ class Layout:
 
     Attributes:
         layers, cross: the layers of self-attention and of cross-attention; None for one that is not used.
-        hidden: elements of an encoder's hidden state; 0 without an encoder.
+        hidden: elements and dtype of an encoder's hidden states; None without an encoder.
     """
 
     layers: tuple[LayerLayout | None, ...]
     cross: tuple[LayerLayout | None, ...] = ()
-    hidden: int = 0
+    hidden: tuple[int, torch.dtype] | None = None
 
     @property
     def first(self) -> int:
@@ -77,15 +75,7 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        return self._first_layout.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._first_layout.dtype
-
-    @property
-    def _first_layout(self) -> LayerLayout:
-        return next(layer for layer in self.layers if layer is not None)
+        return next(layer.device for layer in self.layers if layer is not None)
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -113,7 +103,8 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         is_sliding: bool = False,
     ) -> None:
         super().__init__()
-        self.keys, self.values = keys, values
+        self.keys: Any = keys
+        self.values: Any = values
         self.position, self.seen = position, seen
         self.is_sliding = is_sliding
         self.is_initialized = keys is not None
@@ -122,9 +113,9 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing to do: the memory is there."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token's keys and values, and return all positions."""
-        self.keys.index_copy_(2, self.position, key_states)
-        self.values.index_copy_(2, self.position, value_states)
+        """Write one token's keys and values, in the dtype that the prefill kept them in, and return all positions."""
+        self.keys.index_copy_(2, self.position, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self.position, value_states.to(self.values.dtype))
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -176,7 +167,8 @@ class Store:
             self._cross = [_allocated(layer, rows, source_length) for layer in layout.cross]
             self._mask = torch.zeros(rows, length, dtype=torch.int64, device=device)
             self._source_mask = torch.zeros(rows, source_length, dtype=torch.int64, device=device)
-            self._hidden = torch.zeros(rows, source_length, layout.hidden, dtype=layout.dtype, device=device)
+            elements, dtype = layout.hidden or (0, torch.float32)
+            self._hidden = torch.zeros(rows, source_length, elements, dtype=dtype, device=device)
         self._views: dict[tuple[int, int, int], View] = {}
 
     def view(self, rows: int, span: int, source: int) -> View:
@@ -215,7 +207,7 @@ class Store:
 
     # In and out.
 
-    def load(self, cache: DynamicCache, mask: Tensor | None, length: int) -> None:
+    def load(self, cache: Any, mask: Tensor | None, length: int) -> None:
         """Take over what a prefill left in `cache`: `length` tokens, of which `mask` (rows, >= length) hides some.
 
         Positions after them are zeroed: a value that is hidden still counts if it is not finite.
@@ -237,8 +229,8 @@ class Store:
         else:
             self._mask[:rows, :length] = mask[:, :length]
 
-    def load_source(self, cache: DynamicCache, mask: Tensor | None, hidden: Tensor) -> None:
-        """Take over the encoder's keys and values; `mask` (rows, source) hides some, `hidden` is what they came from."""
+    def load_source(self, cache: Any, mask: Tensor | None, hidden: Tensor) -> None:
+        """Take over the keys and values of the encoder's `hidden` (rows, source, elements); `mask` hides some."""
         rows, source = hidden.shape[:2]
         for pair, layer in zip(self._cross, cache.layers, strict=True):
             if pair is not None:
@@ -250,7 +242,7 @@ class Store:
         self._hidden[:rows, :source] = hidden
         self._hidden[:rows, source:] = 0
 
-    def show_length(self, cache: DynamicCache, rows: int, length: int) -> None:
+    def show_length(self, cache: Any, rows: int, length: int) -> None:
         """Let the first layer say the length: it is the one that models ask between steps."""
         layer = cache.layers[self.layout.first]
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -260,7 +252,7 @@ class Store:
         if pair is not None:
             layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in pair)
 
-    def hand_back(self, cache: DynamicCache, rows: int, length: int) -> None:
+    def hand_back(self, cache: Any, rows: int, length: int) -> None:
         """Fill `cache` with the tokens up to `length`, as if every step had been its own."""
         for pair, layout, layer in zip(self._pairs, self.layout.layers, cache.layers, strict=True):
             if pair is None or layout is None:
@@ -272,7 +264,7 @@ class Store:
             layer.keys, layer.values = (tensor[:rows, :, start:length].clone() for tensor in pair)
 
 
-def _rows(cache: DynamicCache) -> int:
+def _rows(cache: Any) -> int:
     return next(int(layer.keys.shape[0]) for layer in cache.layers if layer.is_initialized)
 
 
@@ -280,7 +272,7 @@ def _allocated(layer: LayerLayout | None, rows: int, length: int) -> tuple[Tenso
     if layer is None:
         return None
     keys, values = (
-        torch.zeros(rows, heads, length, elements, dtype=layer.dtype, device=layer.device)
-        for heads, elements in (layer.key, layer.value)
+        torch.zeros(rows, heads, length, elements, dtype=dtype, device=layer.device)
+        for heads, elements, dtype in (layer.key, layer.value)
     )
     return keys, values
