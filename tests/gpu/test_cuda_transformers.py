@@ -1,0 +1,187 @@
+"""`generate` through real graphs: half precision, memory that others churn, streams, and speed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from simplegraph import Reason
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from simplegraph.integrations.transformers import graph_generation  # noqa: E402
+from tests.integrations import tiny_models as tiny  # noqa: E402
+
+CUDA = torch.device("cuda")
+TOKENS = 32
+GREEDY = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
+LOGITS = {"return_dict_in_generate": True, "output_logits": True}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    yield
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert not torch.cuda.is_current_stream_capturing()
+    torch.rand(3, device="cuda")
+    torch.cuda.synchronize()
+
+
+def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    models = tiny.DECODERS | tiny.MIXTURES | tiny.ENCODER_DECODERS
+    plain, model = (tiny.build(models[name], CUDA).to(dtype) for _ in range(2))
+    return plain, model
+
+
+def middle(layers: int = 8, hidden: int = 512) -> Any:
+    """A Llama large enough that launching its kernels takes longer than a graph of them."""
+    shape = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
+    config = transformers.LlamaConfig(**(tiny.LLAMA | shape | {"num_attention_heads": 8, "num_key_value_heads": 4}))
+    return tiny.build(lambda: transformers.LlamaForCausalLM(config), CUDA).to(torch.bfloat16)
+
+
+def churn() -> None:
+    """Give the allocator every reason to hand out memory that a graph still needs."""
+    held = [torch.full((1 << power,), float("nan"), device="cuda") for power in range(6, 25)]
+    del held[::2]
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2", "mixtral", "t5"])
+def test_every_step_but_the_first_ones_is_a_replay_and_none_reads_what_others_wrote(name: str) -> None:
+    plain, model = pair(name)
+    with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
+        steps = 0
+        for seed, lengths in enumerate(([7, 4, 6], [5], [9, 9, 2, 3], [3, 7, 8])):
+            batch = tiny.prompts(lengths, CUDA, seed)
+            churn()
+            found, expected = model.generate(**batch, **GREEDY, **LOGITS), plain.generate(**batch, **GREEDY, **LOGITS)
+            assert torch.equal(found.sequences, expected.sequences)
+            for actual, wanted in zip(found.logits, expected.logits, strict=True):
+                torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
+            steps += TOKENS - 1
+        assert not graphs.stats.failures
+        assert set(graphs.stats.eager) <= {Reason.FIRST_CALL, Reason.WARMUP}
+        assert graphs.stats.replays == steps - sum(graphs.stats.eager.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_within_its_rounding(dtype: torch.dtype) -> None:
+    plain, model = pair("llama", dtype)
+    batch = tiny.prompts([7, 4, 6], CUDA)
+    with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
+        for _ in range(2):
+            found, expected = model.generate(**batch, **GREEDY, **LOGITS), plain.generate(**batch, **GREEDY, **LOGITS)
+            # Later tokens may part ways at a tie; what comes before the first difference has to agree.
+            same = (found.sequences == expected.sequences).all(dim=0).long().cumprod(0).sum() - 7
+            assert same >= 4
+            for actual, wanted in zip(found.logits[:same], expected.logits[:same], strict=True):
+                torch.testing.assert_close(actual, wanted, rtol=5e-2, atol=5e-2)
+        assert graphs.stats.replays
+
+
+def test_sampling_draws_the_same_random_numbers() -> None:
+    plain, model = pair("llama")
+    batch = tiny.prompts([6, 4], CUDA)
+    with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
+        for seed in range(3):
+            found = []
+            for one in (plain, model):
+                torch.manual_seed(seed)
+                found.append(one.generate(**batch, max_new_tokens=TOKENS, do_sample=True, top_k=20))
+            assert torch.equal(*found)
+        assert graphs.stats.replays > TOKENS
+
+
+def test_generation_on_a_side_stream_and_back() -> None:
+    plain, model = pair("llama")
+    batch = tiny.prompts([6, 4], CUDA)
+    expected = plain.generate(**batch, **GREEDY)
+    side = torch.cuda.Stream()
+    with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
+        for _ in range(2):
+            assert torch.equal(model.generate(**batch, **GREEDY), expected)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                assert torch.equal(model.generate(**batch, **GREEDY), expected)
+            torch.cuda.current_stream().wait_stream(side)
+        assert graphs.stats.replays == 4 * (TOKENS - 1) - 1
+
+
+def test_prompts_on_the_cpu_are_as_welcome_as_they_were() -> None:
+    plain, model = pair("llama")
+    batch = tiny.prompts([6, 4], torch.device("cpu"))
+    with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
+        for _ in range(2):
+            found, expected = model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY)
+            assert torch.equal(found, expected)
+        assert graphs.stats.replays
+
+
+def test_moving_the_model_away_and_back_is_noticed() -> None:
+    plain, model = pair("llama")
+    batch = tiny.prompts([6, 4], CUDA)
+    expected = plain.generate(**batch, **GREEDY)
+    with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
+        assert torch.equal(model.generate(**batch, **GREEDY), expected)
+        model.cpu()
+        churn()
+        model.cuda()
+        replays = graphs.stats.replays
+        assert torch.equal(model.generate(**batch, **GREEDY), expected)
+        assert graphs.stats.replays >= replays + TOKENS - 3
+
+
+def test_experts_picked_in_python_leave_the_device_as_it_was() -> None:
+    plain, model = pair("mixtral")
+    for one in (plain, model):
+        one.set_experts_implementation("eager")
+    batch = tiny.prompts([6, 4, 5], CUDA)
+    with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
+        for _ in range(2):
+            assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert "modeling_mixtral.py" in next(iter(graphs.stats.failures.values()))
+        assert graphs.stats.replays == 0
+
+
+def test_remove_gives_the_memory_back() -> None:
+    model = middle()
+    batch = tiny.prompts([6], CUDA)
+    model.generate(**batch, **GREEDY)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    graphs = graph_generation(model, max_batch_size=8, max_length=4096)
+    model.generate(**batch, **GREEDY)
+    held = 8 * 4096 * 8 * 4 * 64 * 2 * 2  # rows, tokens, layers, KV heads, elements, keys and values, bytes
+    assert torch.cuda.memory_allocated() - before >= held
+    graphs.remove()
+    del graphs
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < held / 4  # cuBLAS keeps a workspace for the stream
+
+
+def test_a_token_takes_less_time_than_in_plain_generate() -> None:
+    model = middle()
+    batch = tiny.prompts([64], CUDA)
+
+    def seconds() -> float:
+        taken = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            model.generate(**batch, **GREEDY)
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - started)
+        return min(taken)
+
+    plain = seconds()
+    with graph_generation(model) as graphs:
+        assert seconds() < plain / 1.5
+        assert graphs.stats.replays >= 5 * (TOKENS - 1) - 2
