@@ -151,9 +151,11 @@ class Reason(str, enum.Enum):
     )
     CACHE_KIND = "cache_kind", "the cache is of a kind that decode graphs cannot stand in for; leave it to generate"
     CACHE_FULL = "cache_full", "the sequence is longer than the static cache; raise max_length"
+    LENGTH_TOO_LARGE = "length_too_large", "the sequence is above every captured length; add to lengths"
     ATTENTION = "attention", "the attention implementation cannot be in a graph; use 'sdpa' or 'eager'"
     HOOKS = "hooks", "submodules have forward hooks, which a replay would not call; remove them for graphs"
     SPREAD_MODEL = "spread_model", "the model is offloaded, or spread over devices; graphs need it on one"
+    LENGTH_PADDING = "length_padding", "padded to a captured length, the model answers otherwise"
     BUSY = "busy", "another thread decodes with these graphs at the moment"
 
     def __new__(cls, value: str, text: str) -> Reason:

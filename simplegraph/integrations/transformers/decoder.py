@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from simplegraph.integrations.transformers.refusals import check_generation, che
 from simplegraph.integrations.transformers.session import Session
 from simplegraph.integrations.transformers.step import ROW_INPUTS, DecodeStep, masks_source
 from simplegraph.integrations.transformers.store import LayerLayout, Layout, Store
+from simplegraph.integrations.transformers.swap import named
 from simplegraph.report import GraphReport
 from simplegraph.signature import CannotBind
 from simplegraph.stats import GraphStats
@@ -193,7 +193,7 @@ class Decoder:
 
     def _wrapped(self, store: Store) -> Any:
         step: Any = wrap(
-            _named(type(self._model).__name__)(self._model, self._forward, store),
+            named(DecodeStep, type(self._model).__name__)(self._model, self._forward, store),
             pool=self._pool,
             capture_sizes=self._sizes,
             batch_dims=ROW_INPUTS,
@@ -215,12 +215,6 @@ class Decoder:
         if self._step is not None:
             return self._step.graph_report()  # type: ignore[no-any-return]
         return GraphReport(self.stats, "no device yet")
-
-
-@functools.cache
-def _named(name: str) -> type[DecodeStep]:
-    """The step by the model's name, which messages and the report then call it."""
-    return type(name, (DecodeStep,), {})
 
 
 _ON_THE_WAY = (Reason.FIRST_CALL, Reason.WARMUP, Reason.OUTPUT_SHAPE_UNKNOWN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from simplegraph.batch.dispatch import Reason
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.decoder import Decoder, doubling
+from simplegraph.integrations.transformers.swap import give_methods, owner_of, take_back
 from simplegraph.report import GraphReport
 from simplegraph.stats import GraphStats
 from simplegraph.wrapper import CudaGraphWrapper
@@ -41,8 +41,7 @@ class GraphedGeneration:
 
     def remove(self) -> None:
         """Let the model's `generate` be what it was, and drop graphs and cache. Twice does no harm."""
-        if graphs_of(self.model) is self:
-            self.model.__class__ = type(self.model)._simplegraph_original
+        take_back(self.model, self)
         self._decoder.reset()
 
     def __enter__(self) -> GraphedGeneration:
@@ -112,7 +111,7 @@ def graph_generation(
         ConfigError: this is no such model, or a size is invalid.
     """
     _check(model, max_batch_size=max_batch_size, max_length=max_length)
-    earlier = graphs_of(model)
+    earlier = owner_of(model)
     if earlier is not None:
         earlier.remove()
     original = type(model)
@@ -127,13 +126,8 @@ def graph_generation(
         pool=pool,
     )
     graphs = GraphedGeneration(model, decoder)
-    model.__class__ = _graphed(original, graphs)
+    give_methods(model, graphs, {"generate": graphs.generate, "_sample": graphs.sample, "forward": graphs.forward})
     return graphs
-
-
-def graphs_of(model: Any) -> GraphedGeneration | None:
-    """The handle of a model that `graph_generation` was called on; None for another."""
-    return getattr(type(model), "_simplegraph_generation", None)
 
 
 def _check(model: Any, **sizes: int) -> None:
@@ -149,44 +143,3 @@ def _check(model: Any, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"{name} is {size!r}; expected a whole number of at least 1.")
-
-
-def _blank(kind: Any) -> Any:
-    """What a copy of a model is filled into."""
-    return kind.__new__(kind)
-
-
-def _graphed(original: Any, graphs: GraphedGeneration) -> Any:
-    """A subclass for one model, whose generation goes through its graphs.
-
-    The model itself holds nothing of them, so that whoever looks through its attributes finds what was there.
-    """
-
-    @functools.wraps(original.generate)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return graphs.generate(functools.partial(original.generate, self), args, kwargs)
-
-    @functools.wraps(original._sample)
-    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return graphs.sample(functools.partial(original._sample, self), args, kwargs)
-
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return graphs.forward(functools.partial(original.forward, self), args, kwargs)
-
-    def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
-        _, _, *rest = original.__reduce_ex__(self, max(protocol, 2))
-        return _blank, (original,), *rest
-
-    namespace = {
-        "generate": generate,
-        "_sample": _sample,
-        "forward": forward,
-        "__reduce_ex__": reduce,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_simplegraph_original": original,
-        "_simplegraph_generation": graphs,
-    }
-    return type(original)(original.__name__, (original,), namespace)

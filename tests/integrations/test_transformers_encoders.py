@@ -1,0 +1,181 @@
+"""An encoder's calls through graphs, padded in two dimensions, give what its calls give without."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import simplegraph as sg
+from simplegraph import Reason
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from simplegraph.integrations.transformers import graph_encoder  # noqa: E402
+from simplegraph.integrations.transformers.encoding import eighths  # noqa: E402
+from tests.integrations import tiny_models as tiny  # noqa: E402
+
+HEADS = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification")
+SHAPES = ((3, 10), (3, 10), (2, 17), (2, 17), (4, 32), (4, 32), (1, 5), (1, 5), (1, 5), (3, 30), (3, 9), (4, 31))
+
+
+def bert(device: torch.device, head: str = "BertModel") -> Any:
+    return tiny.build(lambda: getattr(transformers, head)(transformers.BertConfig(**tiny.BERT)), device)
+
+
+def batch(rows: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random tokens, the last row half padded, and segments."""
+    generator = torch.Generator().manual_seed(rows * 100 + length)
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[-1, (length + 1) // 2 :] = 0
+    return {
+        "input_ids": torch.randint(3, tiny.VOCABULARY, (rows, length), generator=generator).to(device),
+        "attention_mask": mask.to(device),
+        "token_type_ids": torch.randint(0, 2, (rows, length), generator=generator).to(device),
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        pairs = zip(found[name], wanted, strict=True) if isinstance(wanted, tuple) else [(found[name], wanted)]
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_ragged_batches_of_many_shapes(head: str, device: torch.device) -> None:
+    plain, model = bert(device, head), bert(device, head)
+    with graph_encoder(model, lengths=[16, 32], capture_sizes=[2, 4]) as graphs, torch.inference_mode():
+        for rows, length in SHAPES * 2:
+            inputs = batch(rows, length, device)
+            assert_same(model(**inputs), plain(**inputs))
+        assert not graphs.stats.failures
+        assert graphs.stats.captures == 4  # two sizes times two lengths
+        assert graphs.stats.replays > len(SHAPES)
+        assert set(graphs.stats.eager) <= {Reason.FIRST_CALL, Reason.WARMUP, Reason.OUTPUT_SHAPE_UNKNOWN}
+
+
+def test_hidden_states_and_attentions_are_cut_in_every_dimension(device: torch.device) -> None:
+    plain, model = bert(device), bert(device)
+    for one in (plain, model):
+        one.set_attn_implementation("eager")
+    with graph_encoder(model, lengths=[16, 32], capture_sizes=[4]) as graphs, torch.no_grad():
+        for rows, length in ((3, 10), (2, 12), (4, 20), (3, 9), (1, 16)):
+            inputs = batch(rows, length, device)
+            settings = {"output_hidden_states": True, "output_attentions": True}
+            found, expected = model(**inputs, **settings), plain(**inputs, **settings)
+            assert found.attentions[0].shape[-2:] == (length, length)
+            assert_same(found, expected)
+        assert not graphs.stats.failures or "torch.tensor(0.0" in "".join(graphs.stats.failures.values())
+
+
+def test_without_a_mask_and_by_position(device: torch.device) -> None:
+    plain, model = bert(device), bert(device)
+    with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.no_grad():
+        for rows, length in ((3, 10), (2, 12), (4, 15), (4, 16), (1, 3)):
+            ids = batch(rows, length, device)["input_ids"]
+            assert_same(model(ids), plain(ids))
+            assert torch.equal(*(one(ids, return_dict=False)[1] for one in (plain, plain)))
+        assert graphs.stats.replays >= 2
+
+
+def test_a_batch_as_wide_as_the_model_is_not_cut_where_it_should_not_be(device: torch.device) -> None:
+    plain, model = bert(device), bert(device)
+    with graph_encoder(model, lengths=[64], capture_sizes=[2]) as graphs, torch.no_grad():
+        for length in (50, 64, 60, 64):  # the hidden size is 64 too
+            inputs = batch(2, length, device)
+            assert_same(model(**inputs), plain(**inputs))
+        assert graphs.stats.replays >= 2
+
+
+def test_a_model_that_counts_its_tokens_is_not_padded(device: torch.device) -> None:
+    class Counting(transformers.BertModel):
+        def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
+            outputs = super().forward(input_ids, attention_mask=attention_mask)
+            outputs.pooler_output = outputs.pooler_output + input_ids.shape[1]
+            return outputs
+
+    plain, model = (tiny.build(lambda: Counting(transformers.BertConfig(**tiny.BERT)), device) for _ in range(2))
+    with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.no_grad():
+        for length in (10, 12, 14):
+            ids = batch(3, length, device)["input_ids"]
+            assert_same(model(ids), plain(ids))
+        assert graphs.stats.eager[Reason.LENGTH_PADDING] == 2
+        assert graphs.stats.replays == 0
+
+
+def test_what_graphs_cannot_serve_runs_as_it_is(device: torch.device) -> None:
+    plain, model = bert(device, "BertForMaskedLM"), bert(device, "BertForMaskedLM")
+    inputs = batch(3, 10, device)
+    with graph_encoder(model, lengths=[16], capture_sizes=[2, 4]) as graphs:
+        stats = graphs.stats
+        assert_same(model(**inputs), plain(**inputs))
+        assert stats.eager[Reason.GRAD] == 1
+        with torch.no_grad():
+            found, expected = (one(**inputs, labels=inputs["input_ids"]) for one in (model, plain))
+            assert torch.equal(found.loss, expected.loss)
+            assert stats.eager[Reason.OPAQUE_ARGUMENT] == 1
+            for rows, length, reason in ((5, 10, Reason.BATCH_TOO_LARGE), (3, 20, Reason.LENGTH_TOO_LARGE)):
+                other = batch(rows, length, device)
+                assert_same(model(**other), plain(**other))
+                assert stats.eager[reason] == 1
+            for _ in range(4):
+                model(**inputs)
+            replays = stats.replays
+            assert replays
+            fired: list[int] = []
+            handle = model.bert.encoder.layer[0].register_forward_hook(lambda *args: fired.append(1))
+            assert_same(model(**inputs), plain(**inputs))
+            assert (len(fired), stats.eager[Reason.HOOKS], stats.replays) == (1, 1, replays)
+            handle.remove()
+            model.train()
+            model(**inputs)
+            assert stats.eager[Reason.TRAINING] == 1
+            model.eval()
+            assert_same(model(**inputs), plain(**inputs))
+
+
+def test_a_weight_that_was_replaced_is_noticed(device: torch.device) -> None:
+    plain, model = bert(device), bert(device)
+    inputs = batch(3, 10, device)
+    with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.no_grad():
+        for _ in range(4):
+            model(**inputs)
+        assert graphs.stats.replays
+        weight = torch.randn_like(model.pooler.dense.weight)
+        for one in (plain, model):
+            one.pooler.dense.weight = torch.nn.Parameter(weight.clone())
+        for _ in range(4):
+            assert_same(model(**inputs), plain(**inputs))
+        assert graphs.stats.recaptures == 1
+
+
+def test_remove_gives_the_model_back(device: torch.device) -> None:
+    model = bert(device)
+    kind = type(model)
+    with graph_encoder(model) as graphs, torch.no_grad():
+        model(**batch(2, 10, device))
+    assert type(model) is kind
+    calls = sum(graphs.stats.eager.values())
+    with torch.no_grad():
+        model(**batch(2, 10, device))
+    assert sum(graphs.stats.eager.values()) == calls
+
+
+def test_lengths_are_an_eighth_apart() -> None:
+    lengths = eighths(512)
+    assert lengths[:3] == [16, 32, 48]
+    assert lengths[-1] == 512
+    assert all(after - before <= max(16, before / 8) for before, after in itertools.pairwise(lengths))
+    assert eighths(10) == [10]
+
+
+def test_settings_that_make_no_sense_are_refused(device: torch.device) -> None:
+    with pytest.raises(sg.ConfigError, match="lengths is"):
+        graph_encoder(bert(device), lengths=[])
+    with pytest.raises(sg.ConfigError, match="expected a model of transformers"):
+        graph_encoder(torch.nn.Linear(2, 2))
