@@ -214,6 +214,55 @@ def test_eager_attention_too_or_the_line_in_the_way(device: torch.device) -> Non
         assert graphs.stats.replays == (0 if "torch.tensor(0.0" in failed else TOKENS - 3)
 
 
+def test_prompts_given_as_embeddings_and_positions_shared_by_all_rows(
+    llama: Any, plain: Any, device: torch.device
+) -> None:
+    ids = tiny.prompts([6, 6], device)["input_ids"]
+    with graphed(llama) as graphs:
+        for prompt in (
+            {"inputs_embeds": plain.get_input_embeddings()(ids).detach()},
+            {"input_ids": ids, "position_ids": torch.arange(6, device=device)[None]},
+        ):
+            assert torch.equal(llama.generate(**prompt, **GREEDY), plain.generate(**prompt, **GREEDY))
+        assert graphs.stats.replays == 2 * (TOKENS - 1) - 1
+
+
+def test_a_prefill_in_chunks(llama: Any, plain: Any, device: torch.device) -> None:
+    batch = tiny.prompts([9, 9], device)
+    with graphed(llama) as graphs:
+        for chunk in (4, 3):
+            settings = GREEDY | {"prefill_chunk_size": chunk}
+            assert torch.equal(llama.generate(**batch, **settings), plain.generate(**batch, **settings))
+        assert set(graphs.stats.eager) <= {Reason.FIRST_CALL, Reason.WARMUP}
+        assert graphs.stats.replays >= 2 * (TOKENS - 1) - 1
+
+
+def test_sources_of_many_lengths_share_the_graphs_of_the_next_captured_one(device: torch.device) -> None:
+    plain, model = (tiny.build(MODELS["t5"], device) for _ in range(2))
+    with graphed(model, max_source_length=100) as graphs:
+        for seed, lengths in enumerate(([7, 4], [20, 3], [1, 2], [33, 64], [9, 9], [70, 100])):
+            batch = tiny.prompts(lengths, device, seed)
+            if seed == 4:
+                del batch["attention_mask"]
+            assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.captures == 2  # 64 and 100
+        assert Reason.CACHE_FULL not in graphs.stats.eager
+        batch = tiny.prompts([101], device)
+        assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.eager[Reason.CACHE_FULL] == 1
+
+
+def test_two_models_in_one_pool(device: torch.device) -> None:
+    names, pool = ("llama", "gpt2"), sg.graph_pool(device)
+    plain, models = ([tiny.build(MODELS[name], device) for name in names] for _ in range(2))
+    handles = [graph_generation(model, max_batch_size=2, max_length=64, pool=pool) for model in models]
+    for _ in range(3):
+        for one, other in zip(plain, models, strict=True):
+            batch = tiny.prompts([6, 4], device)
+            assert torch.equal(other.generate(**batch, **GREEDY), one.generate(**batch, **GREEDY))
+    assert all(handle.stats.replays == 3 * (TOKENS - 1) - 1 for handle in handles)
+
+
 # Caches.
 
 

@@ -198,7 +198,8 @@ class Decoder:
             capture_sizes=self._sizes,
             batch_dims=ROW_INPUTS,
             max_signatures=_MAX_SIGNATURES,
-            outputs="static",  # generate copies the logits before the next step
+            # generate copies the logits before its next step, but others who share the pool replay when they like.
+            outputs="static" if self._pool is None else "clone",
             progress=False,
         )
         step._graph_runner.stats = self.stats

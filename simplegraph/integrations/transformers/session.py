@@ -36,28 +36,34 @@ class Session:
         self._length: int | None = None  # tokens in the store; None while the cache itself is in charge
         self._rows = self._source = 0
         self._shown: Any = None
-        self._output: Any = None
+        self._output: Any = None  # what the model's forward returns, once the prefill ran
         self._over = False
+        self._unserved = 0  # calls after the prefill that were no steps of one token
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call of the model's forward."""
-        if not self._over and not args and self._output is not None and self._is_step(kwargs):
+        if not self._over and self._output is not None:
             try:
-                return self._step(kwargs)
+                if not args and self._is_step(kwargs):
+                    return self._step(kwargs)
+                self._unserved += 1
             except CannotBind as error:
-                self._decoder.refuse(error.reason, error.detail)
-                self._over = True
-        self.close()
+                self._give_up(error.reason, error.detail)
+        self._restore()
         outputs = forward(*args, **kwargs)
         self._output = type(outputs)
         return outputs
+
+    def _give_up(self, reason: Reason, detail: str) -> None:
+        self._over = True
+        self._decoder.refuse(reason, detail)
 
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
         ids = kwargs.get(self._decoder.ids_name)
         return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and self._own.get_seq_length() > 0
 
     def _step(self, kwargs: Mapping[str, Any]) -> Any:
-        inputs = _inputs(kwargs)
+        inputs = _inputs(kwargs, kwargs[self._decoder.ids_name].shape[0])
         if self._length is None:
             self._load(kwargs)
         elif self._own.layers[self._decoder.first].keys is not self._shown:
@@ -84,13 +90,19 @@ class Session:
             self._shown = self._decoder.show_length(self._own, self._rows, self._length)
 
     def close(self) -> None:
-        """Let the cache hold everything that was decoded."""
+        """The generation is over: let its cache hold everything that was decoded."""
+        served = self._length is not None
+        self._restore()
+        if self._unserved and not served and not self._over:
+            self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token a row")
+
+    def _restore(self) -> None:
         if self._length is not None:
             self._decoder.hand_back(self._own, self._rows, self._length)
             self._length = None
 
 
-def _inputs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _inputs(kwargs: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """The arguments of a step that a graph is passed or captured for.
 
     Raises:
@@ -103,6 +115,8 @@ def _inputs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor):
             if value.dim() != 2 or value.shape[1] != 1:
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} of shape {tuple(value.shape)} at a decode step")
+            if value.shape[0] != rows:
+                value = value.expand(rows, 1)  # positions may be the same for all rows
         elif not isinstance(value, (bool, int, float, str, type(None))):
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(value).__name__}")
         inputs[name] = value
