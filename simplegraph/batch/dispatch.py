@@ -150,6 +150,7 @@ class Reason(str, enum.Enum):
         "beam search, assisted decoding and custom loops rearrange caches; graphs serve greedy decoding and sampling",
     )
     CACHE_KIND = "cache_kind", "the cache is of a kind that decode graphs cannot stand in for; leave it to generate"
+    FIXED_CACHE = "fixed_cache", "from a cache of fixed length, the model answers otherwise than from its own"
     CACHE_FULL = "cache_full", "the sequence is longer than the static cache; raise max_length"
     LENGTH_TOO_LARGE = "length_too_large", "the sequence is above every captured length; add to lengths"
     ATTENTION = "attention", "the attention implementation cannot be in a graph; use 'sdpa' or 'eager'"

@@ -14,7 +14,7 @@ from simplegraph import Reason
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from simplegraph.integrations.transformers import graph_generation  # noqa: E402
+from simplegraph.integrations.transformers import graph_encoder, graph_generation  # noqa: E402
 from tests.integrations import tiny_models as tiny  # noqa: E402
 
 CUDA = torch.device("cuda")
@@ -97,6 +97,23 @@ def test_sampling_draws_the_same_random_numbers() -> None:
                 found.append(one.generate(**batch, max_new_tokens=TOKENS, do_sample=True, top_k=20))
             assert torch.equal(*found)
         assert graphs.stats.replays > TOKENS
+
+
+def test_an_encoder_padded_in_two_dimensions() -> None:
+    config = transformers.BertConfig(**tiny.BERT)
+    plain, model = (tiny.build(lambda: transformers.BertModel(config), CUDA) for _ in range(2))
+    with graph_encoder(model, lengths=[16, 32], capture_sizes=[2, 4]) as graphs, torch.inference_mode():
+        for seed, lengths in enumerate([[7, 4, 6], [5], [30, 9, 2, 3], [17, 8], [10, 10], [16, 3, 2]] * 4):
+            churn()
+            batch = tiny.prompts(lengths, CUDA, seed)
+            found, expected = model(**batch), plain(**batch)
+            real = batch["attention_mask"].bool()
+            torch.testing.assert_close(
+                found.last_hidden_state[real], expected.last_hidden_state[real], rtol=1e-3, atol=1e-4
+            )
+        assert not graphs.stats.failures
+        assert graphs.stats.replays >= 8
+        assert Reason.LENGTH_PADDING not in graphs.stats.eager
 
 
 def test_generation_on_a_side_stream_and_back() -> None:

@@ -611,6 +611,16 @@ def test_experts_that_are_picked_in_python_are_named_with_their_line(device: tor
     )
 
 
+def test_a_model_that_takes_the_last_key_for_the_present_one(device: torch.device) -> None:
+    def gpt_neo() -> Any:
+        shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 512, "window_size": 8}
+        config = transformers.GPTNeoConfig(**tiny.COMMON, **shape, attention_types=[[["global", "local"], 1]])
+        return transformers.GPTNeoForCausalLM(config)
+
+    plain, model = (tiny.build(gpt_neo, device) for _ in range(2))
+    refused(Reason.FIXED_CACHE, model, plain, tiny.prompts([6, 4, 5], device))
+
+
 def test_a_cache_changed_between_steps_is_an_error(llama: Any, device: torch.device) -> None:
     cache = transformers.DynamicCache(config=llama.config)
 

@@ -45,7 +45,7 @@ class Session:
         if not self._over and self._output is not None:
             try:
                 if not args and self._is_step(kwargs):
-                    return self._step(kwargs)
+                    return self._step(forward, kwargs)
                 self._unserved += 1
             except CannotBind as error:
                 self._give_up(error.reason, error.detail)
@@ -62,10 +62,12 @@ class Session:
         ids = kwargs.get(self._decoder.ids_name)
         return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and self._own.get_seq_length() > 0
 
-    def _step(self, kwargs: Mapping[str, Any]) -> Any:
+    def _step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         inputs = _inputs(kwargs, kwargs[self._decoder.ids_name].shape[0])
         if self._length is None:
             self._load(kwargs)
+            if not self._decoder.trusted:
+                return self._compared_step(forward, kwargs, inputs)
         elif self._own.layers[self._decoder.first].keys is not self._shown:
             raise StaleGraphError(
                 "the generation's cache was changed between two steps, which decode graphs do not read it at. "
@@ -73,10 +75,24 @@ class Session:
             )
         length = self._length or 0
         logits = self._decoder.step(length, self._source, inputs)
-        self._length = length + 1
+        self._moved_to(length + 1)
+        return self._output(logits=logits, past_key_values=self.cache)
+
+    def _compared_step(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: dict[str, Any]) -> Any:
+        """A step both ways: whether the model answers from a cache of fixed length as it does from its own."""
+        length, self._length = self._length or 0, None  # the cache itself is in charge once more
+        outputs = forward(**kwargs)
+        found = self._decoder.compare(self._decoder.step(length, self._source, inputs), outputs.logits)
+        if found is not None:
+            self._give_up(Reason.FIXED_CACHE, found)
+            return outputs
+        self._moved_to(length + 1)
+        return outputs
+
+    def _moved_to(self, length: int) -> None:
+        self._length = length
         self._show()
         self._over = self._decoder.stays_eager
-        return self._output(logits=logits, past_key_values=self.cache)
 
     def _load(self, kwargs: Mapping[str, Any]) -> None:
         rows = kwargs[self._decoder.ids_name].shape[0]
