@@ -349,6 +349,45 @@ def test_weights_changed_in_place_and_replaced_are_never_stale(llama: Any, plain
         assert graphs.stats.replays == replays + TOKENS - 1
 
 
+def test_attention_chosen_otherwise_and_adapters_switched_are_never_stale(
+    llama: Any, plain: Any, device: torch.device
+) -> None:
+    class Adapter(torch.nn.Linear):
+        active_adapters, disable_adapters = ("a",), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1 if self.disable_adapters else -1)
+
+    batch = tiny.prompts([7, 4], device)
+    for model in (llama, plain):
+        adapter = Adapter(64, tiny.VOCABULARY, bias=False, device=device)
+        adapter.weight = model.lm_head.weight
+        model.lm_head = adapter
+    with graphed(llama) as graphs:
+        found = []
+        for disabled in (False, True, False):
+            for model in (llama, plain):
+                model.lm_head.disable_adapters = disabled
+            found.append(llama.generate(**batch, **GREEDY))
+            assert torch.equal(found[-1], plain.generate(**batch, **GREEDY))
+        assert not torch.equal(found[0], found[1])
+        assert graphs.stats.captures == 3
+
+
+@pytest.mark.parametrize("variable", ["VERIFY=2", "DEBUG=1", "CAPTURE_SIZES=3,6", "MODE=none", "PADDING=0"])
+def test_settings_from_the_environment(
+    variable: str, monkeypatch: pytest.MonkeyPatch, llama: Any, plain: Any, device: torch.device
+) -> None:
+    monkeypatch.setenv(*f"SIMPLEGRAPH_{variable}".split("="))
+    with graphed(llama) as graphs:
+        for lengths in ([5, 6], [4], [7, 3, 4], [4, 4, 4, 4]):
+            batch = tiny.prompts(lengths, device)
+            for _ in range(2):
+                assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert bool(graphs.stats.replays) is (variable != "MODE=none")
+        assert not graphs.stats.failures
+
+
 def test_a_model_of_another_dtype_gets_another_cache(llama: Any, plain: Any, device: torch.device) -> None:
     batch = tiny.prompts([7, 4], device)
     with graphed(llama) as graphs:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.sizes import mixed_sizes
+from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.device import GraphPool
-from simplegraph.integrations.transformers.refusals import check_generation, check_model
+from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
 from simplegraph.integrations.transformers.session import Session
 from simplegraph.integrations.transformers.step import ROW_INPUTS, DecodeStep, masks_source
 from simplegraph.integrations.transformers.store import LayerLayout, Layout, Store
@@ -61,13 +63,16 @@ class Decoder:
         self.trusted = self.stays_eager = False
         self._progress = 0
         self._model, self._forward = model, forward
-        self._rows, self._length, self._source_length = max_batch_size, max_length, max_source_length
+        # Sizes may come from the environment, and a padded batch needs its rows.
+        sizes = mixed_sizes(CudaGraphConfig(capture_sizes=capture_sizes).from_env())
+        self._rows, self._length, self._source_length = max(max_batch_size, *sizes), max_length, max_source_length
         self._spans = doubling(_SMALLEST_SPAN, max_length)
         self._sources = doubling(_SMALLEST_SOURCE, max_source_length) if masks_source(model) else []
         self._sizes, self._pool = capture_sizes, pool
         self._step: Any = None  # a wrapped DecodeStep, made for the first cache that comes
         self._session: Session | None = None
         self._busy = threading.Lock()
+        self._choices: Hashable = None
 
     # Around a generation.
 
@@ -80,9 +85,15 @@ class Decoder:
         with contextlib.ExitStack() as stack:
             stack.callback(self._release)
             self.stays_eager = False
+            self._drop_if_chosen_otherwise()
             session = self._session = Session(self, kwargs["past_key_values"])
             stack.callback(session.close)
             yield
+
+    def _drop_if_chosen_otherwise(self) -> None:
+        before, self._choices = self._choices, choices(self._model)
+        if before != self._choices:
+            self.reset()
 
     def _taken_for(self, config: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether the generation can have the graphs, and nobody else has them."""

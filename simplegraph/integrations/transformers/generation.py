@@ -101,7 +101,8 @@ def graph_generation(
         max_length: tokens of the longest sequence, prompt included.
         max_source_length: tokens of the longest encoder output; None takes the config's `max_source_positions`,
             or `max_length`.
-        capture_sizes: batch sizes to capture, which others are padded to; None doubles up to `max_batch_size`.
+        capture_sizes: batch sizes to capture, which others are padded to; None doubles up to `max_batch_size`. The
+            cache has rows for the largest.
         pool: graph memory to share with other wrappers; see `graph_pool`.
 
     Returns:

@@ -1,8 +1,8 @@
-"""What keeps a `generate` call away from graphs. Looked at once for every call, since all of it may change."""
+"""What keeps a `generate` call away from graphs, or from earlier ones. All of it may change from call to call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,20 @@ def check_model(model: Any) -> None:
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation not in CAPTURABLE_ATTENTION:
         raise CannotBind(Reason.ATTENTION, str(implementation))
+
+
+def choices(model: Any) -> Hashable:
+    """What the model's Python decides by beside its arguments, and captured graphs have fixed.
+
+    The implementations of attention and experts, and the adapters in use.
+    """
+    config = model.config.get_text_config(decoder=True)
+    adapters = [
+        (str(child.active_adapters), bool(child.disable_adapters))
+        for child in model.modules()
+        if hasattr(child, "active_adapters") and hasattr(child, "disable_adapters") and child is not model
+    ]
+    return config._attn_implementation, getattr(config, "_experts_implementation", None), tuple(adapters)
 
 
 def check_generation(config: Any, kwargs: Mapping[str, Any]) -> None:
