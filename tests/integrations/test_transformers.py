@@ -660,6 +660,32 @@ def test_a_model_that_takes_the_last_key_for_the_present_one(device: torch.devic
     refused(Reason.FIXED_CACHE, model, plain, tiny.prompts([6, 4, 5], device))
 
 
+def test_a_model_that_needs_its_length_in_python_is_named_with_its_line(device: torch.device) -> None:
+    class Counting(transformers.LlamaForCausalLM):
+        def forward(self, past_key_values: Any = None, **kwargs: Any) -> Any:
+            known = past_key_values.get_seq_length()
+            if not isinstance(known, int):
+                raise TypeError("a length, please")
+            return super().forward(past_key_values=past_key_values, **kwargs)
+
+    plain, model = (tiny.build(lambda: Counting(transformers.LlamaConfig(**tiny.LLAMA)), device) for _ in range(2))
+    with graphed(model) as graphs:
+        for count in (1, 2):
+            batch = tiny.prompts([6, 4], device)
+            found, expected = (one.generate(**batch, **GREEDY) for one in (model, plain))
+            assert torch.equal(found, expected)
+            assert graphs.stats.eager[Reason.FIXED_CACHE] == count
+        assert graphs.stats.replays == 0
+
+
+def test_no_memory_for_the_cache(llama: Any, plain: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("simplegraph.integrations.transformers.decoder.Store", full)
+    refused(Reason.CACHE_FULL, llama, plain, tiny.prompts([6, 4], device))
+
+
 def test_a_cache_changed_between_steps_is_an_error(llama: Any, device: torch.device) -> None:
     cache = transformers.DynamicCache(config=llama.config)
 

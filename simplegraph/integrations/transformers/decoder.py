@@ -15,6 +15,7 @@ from simplegraph.batch.dispatch import Reason
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.device import GraphPool
+from simplegraph.graph.session import user_location
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
 from simplegraph.integrations.transformers.session import Session
 from simplegraph.integrations.transformers.step import ROW_INPUTS, DecodeStep, masks_source
@@ -161,8 +162,15 @@ class Decoder:
             self.stays_eager = self._progress == before
         return logits
 
-    def compare(self, logits: Tensor, expected: Tensor) -> str | None:
-        """What is different between the logits of one step from the store and from the model's own cache, or None."""
+    def compare(self, length: int, source: int, inputs: dict[str, Any], expected: Tensor) -> str | None:
+        """What is different between `expected`, from the model's own cache, and a step from the store; None if nothing.
+
+        A step that fails is different too: many models count on Python knowing how long their cache is.
+        """
+        try:
+            logits = self.step(length, source, inputs)
+        except Exception as error:
+            return f"{type(error).__name__}: {error} at {user_location(error)}"
         found = [text for text in map(difference, logits, expected) if text is not None]
         # In half precision, rounding may send a row to another expert.
         allowed = len(logits) // 2 if expected.dtype in (torch.float16, torch.bfloat16) else 0
@@ -209,9 +217,14 @@ class Decoder:
         if self._step is None or self._step.store.layout != layout:
             self.reset()
             length = self._source_length if hidden is not None else 0
-            self._step = self._wrapped(Store(layout, self._rows, self._length, length))
-        store: Store = self._step.store
-        return store
+            try:
+                store = Store(layout, self._rows, self._length, length)
+            except torch.OutOfMemoryError:
+                shape = f"{self._rows} sequences of {self._length} tokens; lower max_batch_size or max_length"
+                raise CannotBind(Reason.CACHE_FULL, f"no memory for {shape}") from None
+            self._step = self._wrapped(store)
+        known: Store = self._step.store
+        return known
 
     def _wrapped(self, store: Store) -> Any:
         step: Any = wrap(
@@ -238,7 +251,7 @@ class Decoder:
         """Captures, replays and what ran eagerly, with the reasons."""
         if self._step is not None:
             return self._step.graph_report()  # type: ignore[no-any-return]
-        return GraphReport(self.stats, "no device yet")
+        return GraphReport(self.stats, str(self._model.device))
 
 
 _ON_THE_WAY = (Reason.FIRST_CALL, Reason.WARMUP, Reason.OUTPUT_SHAPE_UNKNOWN)

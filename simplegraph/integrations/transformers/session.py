@@ -80,13 +80,14 @@ class Session:
 
     def _compared_step(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: dict[str, Any]) -> Any:
         """A step both ways: whether the model answers from a cache of fixed length as it does from its own."""
-        length, self._length = self._length or 0, None  # the cache itself is in charge once more
+        length = self._length or 0
+        self._restore()
         outputs = forward(**kwargs)
-        found = self._decoder.compare(self._decoder.step(length, self._source, inputs), outputs.logits)
-        if found is not None:
+        found = self._decoder.compare(length, self._source, inputs, outputs.logits)
+        if found is None:
+            self._moved_to(length + 1)
+        else:
             self._give_up(Reason.FIXED_CACHE, found)
-            return outputs
-        self._moved_to(length + 1)
         return outputs
 
     def _moved_to(self, length: int) -> None:

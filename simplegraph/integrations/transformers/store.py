@@ -210,7 +210,8 @@ class Store:
     def load(self, cache: Any, mask: Tensor | None, length: int) -> None:
         """Take over what a prefill left in `cache`: `length` tokens, of which `mask` (rows, >= length) hides some.
 
-        Positions after them are zeroed: a value that is hidden still counts if it is not finite.
+        Positions after them are zeroed: a value that is hidden still counts if it is not finite. The cache's layers
+        then are views of this memory, so that the prefill's own is free; `hand_back` ends that.
         """
         rows = _rows(cache)
         targets, sources, rest = [], [], [self._mask[:rows, length:]]
@@ -228,6 +229,9 @@ class Store:
             self._mask[:rows, :length] = 1
         else:
             self._mask[:rows, :length] = mask[:, :length]
+        for pair, layout, layer in zip(self._pairs, self.layout.layers, cache.layers, strict=True):
+            if pair is not None and layout is not None and layout.window is None:
+                layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in pair)
 
     def load_source(self, cache: Any, mask: Tensor | None, hidden: Tensor) -> None:
         """Take over the keys and values of the encoder's `hidden` (rows, source, elements); `mask` hides some."""
