@@ -14,8 +14,9 @@ from simplegraph import Reason
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+import tiny_models as tiny  # noqa: E402
+
 from simplegraph.integrations.transformers import graph_encoder, graph_generation  # noqa: E402
-from tests.integrations import tiny_models as tiny  # noqa: E402
 
 CUDA = torch.device("cuda")
 TOKENS = 32

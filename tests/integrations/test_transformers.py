@@ -16,8 +16,9 @@ from simplegraph import Reason
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+import tiny_models as tiny  # noqa: E402
+
 from simplegraph.integrations.transformers import GraphedGeneration, graph_generation  # noqa: E402
-from tests.integrations import tiny_models as tiny  # noqa: E402
 
 TOKENS = 12
 GREEDY = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
