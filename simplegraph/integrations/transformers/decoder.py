@@ -78,8 +78,14 @@ class Decoder:
     # Around a generation.
 
     @contextlib.contextmanager
-    def decoding(self, config: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """In here the model's steps go through graphs, if they can; `kwargs` is what `_sample` was passed."""
+    def decoding(self, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> Iterator[None]:
+        """In here the model's steps go through graphs, if they can.
+
+        Args:
+            config: the generation config.
+            kwargs: what `_sample` was passed.
+            cache_is_kept: whether anybody looks at the cache afterwards.
+        """
         if not self._taken_for(config, kwargs):
             yield
             return
@@ -87,7 +93,7 @@ class Decoder:
             stack.callback(self._release)
             self.stays_eager = False
             self._drop_if_chosen_otherwise()
-            session = self._session = Session(self, kwargs["past_key_values"])
+            session = self._session = Session(self, kwargs["past_key_values"], kept=cache_is_kept)
             stack.callback(session.close)
             yield
 

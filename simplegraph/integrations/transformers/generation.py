@@ -24,7 +24,7 @@ class GraphedGeneration:
     def __init__(self, model: Any, decoder: Decoder) -> None:
         self.model = model
         self._decoder = decoder
-        self._reached = threading.local()
+        self._call = threading.local()
 
     @property
     def stats(self) -> GraphStats:
@@ -54,16 +54,19 @@ class GraphedGeneration:
 
     def generate(self, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A whole generation, which is counted if it never came to `_sample`."""
-        self._reached.sample = False
+        self._call.sampled = False
+        self._call.cache_is_kept = kwargs.get("past_key_values") is not None
         result = generate(*args, **kwargs)
-        if not self._reached.sample:
+        if not self._call.sampled:
             self._decoder.refuse(Reason.DECODING_MODE)
         return result
 
     def sample(self, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Greedy decoding or sampling."""
-        self._reached.sample = True
-        with self._decoder.decoding(kwargs.get("generation_config"), kwargs):
+        self._call.sampled = True
+        config = kwargs.get("generation_config")
+        kept = getattr(config, "return_dict_in_generate", True) or getattr(self._call, "cache_is_kept", True)
+        with self._decoder.decoding(config, kwargs, cache_is_kept=kept):
             return sample(*args, **kwargs)
 
     def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,10 +27,12 @@ class Session:
     Args:
         decoder: decodes; this generation is the only one that it serves meanwhile.
         cache: the generation's `past_key_values`.
+        kept: whether anybody looks at the cache after the generation.
     """
 
-    def __init__(self, decoder: Decoder, cache: Any) -> None:
+    def __init__(self, decoder: Decoder, cache: Any, *, kept: bool) -> None:
         self.cache = cache
+        self._kept = kept
         self._decoder = decoder
         self._own = getattr(cache, "self_attention_cache", cache)
         self._length: int | None = None  # tokens in the store; None while the cache itself is in charge
@@ -107,9 +109,10 @@ class Session:
             self._shown = self._decoder.show_length(self._own, self._rows, self._length)
 
     def close(self) -> None:
-        """The generation is over: let its cache hold everything that was decoded."""
+        """The generation is over: let its cache hold everything that was decoded, if anybody keeps it."""
         served = self._length is not None
-        self._restore()
+        if self._kept:
+            self._restore()
         if self._unserved and not served and not self._over:
             self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token a row")
 
