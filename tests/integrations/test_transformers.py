@@ -203,6 +203,15 @@ def test_under_autocast_and_after_it(llama: Any, plain: Any, device: torch.devic
         assert graphs.stats.replays == 4 * (TOKENS - 1) - 2  # the first step with either
 
 
+def test_guidance_has_a_cache_of_its_own_and_runs_as_it_did(llama: Any, plain: Any, device: torch.device) -> None:
+    batch = tiny.prompts([6], device)
+    settings = GREEDY | {"guidance_scale": 1.5}
+    with graphed(llama) as graphs:
+        assert torch.equal(llama.generate(**batch, **settings), plain.generate(**batch, **settings))
+        assert graphs.stats.replays == TOKENS - 2
+        assert graphs.stats.eager[Reason.CACHE_KIND] == 1
+
+
 def test_eager_attention_too_or_the_line_in_the_way(device: torch.device) -> None:
     plain, model = (tiny.build(MODELS["gemma2"], device) for _ in range(2))
     for one in (plain, model):

@@ -122,7 +122,10 @@ class Decoder:
     def session_of(self, cache: Any) -> Session | None:
         """The generation that `cache` belongs to, if it is the one being served."""
         session = self._session
-        return session if session is not None and session.cache is cache else None
+        if session is None or session.cache is cache:
+            return session
+        session.note_other_cache()
+        return None
 
     def refuse(self, reason: Reason, detail: str = "") -> None:
         """Count a generation, or the rest of one, that runs as it would without graphs."""

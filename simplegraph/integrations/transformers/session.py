@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class Session:
         self._output: Any = None  # what the model's forward returns, once the prefill ran
         self._over = False
         self._unserved = 0  # calls after the prefill that were no steps of one token
+        self._others = 0  # calls of this thread meanwhile, with another cache
+        self._thread = threading.get_ident()
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call of the model's forward."""
@@ -55,6 +58,10 @@ class Session:
         outputs = forward(*args, **kwargs)
         self._output = type(outputs)
         return outputs
+
+    def note_other_cache(self) -> None:
+        """The model was called with another cache: by guidance, or because it went on with a new one."""
+        self._others += threading.get_ident() == self._thread
 
     def _give_up(self, reason: Reason, detail: str) -> None:
         self._over = True
@@ -115,6 +122,8 @@ class Session:
             self._restore()
         if self._unserved and not served and not self._over:
             self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token a row")
+        if self._others:
+            self._decoder.refuse(Reason.CACHE_KIND, f"{self._others} calls of a generation came with another cache")
 
     def _restore(self) -> None:
         if self._length is not None:
