@@ -14,6 +14,7 @@ from torch import Tensor
 from simplegraph.batch.dispatch import Reason
 from simplegraph.buffers import InputSet, OutputShapes, shared_rows
 from simplegraph.graph.observe import MemoryObserver, storage_key
+from simplegraph.graph.subclasses import is_wrapper
 from simplegraph.signature import Arg, CannotBind, Signature
 from simplegraph.tree import TreeSpec
 
@@ -74,6 +75,10 @@ def unreturnable(leaves: Sequence[Any]) -> str | None:
     for leaf in leaves:
         if isinstance(leaf, (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
             return f"a {type(leaf).__name__}, whose body would run after the capture; return its values instead"
-        if not isinstance(leaf, _RETURNABLE) or (isinstance(leaf, Tensor) and leaf.layout is not torch.strided):
+        if not isinstance(leaf, _RETURNABLE) or (isinstance(leaf, Tensor) and not _is_plain(leaf)):
             return f"a {type(leaf).__name__}"
     return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_wrapper(tensor)

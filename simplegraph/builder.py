@@ -16,11 +16,12 @@ from simplegraph.config import CudaGraphMode
 from simplegraph.context import bypassed
 from simplegraph.graph.breaks import told
 from simplegraph.graph.observe import MemoryObserver, storage_key
+from simplegraph.graph.subclasses import waited
 from simplegraph.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager import CudaGraphManager
 from simplegraph.plan import Call, Layout
 from simplegraph.signature import CallReader, CannotBind, ConstantArg
-from simplegraph.staleness import CapturedState, Entry, held_tensors, put_back
+from simplegraph.staleness import CapturedState, Entry, held_tensors, kept_in_graph, put_back
 from simplegraph.tree import TreeSpec, flatten
 from simplegraph.verify import Check
 
@@ -135,7 +136,7 @@ class GraphBuilder:
         observer = MemoryObserver()
         trace = None if trace_for is None else self.manager.traces.begin(observer)
         with device.on_capture_stream(), bypassed(Reason.NESTED), observer, told(trace):
-            outputs, spec = flatten(invoke(module, args, kwargs))
+            outputs, spec = flatten(waited(invoke(module, args, kwargs)))
         if trace is not None and trace_for is not None:
             self.manager.traces.add(trace_for, trace, outputs)
         for leaf in outputs:
@@ -232,11 +233,7 @@ class GraphBuilder:
     def _kept(self, call: Call, jobs: Sequence[CaptureJob], before: list[Entry]) -> list[str]:
         """Names of attributes that hold graph memory after a capture; they and the graphs are put back."""
         manager = self.manager
-        kept = [
-            entry
-            for entry in held_tensors(call.module)
-            if entry.tensor.device == manager.device.torch_device and manager.device.in_pool(manager.pool, entry.tensor)
-        ]
+        kept = kept_in_graph(call.module, manager.device, manager.pool)
         if kept:
             put_back(kept, before)
             manager.forget(jobs)

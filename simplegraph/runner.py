@@ -25,7 +25,7 @@ from simplegraph.manager import CudaGraphManager, profiler_enabled, replay_range
 from simplegraph.plan import NOTHING, Call, Copies, Layout, Plan
 from simplegraph.report import GraphReport
 from simplegraph.signature import CallReader, CannotBind
-from simplegraph.staleness import CapturedState, held_tensors
+from simplegraph.staleness import CapturedState, kept_in_graph
 from simplegraph.stats import GraphStats
 from simplegraph.tree import flatten
 from simplegraph.verify import Check
@@ -427,8 +427,7 @@ def _refuse_kept(module: Any, plan: Plan) -> None:
     """A break that keeps a tensor it was passed has graph memory, which the next replay overwrites (debug)."""
     if not plan.program.breaks:
         return
-    held = (entry for entry in held_tensors(module) if entry.tensor.device == plan.device.torch_device)
-    kept = [entry.name for entry in held if plan.device.in_pool(plan.pool, entry.tensor)]
+    kept = [entry.name for entry in kept_in_graph(module, plan.device, plan.pool)]
     if kept:
         raise StaleGraphError(
             f"after a replay of {plan.counters.label}, {', '.join(kept)} holds memory of the graph, which the next "

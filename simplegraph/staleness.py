@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.observe import storage_key
+from simplegraph.graph.subclasses import parts
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors are looked for in
 
@@ -96,12 +98,12 @@ class CapturedState:
         self._seen = Changes.count
         self._registered = list(_registered(module))
         self._parts = [_Part.of(name, child) for name, child in module.named_modules()]
-        plain = [entry for entry in _plain(module) if storage_key(entry.tensor) in external]
+        plain = [entry for entry in _plain(module) if not external.keys().isdisjoint(_keys(entry.tensor))]
         links = {(id(holder), key): (holder, key, value) for entry in plain for holder, key, value in entry.links}
         self._plain_holders = [holder for holder, _, _ in links.values()]
         self._plain_keys = [key for _, key, _ in links.values()]
         self._plain_values = [value for _, _, value in links.values()]
-        known = {id(entry.tensor) for entry in (*self._registered, *plain)}
+        known = {id(part) for entry in (*self._registered, *plain) for part in parts(entry.tensor)}
         found = [
             Entry(f"a {tuple(t.shape)} tensor from elsewhere", [t], 0, t)
             for t in external.values()
@@ -111,9 +113,9 @@ class CapturedState:
         # The module owns what is registered; whoever moves that frees it at once, and is noticed. Memory
         # found elsewhere has no owner we know, so it is kept: by views, since a tensor that moves takes
         # its old memory along.
-        registered = {storage_key(entry.tensor) for entry in self._registered if _has_address(entry.tensor)}
+        registered = {key for entry in self._registered for key in _keys(entry.tensor)}
         self._owned = [tensor.detach() for key, tensor in external.items() if key not in registered]
-        Changes.watched.update(id(entry.tensor) for entry, _ in self._places)
+        Changes.watched.update(id(part) for entry, _ in self._places for part in (entry.tensor, *parts(entry.tensor)))
         Changes.watched.update(id(part.module) for part in self._parts)
 
     def moved(self) -> bool:
@@ -198,6 +200,16 @@ def _get(holder: Any, key: Any) -> Any:
 def held_tensors(module: nn.Module) -> list[Entry]:
     """Every tensor that the module holds in parameters, buffers and ordinary attributes."""
     return [*_registered(module), *_plain(module)]
+
+
+def kept_in_graph(module: nn.Module, device: GraphDevice, pool: GraphPool) -> list[Entry]:
+    """Those of its tensors that are memory of the pool: they mean something inside a replay, and only there."""
+    return [
+        entry
+        for entry in held_tensors(module)
+        if entry.tensor.device == device.torch_device
+        and any(device.in_pool(pool, part) for part in parts(entry.tensor))
+    ]
 
 
 def put_back(entries: list[Entry], before: list[Entry]) -> None:
@@ -310,6 +322,14 @@ def _has_address(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...] | None:
+def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Where a tensor lies and how: the same memory transposed is other numbers to a graph."""
-    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if _has_address(tensor) else None
+    return tuple(
+        (part.data_ptr(), part.dtype, part.shape, part.stride()) if _has_address(part) else None
+        for part in parts(tensor)
+    )
+
+
+def _keys(tensor: Tensor) -> set[int]:
+    """What identifies its memory."""
+    return {storage_key(part) for part in parts(tensor) if _has_address(part)}

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simplegraph.graph.subclasses import only_shapes, wraps
+
 
 def storage_key(tensor: Tensor) -> int:
     """What identifies a tensor's memory while the tensor lives."""
@@ -100,9 +102,13 @@ class MemoryObserver(OperatorMode):
                 self.found.setdefault(number, use)
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(wraps, types)):
+            return NotImplemented  # it first turns into operators on plain tensors
         kwargs = kwargs or {}
+        if only_shapes():
+            return func(*args, **kwargs)
         own = self._own
         inside = self._made_inside
         external = self.external

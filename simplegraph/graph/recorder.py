@@ -16,6 +16,7 @@ from simplegraph.graph.device import GraphDevice, GraphPool, Segment
 from simplegraph.graph.observe import MemoryObserver, storage_key
 from simplegraph.graph.program import Argument, Break, Inside, Modes
 from simplegraph.graph.results import Accept, Cell, Result, learnt
+from simplegraph.graph.subclasses import is_wrapper, parts, waited
 from simplegraph.tree import LEAF, TreeSpec, flatten, opened_once
 
 
@@ -77,6 +78,7 @@ class Trace:
         observer = self._observer
         if observer is None or function in self.inlined:
             return function(*args, **kwargs)
+        args, kwargs = waited((args, kwargs))
         arguments, nesting = flatten((args, kwargs))
         made_here = tuple(isinstance(leaf, Tensor) and observer.made(leaf) for leaf in arguments)
         observer.pass_on(arguments)
@@ -84,7 +86,8 @@ class Trace:
         with told(None), observer.inside_break() as made:
             result = function(*args, **kwargs)
         leaves, spec = flatten(result)
-        returned = {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided}
+        tensors = (part for leaf in leaves if isinstance(leaf, Tensor) for part in parts(leaf))
+        returned = {storage_key(tensor) for tensor in tensors if tensor.layout is torch.strided}
         observer.left |= dict.fromkeys(made - returned, len(self.calls))
         problem = None
         if before != [_geometry(leaf) for leaf in arguments]:
@@ -116,7 +119,7 @@ def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:
 
 
 def _geometry(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or is_wrapper(leaf):
         return None
     storage = leaf.untyped_storage()
     return leaf.shape, leaf.stride(), leaf.storage_offset(), storage.data_ptr(), storage.nbytes()
@@ -155,7 +158,7 @@ class SegmentRecorder:
         self._stream = self._device.current_stream()
         self._device.begin(self._pool, self._generators)
         with told(None if self._trace is None else self):
-            result = run()
+            result = waited(run())
         if self._error is not None:
             raise self._error
         self._end_segment()
@@ -185,6 +188,7 @@ class SegmentRecorder:
                 f"eager break {name} is called on another stream than the forward's; join that stream and leave its "
                 "`with torch.cuda.stream(...)` block first."
             )
+        args, kwargs = waited((args, kwargs))
         self._end_segment()
         leaves, spec = flatten((args, kwargs))
         made_here = known.made_here if len(known.made_here) == len(leaves) else (True,) * len(leaves)

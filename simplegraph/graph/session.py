@@ -19,6 +19,7 @@ from simplegraph.errors import BreakError, CaptureError, EmulatorError, InputErr
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool
 from simplegraph.graph.program import Program
 from simplegraph.graph.recorder import SegmentRecorder, Trace
+from simplegraph.graph.subclasses import is_wrapper
 from simplegraph.tree import flatten
 
 _FROZEN_AT_IMPORT = gc.get_freeze_count()  # some interpreters freeze a few objects of their own
@@ -121,7 +122,7 @@ class CaptureSession:
 
     def _held(self, leaf: Any) -> Any:
         """An output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""
-        if isinstance(leaf, Tensor) and self.device.in_pool(self.pool, leaf):
+        if isinstance(leaf, Tensor) and not is_wrapper(leaf) and self.device.in_pool(self.pool, leaf):
             return self.device.borrow(leaf)
         return leaf
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplegraph.graph.emulator.collectives import is_collective
+
 READ_BACK = "a tensor was read back to Python while its value does not exist yet"
 FROM_HOST = "data was copied from host memory that is not pinned, which a capture does not permit"
 
@@ -18,7 +20,6 @@ _READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _TAKES_MASK = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _UNINITIALISED = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "empty_permuted")}
 _UNINITIALISED |= {"aten::new_empty", "aten::new_empty_strided"}
-_COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 def name_of(func: Any) -> str:
@@ -80,7 +81,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 def waiting(func: Any) -> Callable[..., Any]:
     """The operator as later work on its stream finds it; a collective has run by then."""
-    if func.namespace not in _COLLECTIVES:
+    if not is_collective(func):
         return func  # type: ignore[no-any-return]
 
     def call(*args: Any, **kwargs: Any) -> Any:

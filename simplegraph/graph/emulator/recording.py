@@ -12,6 +12,7 @@ from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
+from simplegraph.graph.emulator.collectives import Launches, is_collective
 from simplegraph.graph.emulator.memory import Memory, Outside, View, from_outside, poison_byte
 from simplegraph.graph.emulator.operators import (
     FROM_HOST,
@@ -31,6 +32,7 @@ from simplegraph.graph.emulator.operators import (
 )
 from simplegraph.graph.emulator.segment import Arena, Call, EmulatorSegment, Output
 from simplegraph.graph.observe import OperatorMode
+from simplegraph.graph.subclasses import only_shapes, wraps
 
 # Typed loosely because torch leaves them untyped.
 _functions: Any = overrides
@@ -49,9 +51,11 @@ class _RecordingMode(OperatorMode):
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
-            return NotImplemented  # A subclass such as DTensor first turns into operators on plain tensors.
+        if any(map(wraps, types)):
+            return NotImplemented  # It first turns into operators on plain tensors.
         kwargs = kwargs or {}
+        if only_shapes():
+            return func(*args, **kwargs)
         self._recording.check(func, args, kwargs)
         if is_composite(func):
             with self:
@@ -148,6 +152,7 @@ class Recording:
         self._known_generators = {_identity(generator) for generator in generators}
         self._random = [(generator, generator.get_state()) for generator in generators]
         self._calls: list[Call] = []
+        self._launches = Launches()
         self._memories: dict[int, Memory] = {}
         self._created: set[Memory] = set()
         # Every storage seen is held, so that its key means nothing else until the capture ends.
@@ -204,7 +209,7 @@ class Recording:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record it where it does work on a device."""
         inputs = tensors([args, kwargs])
-        if any(tensor.device.type == "meta" for tensor in inputs):
+        if any(tensor.is_meta for tensor in inputs):
             return func(*args, **kwargs)
         for tensor in inputs:
             memory = self._memory_of(tensor, func)
@@ -214,8 +219,13 @@ class Recording:
         for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
             memory.save()
         call = waiting(func)
-        result = run_for_shapes(call, args, kwargs, written)
+        if is_collective(func):
+            result = self._launches.launch(func, args, kwargs)
+        else:
+            result = run_for_shapes(call, args, kwargs, written)
         results = tensors(result)
+        if any(tensor.is_meta for tensor in results):
+            return result
         created = self._create(func, results)
         if does_work(func, written, created):
             view = functools.partial(self._view, func)
@@ -266,6 +276,11 @@ class Recording:
             raise EmulatorError(f"the capture was broken earlier: {self._broken}") from self._broken
         if self._reseeded():
             raise EmulatorError(f"{_RESEEDED}.")
+        if self._launches.unwaited:
+            raise EmulatorError(
+                f"work on another stream was not joined: nobody waited for {', '.join(self._launches.unwaited)}. "
+                "Wait for a collective in the forward that launches it."
+            )
         for memory in self._memories.values():
             if memory.saved is not None and memory.saved.nbytes() != memory.storage.nbytes():
                 raise EmulatorError(f"memory from outside was resized, so it moved: {memory.seen_as}.")

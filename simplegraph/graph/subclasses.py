@@ -1,0 +1,58 @@
+"""Tensors made of other tensors: DTensor, AsyncCollectiveTensor, quantized ones. Their own address says nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.tree import flatten
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def wraps(kind: type) -> bool:
+    """Whether tensors of this class have no memory of their own."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def only_shapes() -> bool:
+    """Whether operators now run on fake tensors: so DTensor reckons how its results are sharded."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether the tensor has no memory of its own, and only wraps others that have."""
+    return type(tensor) not in _PLAIN and wraps(type(tensor))
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors whose memory it is: those that it wraps, or itself."""
+    if not is_wrapper(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        inner = getattr(tensor, name)  # of a DTensor one is the device mesh
+        if isinstance(inner, Tensor):
+            yield from parts(inner)
+
+
+def waited(value: Any) -> Any:
+    """The value with every AsyncCollectiveTensor in it waited for, and replaced by the tensor it stands for.
+
+    One that leaves a capture unwaited records its wait in whatever touches it first, outside the graph:
+    "CUDA error: invalid argument", which engines report as DTensor models that cannot be captured.
+    """
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is None:  # then there is none
+        return value
+    leaves, spec = flatten(value)
+    if not any(isinstance(leaf, collectives.AsyncCollectiveTensor) for leaf in leaves):
+        return value  # the very containers, which somebody may write to
+    return spec.unflatten(
+        leaf.wait() if isinstance(leaf, collectives.AsyncCollectiveTensor) else leaf for leaf in leaves
+    )
