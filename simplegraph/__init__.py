@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from simplegraph.config import CudaGraphMode as CudaGraphMode
     from simplegraph.context import describe as describe
     from simplegraph.context import eager as eager
+    from simplegraph.distributed import RankGroup as RankGroup
+    from simplegraph.distributed import ShapeConsensus as ShapeConsensus
     from simplegraph.errors import BreakError as BreakError
     from simplegraph.errors import CaptureError as CaptureError
     from simplegraph.errors import CaptureSizeError as CaptureSizeError
     from simplegraph.errors import ConfigError as ConfigError
     from simplegraph.errors import EmulatorError as EmulatorError
     from simplegraph.errors import InputError as InputError
+    from simplegraph.errors import RankError as RankError
     from simplegraph.errors import ReplayError as ReplayError
     from simplegraph.errors import SimpleGraphError as SimpleGraphError
     from simplegraph.errors import StaleGraphError as StaleGraphError
@@ -59,6 +62,7 @@ _HOMES = {
     "batch.sizes": ("SizePlan", "plan_sizes"),
     "checking": ("CheckReport", "check"),
     "config": ("AttentionCGSupport", "CudaGraphConfig", "CudaGraphMode"),
+    "distributed": ("RankGroup", "ShapeConsensus"),
     "graph.breaks": ("break_at", "eager_break"),
     "errors": (
         "BreakError",
@@ -67,6 +71,7 @@ _HOMES = {
         "ConfigError",
         "EmulatorError",
         "InputError",
+        "RankError",
         "ReplayError",
         "SimpleGraphError",
         "StaleGraphError",

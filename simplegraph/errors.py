@@ -41,6 +41,10 @@ class ReplayError(SimpleGraphError, RuntimeError):
     """A replay was asked for that cannot be served: nothing captured, or the graphs were dropped."""
 
 
+class RankError(SimpleGraphError, RuntimeError):
+    """Ranks that must act together did not: one is missing, failed, or does something else."""
+
+
 class StaleGraphError(SimpleGraphError, RuntimeError):
     """Something a graph reads was moved or replaced since capture, so a replay would use old values."""
 

@@ -22,6 +22,7 @@ import torch
 from simplegraph.batch.dispatch import BatchDescriptor, Dispatch, Dispatcher, Reason
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed
+from simplegraph.distributed import Consensus, RankGroup, Vote
 from simplegraph.errors import CaptureError, ConfigError, InputError, ReplayError
 from simplegraph.graph.breaks import told
 from simplegraph.graph.device import GraphDevice, GraphPool
@@ -30,6 +31,7 @@ from simplegraph.graph.program import Program
 from simplegraph.graph.recorder import Trace
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.session import CaptureSession, capture_error
+from simplegraph.graph.subclasses import waited
 from simplegraph.jobs import (
     CaptureJob,
     CaptureSummary,
@@ -71,6 +73,16 @@ class GraphHooks:
         """Inside the capture, after the forward: whatever runs here is recorded."""
 
 
+class _GroupAlive(GraphHooks):
+    """Refuses a replay whose collectives have no process group any more."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+
+    def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        self._ranks.check_alive()
+
+
 class CudaGraphManager:
     """Programs by key: captures them, replays them, runs eagerly where there is none, and counts it all.
 
@@ -82,6 +94,8 @@ class CudaGraphManager:
         lora_cases: the counts of active LoRAs to capture.
         requests: whether full graphs for mixed batches are keyed by their number of requests; see `Dispatcher`.
         name: what messages and the report call it.
+        ranks: those whose graphs hold collectives with this one's; they capture together.
+        consensus: lets ranks agree on every step's mode and size; `dispatch` then asks all of them.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -97,6 +111,8 @@ class CudaGraphManager:
         lora_cases: Sequence[int] = (0,),
         requests: bool | None = None,
         name: str = "model",
+        ranks: RankGroup | None = None,
+        consensus: Consensus | None = None,
         **settings: Any,
     ) -> None:
         self.config = (config or CudaGraphConfig()).replace(**settings).from_env()
@@ -107,11 +123,15 @@ class CudaGraphManager:
             raise ConfigError(f"support is {support!r}; expected an AttentionCGSupport, such as backend.support.")
         self.dispatcher = Dispatcher(self.config, support, lora_cases=lora_cases, requests=requests)
         self.support = support
+        self.ranks = ranks
+        if consensus is not None and not self.config.padding:
+            raise ConfigError("padding is False, but ranks that agree on a size pad to the largest; allow padding.")
+        self.consensus = consensus
         self.stats = GraphStats(name)
         self.programs: dict[Key, Program] = {}
         self.failures: dict[Key, CaptureError] = {}
         self.traces = Traces(self.device.torch_device, self.config.break_ops)
-        self.hooks: list[GraphHooks] = []
+        self.hooks: list[GraphHooks] = [] if ranks is None else [_GroupAlive(ranks)]
         self._traced: list[MemoryObserver] = []  # of warmups that only told what breaks return
         self.pool = self.device.new_pool() if pool is None else pool
         if pool is None or pool.managers:  # else somebody else made it, and may use it in other ways
@@ -146,10 +166,39 @@ class CudaGraphManager:
         *,
         allow_full: bool = True,
     ) -> Dispatch:
-        """How to run a batch; see `Dispatcher.dispatch`."""
-        return self.dispatcher.dispatch(
-            num_tokens, num_reqs, uniform_query_len, num_active_loras, allow_full=allow_full
-        )
+        """How to run a batch; see `Dispatcher.dispatch`.
+
+        With a `consensus` it is how all ranks run this step, eagerly too: each must ask, once a step. A rank with
+        nothing to run asks for 0 tokens, and runs a batch of padding.
+
+        Raises:
+            RankError: no agreement came about.
+            CaptureSizeError: the batch is empty, with a consensus on every rank.
+            InputError: the numbers do not fit each other.
+        """
+        asked = (num_tokens, num_reqs, uniform_query_len, num_active_loras)
+        if self.consensus is None:
+            return self.dispatcher.dispatch(*asked, allow_full=allow_full)
+        own = self.dispatcher.dispatch(*asked, allow_full=allow_full) if num_tokens else None
+        agreed = self.consensus.agree(self._vote(own))
+        if own is not None and agreed == self._vote(own):
+            return own if agreed.mode is own.mode else self._eager(own)
+        return self.dispatcher.agreed(*agreed, num_tokens=num_tokens)
+
+    def _vote(self, own: Dispatch | None) -> Vote:
+        """How this rank could run: a graph that it does not have, nobody may replay."""
+        if own is None:
+            return Vote(CudaGraphMode.FULL, 0)
+        captured = (own.mode, own.descriptor) in self.programs
+        mode = own.mode if captured else CudaGraphMode.NONE
+        return Vote(mode, own.descriptor.num_tokens, own.descriptor.num_active_loras)
+
+    def _eager(self, own: Dispatch) -> Dispatch:
+        """The batch in its padded shape, run eagerly for want of a graph."""
+        return own._replace(mode=CudaGraphMode.NONE, reason=self._why_uncaptured((own.mode, own.descriptor)))
+
+    def _why_uncaptured(self, key: Key) -> Reason:
+        return Reason.CAPTURE_FAILED if key in self.failures else Reason.NOT_CAPTURED_UPFRONT
 
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
         """Everything that `capture` captures, largest first."""
@@ -198,7 +247,7 @@ class CudaGraphManager:
         if capturing:
             reason = Reason.CAPTURING_ELSEWHERE
         elif batch.mode is not CudaGraphMode.NONE:
-            reason = Reason.CAPTURE_FAILED if key in self.failures else Reason.NOT_CAPTURED_UPFRONT
+            reason = self._why_uncaptured(key)
         self.stats.ran_eagerly(reason)
         return forward(CudaGraphMode.NONE, batch.descriptor)
 
@@ -281,12 +330,16 @@ class CudaGraphManager:
         started = time.perf_counter()
         failed: dict[str, CaptureError] = {}
         observers = [] if observers is None else observers
+        if self.ranks is not None:
+            with self.ranks.together():
+                self.ranks.begin(self._settings(num_warmups), ", ".join(job.label for job in jobs), self.device)
         if not jobs:
             return CaptureSummary(0, failed, 0.0, 0)
         free_before = self.device.free_memory()
         before = self.stats.captures
-        show = self.config.progress and len(jobs) > 1
-        with CaptureSession(self.device, self.pool, thorough=not lazy) as session:
+        show = self.config.progress and len(jobs) > 1 and (self.ranks is None or self.ranks.rank == 0)
+        together = _ALONE if self.ranks is None else self.ranks.together()
+        with together, CaptureSession(self.device, self.pool, thorough=not lazy) as session:
             for _ in range(num_warmups):
                 if self._warm_up(jobs[0], observers) is not None:
                     break  # its capture will say why, and smaller sizes may do better
@@ -304,12 +357,14 @@ class CudaGraphManager:
                         error = self._capture_one(session, job, observers)
                     if error is not None:
                         failed[job.label] = error
-                        self._failed(job, error)
-                if read_differently(observers[compared:]):
+                if self._any_rank("what graphs read", read_differently(observers[compared:])):
                     again = [job for job in unseen if job.key in self.programs]
                     self.forget(again)
-                    for job in again:
-                        self._capture_one(session, job, observers)
+                    errors = {job.label: self._capture_one(session, job, observers) for job in again}
+                    failed |= {label: error for label, error in errors.items() if error is not None}
+        for job in jobs:
+            if job.label in failed:
+                self._failed(job, failed[job.label])
         observers += self._traced
         self._traced = []
         return CaptureSummary(
@@ -319,13 +374,39 @@ class CudaGraphManager:
             max(0, free_before - self.device.free_memory()),
         )
 
-    def _warm_up(self, job: CaptureJob, observers: list[MemoryObserver]) -> Exception | None:
-        """Run a job eagerly, so that its capture finds everything set up; what went wrong, if anything did."""
+    def _settings(self, num_warmups: int) -> dict[str, str]:
+        """What must be the same on ranks that capture together."""
+        names = (field.name for field in dataclasses.fields(self.config) if field.name != "progress")
+        settings = {name: repr(getattr(self.config, name)) for name in names}
+        more = {"support": self.support.name, "lora_cases": self.dispatcher.lora_cases, "warmups": num_warmups}
+        return settings | {name: str(value) for name, value in (more | {"torch": torch.__version__}).items()}
+
+    def _any_rank(self, what: str, flag: bool) -> bool:
+        return flag if self.ranks is None else self.ranks.any(what, flag)
+
+    def _on_all_ranks(self, what: str, job: CaptureJob, error: CaptureError | None) -> CaptureError | None:
+        """The error, or that of another rank: a graph that one rank does not have, no rank may replay."""
+        failure = None if self.ranks is None else self.ranks.failure(f"{what} {job.label}", error)
+        if failure is None or error is not None:
+            return error
+        rank, found = failure
+        self.forget([job])
+        cause = f"it failed on rank {rank}, and its collectives need all ranks"
+        said = found.replace("\n", "\n  ")
+        return CaptureError(f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}", cause=cause)
+
+    def _warm_up(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
+        """Run a job eagerly, so that its capture finds everything set up; what went wrong on any rank."""
+        error = self._warm_up_here(job, observers)
+        failed = None if error is None else capture_error(error, job.label)
+        return self._on_all_ranks("warming up", job, failed)
+
+    def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> Exception | None:
         observer = MemoryObserver()
         trace = self.traces.begin(observer) if job.mode is CudaGraphMode.PIECEWISE else None
         try:
             with observer, told(trace):
-                outputs = job.run()
+                outputs = waited(job.run())  # nothing may be in flight when a capture begins
         except InputError:
             raise
         except Exception as error:
@@ -354,6 +435,12 @@ class CudaGraphManager:
         return dataclasses.replace(summary, captured=0, failed=failed)
 
     def _capture_one(
+        self, session: CaptureSession, job: CaptureJob, observers: list[MemoryObserver] | None
+    ) -> CaptureError | None:
+        """Capture a job; what went wrong on any rank."""
+        return self._on_all_ranks("capturing", job, self._capture_here(session, job, observers))
+
+    def _capture_here(
         self, session: CaptureSession, job: CaptureJob, observers: list[MemoryObserver] | None
     ) -> CaptureError | None:
         run = self._with_end_hooks(job)
@@ -386,7 +473,7 @@ class CudaGraphManager:
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
         if self.traces.find(job.key) is None:
-            error = self._warm_up(job, self._traced)
+            error = self._warm_up_here(job, self._traced)
             if error is not None:
                 raise capture_error(error, job.label)
         return self.traces.find(job.key)
@@ -457,4 +544,5 @@ def around_breaks(program: Program) -> contextlib.AbstractContextManager[Any]:
 
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_ALONE: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _NO_RANGE: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()

@@ -16,6 +16,7 @@ from simplegraph.binding import Binding
 from simplegraph.builder import GraphBuilder, invoke
 from simplegraph.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.context import LOCAL, Special, bypassed
+from simplegraph.distributed import RankGroup
 from simplegraph.errors import CaptureError, CaptureSizeError, InputError, ReplayError, StaleGraphError
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.observe import storage_key
@@ -48,14 +49,16 @@ class GraphRunner:
     Args:
         config: settings; ``SIMPLEGRAPH_*`` environment variables win over them.
         pool: memory to share with other wrappers; None for a pool of its own.
+        ranks: those that capture together with this one.
     """
 
-    def __init__(self, config: CudaGraphConfig, pool: GraphPool | None = None) -> None:
+    def __init__(self, config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> None:
         self.settings = config
         self.config = config.from_env()
         self.stats = GraphStats()
         self.builder: GraphBuilder | None = None
         self._pool = pool
+        self._ranks = ranks
         self._lock = threading.RLock()
         self._reader: CallReader | None = None
         self._layouts: dict[Hashable, Layout] = {}
@@ -73,12 +76,15 @@ class GraphRunner:
         """The manager that keeps the programs; None until a call told the device."""
         return self.builder.manager if self.builder is not None else None
 
-    def configure(self, settings: CudaGraphConfig, pool: GraphPool | None = None) -> None:
-        """Drop the graphs and start over with other settings, or in another pool."""
+    def configure(
+        self, settings: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None
+    ) -> None:
+        """Drop the graphs and start over with other settings, in another pool, or with other ranks."""
         config = settings.from_env()  # refuses before anything is dropped
         with self._lock:
             self.reset("configuring graphs")
-            self.settings, self.config, self._pool = settings, config, pool or self._pool
+            self.settings, self.config = settings, config
+            self._pool, self._ranks = pool or self._pool, ranks or self._ranks
             self.builder = self._reader = None
             self.stats.failures.clear()
             self._disabled = _switched_off(config)
@@ -268,7 +274,9 @@ class GraphRunner:
 
     def _new_manager(self, module: Any, device: torch.device) -> CudaGraphManager:
         name = type(module).__name__
-        manager = CudaGraphManager(self.config, device=device, name=name, pool=self._pool, requests=False)
+        manager = CudaGraphManager(
+            self.config, device=device, name=name, pool=self._pool, requests=False, ranks=self._ranks
+        )
         manager.stats = self.stats
         self.stats.name = name
         if manager.device.emulated:
@@ -314,6 +322,9 @@ class GraphRunner:
                 f"moved or replaced since capture: {moved}. A replay would use the old values. "
                 "Call reset_graphs() to capture anew, or set on_stale='recapture'."
             )
+        if self._ranks is not None:
+            # Where it moved on this rank alone, the others replay on: then this waits in vain, and says so.
+            self._ranks.any("dropping graphs, since what they read was moved or replaced", True)
         logger.info("%s: dropping all graphs, since these moved or were replaced: %s", self.stats.name, moved)
         self._strikes = 0 if self.stats.replays > self._served_before else self._strikes + 1
         self.stats.recaptures += 1

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from simplegraph.builder import Graphed, invoke
 from simplegraph.config import CudaGraphConfig
+from simplegraph.distributed import RankGroup
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.select import graph_device
@@ -80,6 +81,10 @@ class CudaGraphWrapper(Graphed):
         Graphs that share a pool never run at the same time, and a replay of any overwrites static outputs of all.
         """
         self._graph_runner.configure(self._graph_runner.settings, pool)
+
+    def use_ranks(self, ranks: RankGroup) -> None:
+        """Capture together with other ranks from now on; this one's graphs are dropped and captured anew."""
+        self._graph_runner.configure(self._graph_runner.settings, ranks=ranks)
 
     def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
         """Capture all sizes now, largest first, from example inputs of any batch size.
@@ -170,7 +175,12 @@ def cuda_graph(target: Any = None, **settings: Any) -> Any:
 
 
 def wrap(
-    module: ModuleType, config: CudaGraphConfig | None = None, *, pool: GraphPool | None = None, **settings: Any
+    module: ModuleType,
+    config: CudaGraphConfig | None = None,
+    *,
+    pool: GraphPool | None = None,
+    ranks: RankGroup | None = None,
+    **settings: Any,
 ) -> ModuleType:
     """Graphs around an existing module, which itself stays as it is.
 
@@ -182,6 +192,7 @@ def wrap(
         module: any `nn.Module` instance.
         config: settings.
         pool: graph memory to share with other wrappers (see `graph_pool`); None for its own.
+        ranks: the ranks whose graphs hold collectives with this one's; see `RankGroup`. Not carried by copies.
         **settings: fields of `CudaGraphConfig`, which win over `config`.
 
     Raises:
@@ -202,7 +213,7 @@ def wrap(
         module = unwrap(module)
     config = base.replace(**settings)
     wrapped: ModuleType = _share(module, _graphed(type(module)))  # type: ignore[arg-type]
-    wrapped._graph_runner = GraphRunner(config, pool)  # type: ignore[assignment]
+    wrapped._graph_runner = GraphRunner(config, pool, ranks)  # type: ignore[assignment]
     return wrapped
 
 

@@ -120,6 +120,7 @@ class Reason(str, enum.Enum):
         "too_many_signatures",
         "max_signatures call signatures are captured already; raise it, or pass changing values as tensors",
     )
+    OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
     # What is going on around the call.
     TRAINING = "training", "the module is in training mode; call .eval() first"
     GRAD = (
@@ -256,6 +257,7 @@ class Dispatcher:
             logger.warning(message)
         self._graphs = _all_graphs(self.mode, config)
         self._known: dict[tuple[int, int | None, int | None, int, bool], Dispatch] = {}
+        self._agreed: dict[tuple[CudaGraphMode, int, int], tuple[CudaGraphMode, BatchDescriptor]] = {}
 
     def dispatch(
         self,
@@ -289,6 +291,32 @@ class Dispatcher:
             self._known.clear()
         self._known[asked] = answer
         return answer
+
+    def agreed(self, mode: CudaGraphMode, size: int, num_active_loras: int, *, num_tokens: int) -> Dispatch:
+        """What ranks run that agreed on a mode and a size: the same key on each of them.
+
+        Args:
+            mode: the lowest that a rank needs.
+            size: the largest padded size, in rows.
+            num_active_loras: the most LoRA adapters that a rank has in use.
+            num_tokens: rows of this rank's own batch; 0 where all of it is padding.
+
+        Raises:
+            CaptureSizeError: no rank has anything to run.
+        """
+        found = self._agreed.get((mode, size, num_active_loras))
+        if found is None:
+            found = self._agreed[mode, size, num_active_loras] = self._find_agreed(mode, size, num_active_loras)
+        return Dispatch(*found, Reason.OTHER_RANKS, found[1].num_tokens - num_tokens)
+
+    def _find_agreed(self, mode: CudaGraphMode, size: int, loras: int) -> tuple[CudaGraphMode, BatchDescriptor]:
+        lora_case = next((case for case in self.lora_cases if case >= loras), None)
+        for graphs in self._graphs:
+            padded = graphs.sizes.padded(size) if size else None
+            allowed = mode is not CudaGraphMode.NONE and graphs.mode in (mode, CudaGraphMode.PIECEWISE)
+            if allowed and padded is not None and lora_case is not None:
+                return graphs.mode, graphs.key(padded, lora_case, requests=self._requests)
+        return CudaGraphMode.NONE, BatchDescriptor(size, num_active_loras=loras)
 
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
         """Everything to capture, as (FULL or PIECEWISE, key), largest first so that the pool is sized once."""

@@ -138,7 +138,7 @@ def _defined(item: Any) -> Any:
 
 
 def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that an operator's schema says it writes to."""
+    """The arguments that an operator writes to."""
     for position, name in _written(func):
         if position < len(args):
             yield args[position]
@@ -151,7 +151,9 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        # Collectives say nothing of it; their outputs come first.
+        or (func.namespace == "c10d" and position == 0)
     )
 
 

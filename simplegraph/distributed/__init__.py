@@ -1,0 +1,11 @@
+"""Several ranks, one decision: what is captured, what is dropped, and in which shape a step runs.
+
+rendezvous  every rank's word on a question, within a bound
+ranks       ranks that capture together, since their graphs hold collectives with each other
+consensus   ranks that run a step in one mode and one padded size
+"""
+
+from simplegraph.distributed.consensus import Consensus, ShapeConsensus, Vote
+from simplegraph.distributed.ranks import RankGroup
+
+__all__ = ["Consensus", "RankGroup", "ShapeConsensus", "Vote"]

@@ -1,0 +1,91 @@
+"""Ranks that run a step in one mode and one padded size: data parallel, expert parallel."""
+
+from __future__ import annotations
+
+import array
+import datetime
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from simplegraph.config import CudaGraphMode
+from simplegraph.distributed.rendezvous import require_group
+from simplegraph.errors import ConfigError, RankError
+
+_ORDER = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)
+
+
+class Vote(NamedTuple):
+    """How a rank could run its step, or how all will.
+
+    Attributes:
+        mode: NONE, PIECEWISE or FULL.
+        num_tokens: rows, padded; 0 of a rank that has nothing to run.
+        num_active_loras: LoRA adapters in use.
+    """
+
+    mode: CudaGraphMode
+    num_tokens: int
+    num_active_loras: int = 0
+
+
+class Consensus(Protocol):
+    """Something that lets ranks agree; engines that have such an exchange already may bring their own."""
+
+    def agree(self, vote: Vote) -> Vote:
+        """What all ranks run, the same on each: the lowest mode, the largest of the other numbers.
+
+        Raises:
+            RankError: no agreement came about.
+        """
+
+
+class ShapeConsensus:
+    """Agreement by one small all-reduce on the CPU; made on all ranks of the group, in the same order.
+
+    Pass it as `consensus` to `CudaGraphManager`, whose `dispatch` then asks all ranks. A group of one asks nobody.
+
+    Args:
+        group: a `torch.distributed` process group of the ranks; None for all ranks.
+        timeout: seconds that a step waits for the other ranks.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, or this rank is not in the group.
+
+    Source: vLLM's data parallel coordination; per-rank decisions deadlock (vLLM #25906).
+    """
+
+    def __init__(self, group: Any = None, *, timeout: float = 60.0) -> None:
+        if not timeout > 0:
+            raise ConfigError(f"timeout is {timeout!r}; expected seconds, above 0.")
+        members = require_group(group)
+        self.rank: int = dist.get_rank(members)
+        self.size: int = dist.get_world_size(members)
+        self._numbers = array.array("q", [0, 0, 0])  # written as Python numbers, reduced as a tensor
+        self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
+        self._group: Any = None
+        if self.size > 1:
+            # Of its own: on the CPU whatever the group is on, and in no order with the model's collectives.
+            self._group = dist.new_group(
+                dist.get_process_group_ranks(members),
+                backend="gloo",
+                timeout=datetime.timedelta(seconds=timeout),
+                use_local_synchronization=True,
+            )
+
+    def agree(self, vote: Vote) -> Vote:
+        """What all ranks run; see `Consensus.agree`."""
+        if self.size == 1:
+            return vote
+        self._numbers[0] = -_ORDER.index(vote.mode)
+        self._numbers[1], self._numbers[2] = vote.num_tokens, vote.num_active_loras
+        try:
+            dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=self._group)
+        except (RuntimeError, ValueError) as error:
+            raise RankError(
+                f"rank {self.rank} found no agreement on a step of {vote.num_tokens} tokens: a rank died, did not come "
+                f"in time, or the process group was destroyed ({next(iter(str(error).splitlines()), '')})."
+            ) from error
+        mode, num_tokens, num_active_loras = self._numbers
+        return Vote(_ORDER[-mode], num_tokens, num_active_loras)

@@ -1,0 +1,161 @@
+"""Ranks that capture together, since their graphs hold collectives with each other.
+
+A collective that one rank replays and another runs eagerly hangs, or worse: NCCL asks that all ranks launch it
+from the graph of one and the same capture. So all ranks capture the same sizes, with the same settings, in the
+same order, and what fails on one is dropped on all.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from simplegraph.distributed.rendezvous import Rendezvous, require_group
+from simplegraph.errors import ConfigError, RankError, ReplayError
+from simplegraph.graph.device import GraphDevice
+
+_made: collections.Counter[str] = collections.Counter()  # by group, for names that are the same on all ranks
+
+
+class RankGroup:
+    """The ranks whose graphs hold collectives with each other; made on all of them, in the same order.
+
+    Pass it as `ranks` to `wrap` or `CudaGraphManager`. One may serve several models that are captured in the same
+    order everywhere.
+
+    Args:
+        group: a `torch.distributed` process group of these ranks; None for all ranks.
+        communicators: further groups whose collectives the graphs hold, if there are any beside `group`.
+        timeout: seconds that a rank waits for the others around a capture, before all that came raise `RankError`.
+            What hangs in a collective of eager code, warmups included, is bound by that group's own timeout.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, or this rank is not in a group.
+
+    Source: NCCL's user guide, "Using NCCL with CUDA Graphs", on capture being uniform over ranks.
+    """
+
+    def __init__(self, group: Any = None, *, communicators: Sequence[Any] = (), timeout: float = 60.0) -> None:
+        if not timeout > 0:
+            raise ConfigError(f"timeout is {timeout!r}; expected seconds, above 0.")
+        self._group = require_group(group)
+        self._groups = [self._group, *(require_group(each) for each in communicators)]
+        self.rank: int = dist.get_rank(self._group)
+        self.size: int = dist.get_world_size(self._group)
+        name = str(self._group.group_name)
+        _made[name] += 1
+        self._rendezvous = Rendezvous(f"{name}/{_made[name]}", self.rank, self.size, timeout)
+        # Private to torch; the public ways to ask cost as much as a replay.
+        self._alive: Mapping[Any, Any] = dist.distributed_c10d._world.pg_map
+
+    def check_alive(self) -> None:
+        """Cheap enough for every replay.
+
+        Raises:
+            ReplayError: a process group was destroyed, so a graph's collectives would have nobody to talk to.
+        """
+        for group in self._groups:
+            if group not in self._alive:
+                raise ReplayError(
+                    "the process group that the graphs' collectives belong to was destroyed. Drop the graphs before "
+                    "the group (reset_graphs, or CudaGraphManager.reset), and capture anew with a new RankGroup."
+                )
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do: an exception that leaves it on one rank is raised on the others, too."""
+        try:
+            yield
+        except RankError:
+            raise  # the others know
+        except BaseException as error:
+            self._rendezvous.leave(error)
+            raise
+
+    def begin(self, settings: Mapping[str, str], captures: str, device: GraphDevice) -> None:
+        """Before a capture session: compare what each is about to do, set up communicators, come to rest.
+
+        Args:
+            settings: everything that must be the same on all ranks, by name.
+            captures: which graphs, in order.
+            device: where.
+
+        Raises:
+            ConfigError: settings differ, or a group cannot communicate from this device.
+            RankError: the ranks are about to capture different sizes, or one did not come.
+        """
+        self.check_alive()
+        self._check_backends(device.torch_device.type)
+        answers = self._rendezvous.ask("a capture", [dict(settings), captures])
+        _refuse_differences([settings for settings, _ in answers])
+        _refuse_other_captures([captures for _, captures in answers])
+        self._connect(device.torch_device)
+        device.synchronize()
+        self._rendezvous.ask("the begin of a capture", None)
+
+    def _connect(self, device: torch.device) -> None:
+        """The first collective of a communicator sets it up, which a capture does not permit."""
+        try:
+            for group in self._groups:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} could not set up the communicators for a capture; another rank is probably gone: "
+                f"{next(iter(str(error).splitlines()), '')}"
+            ) from error
+
+    def failure(self, what: str, error: Exception | None) -> tuple[int, str] | None:
+        """The first rank on which `what` failed, and how; None where it went well on all of them.
+
+        Raises:
+            RankError: a rank did not come, or came for something else.
+        """
+        words = self._rendezvous.ask(f"the result of {what}", None if error is None else str(error))
+        return next(((rank, word) for rank, word in enumerate(words) if word is not None), None)
+
+    def any(self, what: str, flag: bool) -> bool:
+        """Whether it is so on any rank.
+
+        Raises:
+            RankError: a rank did not come, or came for something else.
+        """
+        return any(self._rendezvous.ask(what, flag))
+
+    def _check_backends(self, device_type: str) -> None:
+        for group in self._groups:
+            backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
+            found = backends.get(device_type)
+            if found is None or (device_type == "cuda" and found != "nccl"):
+                wanted = "nccl" if device_type == "cuda" else "gloo"
+                raise ConfigError(
+                    f"the process group has {found or 'no backend'} for {device_type} tensors, whose collectives no "
+                    f"graph can hold; make it with {wanted}, such as init_process_group('cpu:gloo,cuda:nccl')."
+                )
+
+
+def _refuse_other_captures(captures: Sequence[str]) -> None:
+    if len(set(captures)) > 1:
+        other = next(rank for rank, found in enumerate(captures) if found != captures[0])
+        raise RankError(
+            f"ranks are about to capture different graphs: rank 0 {captures[0] or 'none'}; rank {other} "
+            f"{captures[other] or 'none'}. Every rank must run batches of the same sizes in the same order; data "
+            "parallel ranks agree on a size with a ShapeConsensus."
+        )
+
+
+def _refuse_differences(answers: Sequence[Mapping[str, str]]) -> None:
+    """Name the first setting that is not the same everywhere."""
+    names = dict.fromkeys(name for answer in answers for name in answer)
+    for name in names:
+        values = [answer.get(name) for answer in answers]
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            raise ConfigError(
+                f"ranks differ in {name}: rank 0 has {values[0]}, rank {other} has {values[other]}. "
+                "Graphs with collectives must be captured alike; give every rank the same settings."
+            )

@@ -1,0 +1,136 @@
+"""Every rank's word on a question, within a bound, over the store that the process group was made with.
+
+Not a collective: one that times out, or whose peer dies, breaks its group for good and cannot say who is
+missing. Here who is missing is named, the ranks agree whether all came, and the next question finds them in step.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import torch.distributed as dist
+
+from simplegraph.errors import ConfigError, RankError
+
+_ALL_CAME = "all"
+_torch: Any = dist  # what torch leaves untyped; builds without distributed lack it
+
+
+class Rendezvous:
+    """Where the ranks of a group meet, once for every question and in the same order.
+
+    Args:
+        name: the same on all ranks, and no other rendezvous of this process group's.
+        rank, size: this rank, and how many there are.
+        timeout: seconds that a rank waits for the others.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self._round = 0
+        self._store: Any = None
+        if size > 1:
+            store = _torch.distributed_c10d._get_default_store()
+            # A connection of its own where torch can: waiting blocks one for every other thread that uses it.
+            store = store.clone() if hasattr(store, "clone") else store
+            self._store = _torch.PrefixStore(f"simplegraph/{name}", store)
+
+    def ask(self, question: str, answer: Any) -> list[Any]:
+        """Each rank's answer, in order of ranks; returns when all have come.
+
+        Args:
+            question: what this rank has come for; another rank that came for something else is an error.
+            answer: anything that JSON holds.
+
+        Raises:
+            RankError: on every rank that came: one did not come in time, or came for something else, or left
+                with an exception.
+        """
+        if self.size == 1:
+            return [answer]
+        words = self._meet(json.dumps({"question": question, "answer": answer}))
+        self._refuse_disorder(question, words)
+        return [word["answer"] for word in words]
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the others, where they meet next, that this rank will not come, and why; does not wait."""
+        if self.size > 1:
+            left = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            self._store.set(self._key(self.rank), json.dumps({"left": left}))
+            self._round += 1
+
+    def _meet(self, word: str) -> list[dict[str, Any]]:
+        keys = [self._key(rank) for rank in range(self.size)]
+        verdict = _ALL_CAME
+        try:
+            self._store.set(keys[self.rank], word)
+            try:
+                self._store.wait(keys, datetime.timedelta(seconds=self.timeout))
+            except dist.DistStoreError:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                verdict = ", ".join(map(str, missing)) or _ALL_CAME
+            # The first verdict counts for all: a rank that comes when others have given up must not go on.
+            verdict = self._store.compare_set(self._key("verdict"), "", verdict).decode()
+            words = self._store.multi_get(keys) if verdict == _ALL_CAME else []
+            self._clean()
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} lost the store of the process group, so the rank that holds it is probably gone: "
+                f"{next(iter(str(error).splitlines()), '')}"
+            ) from error
+        finally:
+            self._round += 1
+        if verdict != _ALL_CAME:
+            question = json.loads(word)["question"]
+            raise RankError(
+                f"rank {verdict} did not come within {self.timeout:g} s, where rank {self.rank} was at {question}. It "
+                "died, or went another way: every rank must make the same calls in the same order."
+            )
+        return [json.loads(word) for word in words]
+
+    def _refuse_disorder(self, question: str, words: list[dict[str, Any]]) -> None:
+        for rank, word in enumerate(words):
+            if "left" in word:
+                raise RankError(f"rank {rank} left with {word['left']}, where rank {self.rank} was at {question}.")
+        questions = [word["question"] for word in words]
+        if len(set(questions)) > 1:
+            places = "; ".join(f"rank {rank} at {found}" for rank, found in enumerate(questions))
+            raise RankError(
+                f"the ranks are not at the same place: {places}. Every rank must make the same calls, with batches of "
+                "the same sizes, in the same order."
+            )
+
+    def _clean(self) -> None:
+        """Take away what this rank said a round ago: everybody has read it, or they would not have come here."""
+        if self._round:
+            self._store.delete_key(self._key(self.rank, self._round - 1))
+            if self.rank == 0:
+                self._store.delete_key(self._key("verdict", self._round - 1))
+
+    def _key(self, whose: int | str, round: int | None = None) -> str:
+        return f"{self._round if round is None else round}/{whose}"
+
+
+def require_group(group: Any) -> Any:
+    """The process group, the default one for None.
+
+    Raises:
+        ConfigError: there is none, or this rank is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group before, on every rank."
+        )
+    found = group if group is not None else dist.group.WORLD
+    if not isinstance(found, dist.ProcessGroup):
+        raise ConfigError(
+            f"group is {group!r}; expected a process group that this rank is in, from torch.distributed.new_group, or "
+            "None for all ranks."
+        )
+    if found not in _torch.distributed_c10d._world.pg_map:
+        raise ConfigError("the process group was destroyed; make a new one.")
+    return found

@@ -1,0 +1,96 @@
+"""Runs a function on several ranks, each a process of its own on gloo, and brings back what each returned."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT = 8.0  # of the process group: what bounds a collective whose peer never comes
+GONE = "the process ended without a word"
+
+
+class RanksHung(AssertionError):
+    pass
+
+
+def run_ranks(body: Callable[..., Any], size: int, *args: Any, limit: float = 90.0, backend: str = "gloo") -> list[Any]:
+    """What `body(rank, size, *args)` returned on each rank; an exception comes back as its text.
+
+    Every process is ended before this returns, whatever happened.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = _free_port()
+    processes, ends = [], []
+    for rank in range(size):
+        end, other = context.Pipe()
+        process = context.Process(target=_main, args=(other, body, rank, size, port, backend, args), daemon=True)
+        process.start()
+        other.close()
+        processes.append(process)
+        ends.append(end)
+    try:
+        return [_result(end, limit) for end in ends]
+    finally:
+        for end in ends:
+            end.close()
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def values(results: list[Any]) -> list[Any]:
+    """The results, none of which may be an exception."""
+    for rank, result in enumerate(results):
+        assert not isinstance(result, Failed), f"rank {rank}: {result.text}"
+    return results
+
+
+class Failed:
+    """An exception of a rank."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return f"Failed({self.text!r})"
+
+
+def _result(end: Any, limit: float) -> Any:
+    try:
+        if not end.poll(limit):
+            raise RanksHung(f"a rank gave no result within {limit} s")
+        return end.recv()
+    except EOFError:
+        return Failed(GONE)
+
+
+def _main(pipe: Any, body: Callable[..., Any], rank: int, size: int, port: int, backend: str, args: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0")
+    torch.set_num_threads(1)
+    try:
+        timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        torch.manual_seed(0)
+        pipe.send(body(rank, size, *args))
+    except BaseException as error:
+        pipe.send(Failed("".join(traceback.format_exception(error))))
+    try:
+        pipe.recv()  # until all results are in: rank 0 holds the store, and others may still have to ask it
+    finally:
+        os._exit(0)  # a torn-down process group may wait for ranks that a test let die
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
