@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import plot, startup, table
+from bench import parallel, plot, startup, table
 from bench.arms import ARMS
 from bench.measure import say
 from bench.worker import parse_sizes
@@ -19,16 +19,21 @@ CPU_SIZES, CPU_STEPS = (1, 2, 4, 8), 10
 SMOKE_SIZES = (1, 2, 4)
 SMOKE_ARMS = ("eager", "simplegraph", "simplegraph-lazy", "compiled-piecewise")
 SMOKE_STEPS = 5
+# Those that capture a collective as it is called; what compiles comes with collectives of its own.
+TP_ARMS = ("eager", "plain-loop", "simplegraph", "simplegraph-lazy", "simplegraph-piecewise")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; 1 if an arm failed."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    parallel.check_launched(parser, options.tp)
     plan = plan_of(options)
     with tempfile.TemporaryDirectory(prefix="compile-caches-") as folder:
         results = startup.run_all(runs_of(options), plan, startup.CompileCaches(Path(folder)))
-    print(table.render(results))
-    _save(results, Path(options.json))
+    if parallel.rank() == 0:
+        print(table.render(results))
+        _save(results, Path(options.json))
     return int(any(result["status"] == "failed" for result in results.values()))
 
 
@@ -42,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU where there is one by default")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a process may take")
     parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
+    parallel.add_option(parser)
     parser.add_argument("--smoke", action="store_true", help="tiny model, few sizes, few arms, any machine")
     return parser
 
@@ -50,7 +56,8 @@ def plan_of(options: argparse.Namespace) -> startup.Plan:
     """The options with their defaults, which depend on the machine."""
     if options.smoke:
         sizes = options.sizes or SMOKE_SIZES
-        return startup.Plan(options.model or "tiny", sizes, options.device, options.rounds or 1, steps=SMOKE_STEPS)
+        rounds = options.rounds or 1
+        return startup.Plan(options.model or "tiny", sizes, options.device, rounds, steps=SMOKE_STEPS, tp=options.tp)
     defaults = default_plan(options.device)
     return startup.Plan(
         options.model or defaults.model,
@@ -60,6 +67,7 @@ def plan_of(options: argparse.Namespace) -> startup.Plan:
         steps=defaults.steps,
         timeout=options.timeout,
         lm_head=options.lm_head,
+        tp=options.tp,
     )
 
 
@@ -78,6 +86,8 @@ def runs_of(options: argparse.Namespace) -> list[startup.Run]:
     """The chosen runs; a smoke takes its compiled arm with a cold cache only."""
     if options.arms:
         return startup.runs_of(options.arms.split(","))
+    if options.tp > 1:
+        return startup.runs_of(TP_ARMS)
     if options.smoke:
         return [run for run in startup.runs_of(SMOKE_ARMS) if run.cache != "warm"]
     return startup.runs_of(ARMS)

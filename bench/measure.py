@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -14,8 +15,9 @@ import torch
 
 
 def say(message: str) -> None:
-    """A line of progress, to stderr."""
-    print(f"[bench] {message}", file=sys.stderr, flush=True)
+    """A line of progress, to stderr; of several ranks the first speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"[bench] {message}", file=sys.stderr, flush=True)
 
 
 def synchronize(device: torch.device) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from bench import environment, serving
+from bench import environment, parallel, serving
 from bench.engine import Engine, EngineConfig
 from bench.engine.runner import BACKENDS
 from bench.measure import say
 from bench.models.llama import Llama
 from bench.workload import Workload
+from simplegraph import RankGroup
 
 OUT = Path(__file__).parent / "out"
 # How the engine runs in each arm.
@@ -47,13 +48,16 @@ COLUMNS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve the load with every arm; 1 if a request was dropped."""
-    options = _parser().parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    parallel.check_launched(parser, options.tp)
+    on_gpu = torch.cuda.is_available()
+    shard, ranks = parallel.start(options.tp, "cuda" if on_gpu else "cpu", "serve")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     model = options.model or ("8b" if on_gpu else "tiny")
     count = options.requests or (400 if on_gpu else 12)
     rate = options.rate or (40.0 if on_gpu else 20.0)
-    llama = Workload(model, (1,), device, lm_head=True).build()
+    llama = Workload(model, (1,), device, lm_head=True, shard=shard).build()
     longest = None if on_gpu else 64  # an emulated step takes long enough
     arrivals = serving.load(count, rate, llama.config.vocab_size, seed=options.seed, longest=longest)
     results = {}
@@ -63,11 +67,14 @@ def main(arguments: list[str] | None = None) -> int:
                 say(f"{arm}: not available; emulated graphs cannot see compiled code")
                 continue
             name = arm if attention == "auto" else f"{arm}, {attention}"
-            results[name] = _run(llama, arm, attention, arrivals, on_gpu)
-    print(render(results, f"{model}, {count} requests at {rate:g} a second on {device.type}"))
-    if not on_gpu:
-        print("On the CPU graphs are emulated: these times are no speed.")
-    _save(results, Path(options.json), {"model": model, "requests": count, "rate": rate})
+            results[name] = _run(llama, arm, attention, arrivals, ranks)
+    parallel.finish()
+    if shard.rank == 0:
+        on = device.type if shard.size == 1 else f"{shard.size} ranks, {device.type}"
+        print(render(results, f"{model}, {count} requests at {rate:g} a second on {on}"))
+        if not on_gpu:
+            print("On the CPU graphs are emulated: these times are no speed.")
+        _save(results, Path(options.json), {"model": model, "requests": count, "rate": rate, "tp": shard.size})
     return int(any(result["dropped"] for result in results.values()))
 
 
@@ -79,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, help="how many; 400 on a GPU, else 12")
     parser.add_argument("--rate", type=float, help="requests a second; inf for all at once; 40 on a GPU, else 20")
     parser.add_argument("--seed", type=int, default=0, help="of arrival times and lengths")
+    parallel.add_option(parser)
     parser.add_argument("--json", default=str(OUT / "serve.json"), help="where the figures go, the plot beside them")
     return parser
 
@@ -90,17 +98,20 @@ def _arms(names: str) -> str:
     return names
 
 
-def _run(llama: Llama, arm: str, attention: str, arrivals: list[serving.Arrival], on_gpu: bool) -> dict[str, Any]:
+def _run(
+    llama: Llama, arm: str, attention: str, arrivals: list[serving.Arrival], ranks: RankGroup | None
+) -> dict[str, Any]:
     """One arm: a figure of everything."""
     say(f"serving: {arm}, attention {attention}")
-    most = 256 if on_gpu else 4
+    most = 256 if torch.cuda.is_available() else 4
     longest = max(len(arrival.prompt) + arrival.max_tokens for arrival in arrivals)
     pages = 1 + most * -(-longest // 16)
     config = EngineConfig(attention=attention, max_num_seqs=most, max_model_len=longest, num_pages=pages, **ARMS[arm])
-    engine = Engine(llama, config)
+    engine, clock = Engine(llama, config, ranks), parallel.clock()
     engine.capture()
-    serving.serve(engine, [serving.Arrival(0.0, one.prompt, 4) for one in arrivals[:most]])  # libraries load here
-    figures = serving.summary(*serving.serve(engine, arrivals))
+    warmup = [serving.Arrival(0.0, one.prompt, 4) for one in arrivals[:most]]
+    serving.serve(engine, warmup, clock)  # libraries load here
+    figures = serving.summary(*serving.serve(engine, arrivals, clock))
     engine.runner.manager.reset()
     gc.collect()
     return figures

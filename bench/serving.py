@@ -8,7 +8,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +80,18 @@ def load(count: int, rate: float, vocab_size: int, *, seed: int = 0, longest: in
     return found
 
 
-def serve(engine: Engine, arrivals: Sequence[Arrival]) -> tuple[list[Timing], list[Request]]:
-    """Serve a load in real time; when each request's tokens came, and the requests themselves."""
+def serve(
+    engine: Engine, arrivals: Sequence[Arrival], clock: Callable[[], float] = time.perf_counter
+) -> tuple[list[Timing], list[Request]]:
+    """Serve a load in real time; when each request's tokens came, and the requests themselves.
+
+    Several ranks serve it together where `clock` gives them the same seconds.
+    """
     timings: dict[Request, Timing] = {}
     waiting = list(reversed(arrivals))
-    start = time.perf_counter()
+    start, began = clock(), time.perf_counter()
     while waiting or not engine.idle:
-        now = time.perf_counter() - start
+        now = clock() - start
         while waiting and waiting[-1].at <= now:
             arrival = waiting.pop()
             timings[engine.add(arrival.prompt, SamplingParams(max_tokens=arrival.max_tokens))] = Timing(arrival.at)
@@ -94,7 +99,7 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> tuple[list[Timing], li
             time.sleep(max(0.0, waiting[-1].at - now))
             continue
         outputs = engine.step()
-        now = time.perf_counter() - start
+        now = time.perf_counter() - began
         for output in outputs:
             timings[output.request].tokens.append(now)
     return list(timings.values()), list(timings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -50,6 +51,7 @@ class Plan:
         steps: calls that a step time is the median of.
         timeout: seconds a process may take.
         lm_head: whether the model returns logits.
+        tp: ranks of tensor parallelism, each a process of its own that starts its own workers.
     """
 
     model: str
@@ -60,6 +62,7 @@ class Plan:
     steps: int = 50
     timeout: float = 300.0
     lm_head: bool = False
+    tp: int = 1
 
     def rounds_of(self, run: Run) -> int:
         """How many processes a run takes: one with an empty cache, or none, says as much as it costs."""
@@ -127,7 +130,11 @@ def command(run: Run, plan: Plan, out: Path) -> list[str]:
     line += ["--sizes", sizes, "--steps", str(plan.steps)]
     line += ["--device", plan.device] if plan.device else []
     line += ["--cache", run.cache] if run.cache else []
+    line += ["--tp", str(plan.tp), "--tp-run", str(next(_meetings))] if plan.tp > 1 else []
     return line + (["--lm-head"] if plan.lm_head else [])
+
+
+_meetings = itertools.count()  # every rank runs the same arms in the same order, so it counts them alike
 
 
 def cache_environment(folder: Path) -> dict[str, str]:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench import parallel
+
 STEP_BATCHES = (1, 8, 64, 256)
 
 
@@ -39,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default=None, help="cuda or cpu; cuda where there is one by default")
     parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
     parser.add_argument("--steps", type=int, default=50, help="steps that a step time is the median of")
+    parallel.add_option(parser)
+    parser.add_argument("--tp-run", default="0", help="names the meeting of the ranks; each process its own")
     parser.add_argument("--cache", choices=("cold", "warm"), default=None, help="noted in the result")
     return parser
 
@@ -73,12 +77,14 @@ def measure_arm(options: argparse.Namespace) -> dict[str, Any]:
     from bench.models.attention import attention_name
     from bench.workload import Workload
 
+    device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shard, ranks = parallel.start(options.tp, device_type, f"bench/{options.tp_run}")
     device = device_of(options.device)
     arm_class = load_arm(options.arm)
     arm_class.check_available(device)
-    workload = Workload(options.model, options.sizes, device, lm_head=options.lm_head)
+    workload = Workload(options.model, options.sizes, device, lm_head=options.lm_head, shard=shard)
     say(f"{options.arm}: building {options.model} on {device}")
-    setup = Setup(workload.build(), workload)
+    setup = Setup(workload.build(), workload, ranks)
     with torch.inference_mode(), few_threads(device):
         weight = next(setup.model.parameters())
         say(f"{options.arm}: attention is {attention_name(weight.device, weight.dtype)}")  # loads it, too
@@ -169,6 +175,7 @@ def shape(setup: Any) -> dict[str, Any]:
         "lm_head": setup.workload.lm_head,
         "attention": attention_name(weight.device, weight.dtype),
         "pid": os.getpid(),
+        "tp": setup.workload.shard.size,
     }
 
 

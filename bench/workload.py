@@ -13,6 +13,7 @@ from transformers import AutoConfig, LlamaConfig
 from bench import text
 from bench.models.checkpoint import has_checkpoint, load_checkpoint
 from bench.models.llama import CacheShape, Llama, build_llama, config_dtype
+from bench.models.parallel import WHOLE, Shard
 
 CONFIGS = Path(__file__).parent / "models" / "configs"
 INPUT_NAMES = ("input_ids", "positions", "slot_mapping", "seq_lens", "block_table")
@@ -35,6 +36,7 @@ class Workload:
         lm_head: whether the model returns logits.
         seed: of random weights and cache contents.
         layers: in place of the config's number of layers.
+        shard: which part of the model this rank has.
     """
 
     model: str
@@ -44,6 +46,7 @@ class Workload:
     lm_head: bool = False
     seed: int = 0
     layers: int | None = None
+    shard: Shard = WHOLE
 
     @property
     def max_batch(self) -> int:
@@ -93,9 +96,10 @@ class Workload:
             lm_head=self.lm_head,
             seed=self.seed,
             random_weights=not weights,
+            shard=self.shard,
         )
         if weights:
-            load_checkpoint(model, self.folder)
+            load_checkpoint(model, self.folder, self.shard)
         return model
 
     def batch(self, count: int, vocab_size: int, *, start: int = 0, mixed_lengths: bool = False) -> Batch:

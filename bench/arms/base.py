@@ -13,6 +13,7 @@ from torch import Tensor
 from bench.measure import Timeline
 from bench.models.llama import Llama
 from bench.workload import Batch, Workload
+from simplegraph import RankGroup
 
 
 class NotAvailable(RuntimeError):
@@ -26,10 +27,12 @@ class Setup:
     Args:
         model: built, on its device.
         workload: makes its batches.
+        ranks: those that run the model together with this one.
     """
 
     model: Llama
     workload: Workload
+    ranks: RankGroup | None = None
 
     @property
     def device(self) -> torch.device:

@@ -41,6 +41,7 @@ class Upfront(Arm):
             pad_values=PAD_VALUES,
             on_capture_failure="raise",
             progress=False,
+            ranks=setup.ranks,
         )
 
     @contextlib.contextmanager

@@ -21,6 +21,7 @@ from bench.engine.request import FinishReason, Request, RequestError, SamplingPa
 from bench.engine.runner import EngineConfig, Launched, ModelRunner
 from bench.engine.scheduler import Scheduler
 from bench.models.llama import Llama
+from simplegraph import RankGroup
 
 
 class Output(NamedTuple):
@@ -40,6 +41,7 @@ class Engine:
     Args:
         llama: on its device, with lm_head; see `bench.models.llama.build_llama`.
         config: what it can hold, and how it runs.
+        ranks: those that run the model together; each has an engine and is given the same requests.
 
     Attributes:
         runner: model, cache and graphs; scheduler: who runs and who waits.
@@ -48,9 +50,9 @@ class Engine:
         EngineError: the model or the machine cannot do what the config says.
     """
 
-    def __init__(self, llama: Llama, config: EngineConfig | None = None) -> None:
+    def __init__(self, llama: Llama, config: EngineConfig | None = None, ranks: RankGroup | None = None) -> None:
         self.config = config or EngineConfig()
-        self.runner = ModelRunner(llama, self.config)
+        self.runner = ModelRunner(llama, self.config, ranks)
         blocks = self.runner.metadata.max_blocks
         pages = PageAllocator(self.config.num_pages, self.config.max_num_seqs, blocks)
         self.scheduler = Scheduler(pages, self.config.page_size, self.config.max_num_seqs, self.config.max_num_tokens)

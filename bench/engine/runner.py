@@ -19,7 +19,7 @@ from bench.engine.sampling import sample
 from bench.engine.scheduler import StepPlan
 from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
-from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode
+from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode, RankGroup
 from simplegraph.attention import (
     AttentionBackend,
     BatchMetadata,
@@ -145,6 +145,7 @@ class ModelRunner:
     Args:
         llama: on its device, with lm_head.
         config: what it must hold.
+        ranks: those that run the model together with this one.
 
     Attributes:
         manager: of the graphs; cache: keys and values; backend: attention.
@@ -154,7 +155,7 @@ class ModelRunner:
         EngineError: no attention backend works here, or the model has no lm_head.
     """
 
-    def __init__(self, llama: Llama, config: EngineConfig) -> None:
+    def __init__(self, llama: Llama, config: EngineConfig, ranks: RankGroup | None = None) -> None:
         _require(llama.lm_head is not None, "lm_head", None, "a model that returns logits")
         self.config, self.llama = config, llama
         weight = llama.model.embed_tokens.weight
@@ -195,6 +196,7 @@ class ModelRunner:
             max_num_tokens=config.max_num_tokens,
             progress=config.progress,
             name="engine",
+            ranks=ranks,
         )
         self.manager.add_hooks(self.backend)
         self.observe: Callable[[StepPlan, Tensor], None] | None = None

@@ -10,6 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from bench.models.parallel import WHOLE, Shard
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LISTED = 5
@@ -25,8 +27,13 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 @torch.no_grad()
-def load_checkpoint(model: nn.Module, folder: Path | str) -> None:
+def load_checkpoint(model: nn.Module, folder: Path | str, shard: Shard = WHOLE) -> None:
     """Copy a checkpoint's tensors into the model's parameters, on their device and in their dtype.
+
+    Args:
+        model: whole, or the part of it that `shard` says.
+        folder: with safetensors files.
+        shard: the part.
 
     Raises:
         CheckpointError: no or unreadable files; tensors missing, unexpected or of another shape.
@@ -41,6 +48,7 @@ def load_checkpoint(model: nn.Module, folder: Path | str) -> None:
             extra.append(name)
             continue
         missing.discard(name)
+        tensor = shard.part(name, tensor)
         if target.shape == tensor.shape:
             target.copy_(tensor)
         else:

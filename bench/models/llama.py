@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 
 from bench.models import attention
 from bench.models.fused import FusedLayers
+from bench.models.parallel import WHOLE, Shard, normal_part
 
 
 class Family(NamedTuple):
@@ -265,15 +266,20 @@ class Llama(nn.Module):
         cache: pages of every layer's KV cache, the scratch page included.
         max_batch: the largest batch, in requests.
         lm_head: True returns logits, False final hidden states.
+        shard: which part of it this rank has.
     """
 
-    def __init__(self, config: LlamaConfig, cache: CacheShape, max_batch: int, *, lm_head: bool = True) -> None:
+    def __init__(
+        self, config: LlamaConfig, cache: CacheShape, max_batch: int, *, lm_head: bool = True, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
         family(config)  # first: another architecture's config lacks what is asked of it below
-        self.config = config
+        self.shard = shard
+        config = self.config = shard.config(config)
         self.max_batch = max_batch
         self.model = Decoder(config, cache, max_batch)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if lm_head else None
+        shard.split_rows(self)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor, block_table: Tensor
@@ -303,7 +309,12 @@ class Llama(nn.Module):
         generator = None if seed is None else torch.Generator(self.model.query_start_loc.device).manual_seed(seed)
         for layer in self.model.layers:
             for cache in (layer.self_attn.k_cache, layer.self_attn.v_cache):
-                cache.zero_() if generator is None else cache.normal_(generator=generator)
+                if generator is None:
+                    cache.zero_()
+                else:
+                    pages, page_size, heads, size = cache.shape
+                    whole = [pages, page_size, heads * self.shard.size, size]
+                    normal_part(cache, whole, 2, self.shard, generator=generator)
 
     def tie_weights(self) -> None:
         """Share the embedding with lm_head, where the config says so."""
@@ -321,6 +332,7 @@ def build_llama(
     lm_head: bool = True,
     seed: int = 0,
     random_weights: bool = True,
+    shard: Shard = WHOLE,
 ) -> Llama:
     """A Llama in eval mode, its weights and caches made in place on the device.
 
@@ -331,9 +343,13 @@ def build_llama(
         dtype: of weights and cache; the config's own by default.
         seed: of the random weights and cache contents; the same seed gives the same model on the same device.
         random_weights: False leaves the weights unset, for `load_checkpoint`.
+        shard: which part of it this rank has; seeds give the same model on any number of ranks.
+
+    Raises:
+        ValueError: the ranks do not divide the heads or the MLP evenly, or this is no Llama.
     """
     with torch.device("meta"):
-        model = Llama(config, cache, max_batch, lm_head=lm_head)
+        model = Llama(config, cache, max_batch, lm_head=lm_head, shard=shard)
     dtype = dtype or config_dtype(config)
     for module in model.modules():
         if not isinstance(module, RotaryEmbedding):  # frequencies stay in float32
@@ -358,7 +374,8 @@ def _randomize(model: Llama, std: float, seed: int) -> None:
         elif weight.dim() == 1:
             weight.fill_(1.0)
         else:
-            weight.normal_(std=std, generator=generator)
+            whole, dim = model.shard.whole_shape(name, weight), model.shard.split_dim(name)
+            normal_part(weight, whole, dim, model.shard, std=std, generator=generator)
 
 
 def rotate(heads: Tensor, step: Step) -> Tensor:

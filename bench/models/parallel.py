@@ -1,0 +1,101 @@
+"""Tensor parallelism: which part of each weight a rank has, and the sum that makes a layer's output whole.
+
+Projections into heads and into the MLP are split by columns, those back by rows, each with one all-reduce.
+Embeddings, norms and lm_head are on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
+SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+class Shard(NamedTuple):
+    """A rank's share of a model that all ranks of the default process group run together."""
+
+    rank: int = 0
+    size: int = 1
+
+    def config(self, config: LlamaConfig) -> LlamaConfig:
+        """The config of this rank's part: fewer heads, a narrower MLP, everything else as it was.
+
+        Raises:
+            ValueError: the ranks do not divide the heads or the MLP evenly.
+        """
+        if self.size == 1:
+            return config
+        uneven = [f"{name}={getattr(config, name)}" for name in SPLIT if getattr(config, name) % self.size]
+        if uneven:
+            raise ValueError(
+                f"--tp {self.size} does not divide {' and '.join(uneven)}; take a number of ranks that divides "
+                f"{', '.join(SPLIT)}."
+            )
+        own = copy.deepcopy(config)
+        own.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        for name in SPLIT:
+            setattr(own, name, getattr(config, name) // self.size)
+        return own
+
+    def split_rows(self, model: nn.Module) -> None:
+        """Let the projections back to the hidden size add up over the ranks."""
+        for parent in [module for module in model.modules() if self.size > 1]:
+            for name in ROWS:
+                whole = getattr(parent, name, None)
+                if isinstance(whole, nn.Linear):
+                    setattr(parent, name, RowParallel(whole.in_features, whole.out_features, whole.bias is not None))
+
+    @staticmethod
+    def split_dim(name: str) -> int | None:
+        """The dimension of a parameter that ranks share; None for one that each has whole."""
+        layer, _, kind = name.rpartition(".")
+        layer = layer.rpartition(".")[2]
+        if layer in COLUMNS:
+            return 0
+        return 1 if layer in ROWS and kind == "weight" else None
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter, by its name in the checkpoint."""
+        dim = self.split_dim(name)
+        return whole if dim is None or self.size == 1 else self.slice(whole, dim)
+
+    def slice(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's of as many equal parts as there are ranks."""
+        return whole.chunk(self.size, dim)[self.rank]
+
+    def whole_shape(self, name: str, part: Tensor) -> list[int]:
+        """The shape of a parameter of which `part` is this rank's."""
+        shape, dim = list(part.shape), self.split_dim(name)
+        if dim is not None:
+            shape[dim] *= self.size
+        return shape
+
+
+WHOLE = Shard()
+
+
+class RowParallel(nn.Linear):
+    """A linear layer whose input features are spread over the ranks."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = F.linear(hidden, self.weight)
+        dist.all_reduce(out)
+        return out if self.bias is None else out + self.bias
+
+
+def normal_part(part: Tensor, whole_shape: list[int], dim: int | None, shard: Shard, **normal: object) -> None:
+    """Fill a part with what is in its place where the whole is drawn: the same model on any number of ranks."""
+    if shard.size == 1 or dim is None:
+        part.normal_(**normal)  # type: ignore[arg-type]
+        return
+    whole = torch.empty(whole_shape, dtype=part.dtype, device=part.device).normal_(**normal)  # type: ignore[arg-type]
+    part.copy_(shard.slice(whole, dim))
