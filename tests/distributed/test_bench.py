@@ -1,0 +1,152 @@
+"""The tensor parallel Llama is the Llama, on any number of ranks, and the benchmarks run on several."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.launch import run_ranks, values
+
+transformers = pytest.importorskip("transformers")
+
+from bench.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
+from bench.models.checkpoint import load_checkpoint  # noqa: E402
+from bench.models.llama import CacheShape, build_llama  # noqa: E402
+from bench.models.parallel import Shard  # noqa: E402
+from bench.workload import INPUT_NAMES  # noqa: E402
+from simplegraph import RankGroup, wrap  # noqa: E402
+
+ROOT = Path(__file__).parent.parent.parent
+CACHE, REQUESTS = CacheShape(7, 16), 3
+SECONDS = 240
+
+
+def config(**changes: Any) -> Any:
+    settings = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "initializer_range": 0.2,  # so that a wrong layer shows in the logits
+    }
+    return transformers.LlamaConfig(**settings | changes)
+
+
+def batch(position: int) -> tuple[Tensor, ...]:
+    pages = 1 + torch.arange(2 * REQUESTS).view(REQUESTS, 2)
+    positions = torch.full((REQUESTS,), position)
+    slots = pages[:, 0] * 16 + position
+    return torch.arange(REQUESTS) * 7 + position, positions, slots, (positions + 1).int(), pages.int()
+
+
+def decode(rank: int, size: int, folder: str | None) -> Tensor:
+    """Logits of a few steps; on several ranks from full graphs."""
+    shard = Shard(rank, size)
+    biased = config(attention_bias=True, mlp_bias=True)
+    model = build_llama(biased, CACHE, REQUESTS, seed=3, random_weights=folder is None, shard=shard)
+    if folder is not None:
+        load_checkpoint(model, folder, shard)
+    run = model
+    if size > 1:
+        dims = dict.fromkeys(INPUT_NAMES, 0)
+        run = wrap(model, capture_sizes=[REQUESTS], batch_dims=dims, ranks=RankGroup(timeout=30), progress=False)
+    with torch.inference_mode():
+        found = torch.stack([run(*batch(position)).clone() for position in range(6)])
+    assert size == 1 or run.graph_stats.replays >= 4
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_seeded_weights_are_the_same_model_on_any_number_of_ranks(size: int) -> None:
+    expected = decode(0, 1, None)
+    for logits in values(run_ranks(decode, size, None)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_rank_takes_its_part_of_a_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = transformers.LlamaForCausalLM(config(attention_bias=True, mlp_bias=True)).float()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)  # biases too
+    reference.save_pretrained(tmp_path)
+    expected = decode(0, 1, str(tmp_path))
+    for logits in values(run_ranks(decode, 2, str(tmp_path))):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_ranks_that_do_not_divide_the_heads_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"--tp {size} does not divide num_attention_heads=4"):
+        build_llama(config(), CACHE, REQUESTS, shard=Shard(0, size))
+
+
+def generate(rank: int, size: int) -> tuple[list[list[int]], int]:
+    model = build_llama(config(), CACHE, REQUESTS, seed=5, shard=Shard(rank, size))
+    settings = EngineConfig(max_num_seqs=4, max_num_tokens=32, max_model_len=48, num_pages=32, attention="sdpa")
+    engine = Engine(model, settings, RankGroup(timeout=30) if size > 1 else None)
+    assert engine.capture().failed == {}
+    prompts = [[(3 * index + step) % 97 for step in range(1, 4 + index)] for index in range(5)]
+    tokens = engine.generate(prompts, SamplingParams(max_tokens=8))
+    return tokens, engine.runner.manager.stats.replays
+
+
+def test_the_engine_generates_the_same_tokens_on_two_ranks() -> None:
+    expected, _ = generate(0, 1)
+    for tokens, replays in values(run_ranks(generate, 2)):
+        assert tokens == expected
+        assert replays >= 8
+
+
+def torchrun(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(line, env=environment, cwd=ROOT, start_new_session=True, **pipes)
+    try:
+        out, errors = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)  # torchrun's own children too
+        raise
+    return subprocess.CompletedProcess(line, process.returncode, out, errors)
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_the_startup_benchmark_runs_under_torchrun_and_prints_once(tmp_path: Path) -> None:
+    out = tmp_path / "startup.json"
+    line = ("-m", "bench", "--smoke", "--tp", "2", "--arms", "eager,simplegraph", "--json", str(out))
+    done = torchrun(2, *line)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("on each of 2 ranks") == 1
+    results = json.loads(out.read_text())["results"]
+    assert {name: result["status"] for name, result in results.items()} == {"eager": "ok", "simplegraph": "ok"}
+    assert results["simplegraph"]["tp"] == 2
+    assert results["simplegraph"]["details"]["captures"] == 3
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_the_serving_benchmark_runs_under_torchrun_and_prints_once(tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    line = ("-m", "bench.serve", "--tp", "2", "--requests", "4", "--arms", "full-and-piecewise", "--json", str(out))
+    done = torchrun(2, *line)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("on 2 ranks, cpu") == 1
+    found = json.loads(out.read_text())
+    assert found["load"]["tp"] == 2
+    assert found["results"]["full-and-piecewise"]["dropped"] == 0
+
+
+def test_without_torchrun_the_command_line_says_how_to_launch() -> None:
+    line = [sys.executable, "-m", "bench", "--tp", "2"]
+    done = subprocess.run(line, cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert "torchrun --nproc-per-node 2 -m bench --tp 2" in done.stderr

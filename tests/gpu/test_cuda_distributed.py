@@ -1,0 +1,317 @@
+"""Ranks on GPUs of one host, on NCCL: graphs with collectives give eager's answers, and fail together."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+
+import simplegraph as sg
+from tests.distributed.launch import Failed, run_ranks, values
+
+ROOT = Path(__file__).parent.parent.parent
+WIDTH, INNER, LAYERS = 256, 1024, 4
+SIZES = [1, 4, 16]
+BOTH = "cpu:gloo,cuda:nccl"
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+class Layer(nn.Module):
+    """A tensor parallel MLP with a residual: columns, rows, one all-reduce."""
+
+    def __init__(self, rank: int, size: int, index: int) -> None:
+        super().__init__()
+        up, down = weights(index)
+        self.up = nn.Parameter(up.chunk(size)[rank].cuda(), requires_grad=False)
+        self.down = nn.Parameter(down.chunk(size, dim=1)[rank].cuda(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x @ self.up.T) @ self.down.T
+        dist.all_reduce(y)
+        return x + y
+
+
+class Functional(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return all_reduce(x / dist.get_world_size() + torch.relu(x @ self.up.T) @ self.down.T, "sum", dist.group.WORLD)
+
+
+class Breaking(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return halve(super().forward(x))
+
+
+@sg.eager_break
+def halve(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+class Forgetful(Layer):
+    """Waits for its collective, but not in a capture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x @ self.up.T) @ self.down.T
+        work = dist.all_reduce(y, async_op=True)
+        if not torch.cuda.is_current_stream_capturing():
+            work.wait()
+        return x + y
+
+
+class FailsOnRankOne(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1 and len(x) == 4 and torch.cuda.is_current_stream_capturing():
+            raise ValueError("no graph of four rows here")
+        return super().forward(x)
+
+
+def weights(index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    up = torch.randn(INNER, WIDTH, generator=generator) / WIDTH**0.5
+    return up, torch.randn(WIDTH, INNER, generator=generator) / INNER**0.5
+
+
+def whole(x: Tensor, layers: int = LAYERS, factor: float = 1.0) -> Tensor:
+    """What all layers give on one device, in float64."""
+    x = x.double()
+    for index in range(layers):
+        up, down = (weight.double() for weight in weights(index))
+        x = (x + torch.relu(x @ up.T) @ down.T) * factor
+    return x
+
+
+def batch(rows: int, step: int = 0) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 + 17 * rows + step))
+
+
+def stack(kind: type[Layer], rank: int, size: int) -> nn.Module:
+    torch.cuda.set_device(rank)
+    return nn.Sequential(*(kind(rank, size, index) for index in range(LAYERS))).eval()
+
+
+def dtensor_stack(rank: int, size: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.cuda.set_device(rank)
+    layers, plan = [], {}
+    for index in range(LAYERS):
+        up, down = weights(index)
+        first, second = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
+        first.weight.data, second.weight.data = up, down
+        plan |= {f"{len(layers)}": ColwiseParallel(), f"{len(layers) + 2}": RowwiseParallel()}
+        layers += [first, nn.ReLU(), second]
+    module = nn.Sequential(*layers).cuda().requires_grad_(False).eval()
+    return parallelize_module(module, init_device_mesh("cuda", (size,)), plan)
+
+
+def whole_without_residual(x: Tensor) -> Tensor:
+    x = x.double()
+    for index in range(LAYERS):
+        up, down = (weight.double() for weight in weights(index))
+        x = torch.relu(x @ up.T) @ down.T
+    return x
+
+
+ROWS = (1, 3, 4, 16, 9, 2, 16, 1)
+
+
+def serve(rank: int, size: int, kind: Any, settings: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], Any]:
+    module = dtensor_stack(rank, size) if kind == "dtensor" else stack(kind, rank, size)
+    model = sg.wrap(module, capture_sizes=SIZES, ranks=sg.RankGroup(timeout=60), progress=False, **settings)
+    with torch.inference_mode():
+        if settings.get("capture") == "upfront":
+            assert model.capture_graphs(batch(3).cuda()).failed == {}
+        rounds = [(rows, step) for step in range(4) for rows in ROWS]
+        found = [model(batch(rows, step).cuda()).float().cpu() for rows, step in rounds]
+        expected = [module(batch(rows, step).cuda()).float().cpu() for rows, step in rounds]
+    stats = model.graph_report().to_dict()
+    model.reset_graphs()  # before the process group goes
+    torch.cuda.synchronize()
+    return found, expected, stats
+
+
+@pytest.mark.parametrize("backend", ["nccl", BOTH])
+@pytest.mark.parametrize("kind", [Layer, Functional, "dtensor"])
+def test_full_graphs_with_collectives_equal_eager_on_every_rank(kind: Any, backend: str) -> None:
+    results = values(run_ranks(serve, 2, kind, {"capture": "upfront"}, backend=backend, limit=180))
+    exact = whole_without_residual if kind == "dtensor" else whole
+    for found, expected, stats in results:
+        for (rows, step), y, eager in zip([(r, s) for s in range(4) for r in ROWS], found, expected, strict=True):
+            torch.testing.assert_close(y, eager, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(y.double(), exact(batch(rows, step)), rtol=2e-2, atol=2e-2)
+        assert (stats["captures"], stats["replays"], stats["eager"]) == (3, 32, {}), stats
+
+
+def test_sizes_are_captured_on_all_ranks_as_calls_come() -> None:
+    for found, expected, stats in values(run_ranks(serve, 2, Layer, {}, backend=BOTH, limit=180)):
+        for y, eager in zip(found, expected, strict=True):
+            torch.testing.assert_close(y, eager, rtol=2e-3, atol=2e-3)
+        assert stats["captures"] == 3
+        assert stats["replays"] >= 24
+
+
+def test_collectives_are_in_the_segments_between_eager_breaks() -> None:
+    settings = {"capture": "upfront", "mode": "PIECEWISE"}
+    for found, expected, stats in values(run_ranks(serve, 2, Breaking, settings, backend=BOTH, limit=180)):
+        for y, eager in zip(found, expected, strict=True):
+            torch.testing.assert_close(y, eager, rtol=2e-3, atol=2e-3)
+        assert (stats["captures"], stats["replays"]) == (3, 32)
+
+
+def fail_together(rank: int, size: int, kind: type[Layer]) -> tuple[dict[str, str], list[Tensor], dict[str, Any]]:
+    model = sg.wrap(stack(kind, rank, size), capture_sizes=SIZES, ranks=sg.RankGroup(timeout=60), progress=False)
+    with torch.inference_mode():
+        summary = model.capture_graphs(batch(3).cuda())
+        found = [model(batch(rows).cuda()).float().cpu() for rows in ROWS]
+    stats = model.graph_report().to_dict()
+    model.reset_graphs()
+    torch.cuda.synchronize()
+    return {label: str(error) for label, error in summary.failed.items()}, found, stats
+
+
+def test_a_size_that_fails_on_one_rank_runs_eagerly_on_both() -> None:
+    for rank, (failed, found, stats) in enumerate(values(run_ranks(fail_together, 2, FailsOnRankOne, backend=BOTH))):
+        for rows, y in zip(ROWS, found, strict=True):
+            torch.testing.assert_close(y.double(), whole(batch(rows)), rtol=2e-2, atol=2e-2)
+        assert list(failed) == ["batch size 4"]
+        assert "no graph of four rows here" in failed["batch size 4"]
+        assert ("on rank 1" in failed["batch size 4"]) == (rank == 0)
+        assert (stats["captures"], stats["replays"], stats["eager"]) == (2, 5, {"capture_failed": 3}), stats
+
+
+def test_a_collective_that_is_not_joined_fails_on_both_and_eager_goes_on() -> None:
+    for failed, found, _ in values(run_ranks(fail_together, 2, Forgetful, backend=BOTH)):
+        for rows, y in zip(ROWS, found, strict=True):
+            torch.testing.assert_close(y.double(), whole(batch(rows)), rtol=2e-2, atol=2e-2)
+        assert sorted(failed) == ["batch size 1", "batch size 16", "batch size 4"]
+        assert all("not joined" in error for error in failed.values()), failed
+
+
+def differ(rank: int, size: int) -> tuple[str, str, float]:
+    model = sg.wrap(
+        stack(Layer, rank, size), capture_sizes=[1, 4 + rank], ranks=sg.RankGroup(timeout=20), progress=False
+    )
+    began = time.monotonic()
+    with torch.inference_mode():
+        try:
+            model.capture_graphs(batch(3).cuda())
+        except sg.SimpleGraphError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", 0.0
+
+
+def test_ranks_with_other_settings_get_the_same_error_at_once() -> None:
+    first, second = values(run_ranks(differ, 2, backend=BOTH))
+    assert first[:2] == second[:2]
+    assert first[0] == "ConfigError"
+    assert "rank 0 has (1, 4), rank 1 has (1, 5)" in first[1]
+    assert max(first[2], second[2]) < 10
+
+
+def die(rank: int, size: int) -> tuple[str, str, float]:
+    ranks = sg.RankGroup(timeout=5)
+    model = sg.wrap(stack(Layer, rank, size), capture_sizes=SIZES, ranks=ranks, progress=False)
+    if rank == 1:
+        os._exit(1)
+    began = time.monotonic()
+    with torch.inference_mode():
+        try:
+            model.capture_graphs(batch(3).cuda())
+        except sg.RankError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", 0.0
+
+
+def test_a_rank_that_died_is_an_error_within_the_timeout() -> None:
+    left, dead = run_ranks(die, 2, backend=BOTH)
+    assert isinstance(dead, Failed)
+    assert left[0] == "RankError", left
+    assert "rank 1 did not come within 5 s" in left[1]
+    assert left[2] < 15
+
+
+def gloo_alone(rank: int, size: int) -> str:
+    model = sg.wrap(stack(Layer, rank, size), capture_sizes=SIZES, ranks=sg.RankGroup(timeout=20), progress=False)
+    with torch.inference_mode():
+        try:
+            model.capture_graphs(batch(3).cuda())
+        except sg.ConfigError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_group_without_nccl_is_refused_in_words() -> None:
+    for text in values(run_ranks(gloo_alone, 2, backend="gloo")):
+        assert "make it with nccl" in text
+
+
+def move_weights(rank: int, size: int) -> tuple[Tensor, int]:
+    module = dtensor_stack(rank, size)
+    model = sg.wrap(module, capture_sizes=SIZES, ranks=sg.RankGroup(timeout=60), progress=False)
+    with torch.inference_mode():
+        model.capture_graphs(batch(4).cuda())
+        model(batch(4).cuda())
+        last = module[-1].weight
+        last._local_tensor.data = last._local_tensor.data * 3
+        found = [model(batch(4).cuda()).float().cpu() for _ in range(4)][-1]
+    recaptures = model.graph_stats.recaptures
+    model.reset_graphs()
+    torch.cuda.synchronize()
+    return found, recaptures
+
+
+def test_the_weights_of_a_dtensor_that_move_are_captured_anew() -> None:
+    for found, recaptures in values(run_ranks(move_weights, 2, backend=BOTH)):
+        torch.testing.assert_close(found.double(), whole_without_residual(batch(4)) * 3, rtol=2e-2, atol=2e-2)
+        assert recaptures == 1
+
+
+def destroy(rank: int, size: int) -> str:
+    group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=60))
+    ranks = sg.RankGroup(communicators=[group], timeout=60)
+    model = sg.wrap(stack(Layer, rank, size), capture_sizes=SIZES, ranks=ranks, progress=False)
+    with torch.inference_mode():
+        model.capture_graphs(batch(4).cuda())
+        model(batch(4).cuda())
+        torch.cuda.synchronize()
+        dist.destroy_process_group(group)  # no graph holds a collective of this one, so NCCL lets it go
+        try:
+            model(batch(4).cuda())
+        except sg.ReplayError as error:
+            model.reset_graphs()
+            return str(error)
+    return "nothing"
+
+
+def test_a_group_that_is_destroyed_under_live_graphs_is_named_on_every_rank() -> None:
+    for text in values(run_ranks(destroy, 2, backend=BOTH)):
+        assert "process group that the graphs' collectives belong to was destroyed" in text
+
+
+@pytest.mark.timeout(600)
+def test_the_startup_benchmark_runs_on_two_gpus() -> None:
+    pytest.importorskip("transformers")
+    arms = "eager,plain-loop,simplegraph,simplegraph-piecewise"
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "bench"]
+    line += ["--smoke", "--tp", "2", "--arms", arms]
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(line, env=environment, cwd=ROOT, start_new_session=True, **pipes)
+    try:
+        out, errors = process.communicate(timeout=500)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)  # torchrun's own children too
+        raise
+    assert process.returncode == 0, errors[-3000:]
+    assert out.count("on each of 2 ranks") == 1
