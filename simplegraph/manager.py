@@ -22,7 +22,7 @@ import torch
 from simplegraph.batch.dispatch import BatchDescriptor, Dispatch, Dispatcher, Reason
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed
-from simplegraph.distributed import Consensus, RankGroup, Vote
+from simplegraph.distributed import Alone, Consensus, RankGroup, Vote
 from simplegraph.errors import CaptureError, ConfigError, InputError, ReplayError
 from simplegraph.graph.breaks import told
 from simplegraph.graph.device import GraphDevice, GraphPool
@@ -123,7 +123,7 @@ class CudaGraphManager:
             raise ConfigError(f"support is {support!r}; expected an AttentionCGSupport, such as backend.support.")
         self.dispatcher = Dispatcher(self.config, support, lora_cases=lora_cases, requests=requests)
         self.support = support
-        self.ranks = ranks
+        self.ranks: RankGroup | Alone = ranks or Alone()
         if consensus is not None and not self.config.padding:
             raise ConfigError("padding is False, but ranks that agree on a size pad to the largest; allow padding.")
         self.consensus = consensus
@@ -330,16 +330,14 @@ class CudaGraphManager:
         started = time.perf_counter()
         failed: dict[str, CaptureError] = {}
         observers = [] if observers is None else observers
-        if self.ranks is not None:
-            with self.ranks.together():
-                self.ranks.begin(self._settings(num_warmups), ", ".join(job.label for job in jobs), self.device)
+        with self.ranks.together():
+            self.ranks.begin(self._settings(num_warmups), ", ".join(job.label for job in jobs), self.device)
         if not jobs:
             return CaptureSummary(0, failed, 0.0, 0)
         free_before = self.device.free_memory()
         before = self.stats.captures
-        show = self.config.progress and len(jobs) > 1 and (self.ranks is None or self.ranks.rank == 0)
-        together = _ALONE if self.ranks is None else self.ranks.together()
-        with together, CaptureSession(self.device, self.pool, thorough=not lazy) as session:
+        show = self.config.progress and len(jobs) > 1 and self.ranks.rank == 0
+        with self.ranks.together(), CaptureSession(self.device, self.pool, thorough=not lazy) as session:
             for _ in range(num_warmups):
                 if self._warm_up(jobs[0], observers) is not None:
                     break  # its capture will say why, and smaller sizes may do better
@@ -357,7 +355,7 @@ class CudaGraphManager:
                         error = self._capture_one(session, job, observers)
                     if error is not None:
                         failed[job.label] = error
-                if self._any_rank("what graphs read", read_differently(observers[compared:])):
+                if self.ranks.any("what graphs read", read_differently(observers[compared:])):
                     again = [job for job in unseen if job.key in self.programs]
                     self.forget(again)
                     errors = {job.label: self._capture_one(session, job, observers) for job in again}
@@ -381,12 +379,9 @@ class CudaGraphManager:
         more = {"support": self.support.name, "lora_cases": self.dispatcher.lora_cases, "warmups": num_warmups}
         return settings | {name: str(value) for name, value in (more | {"torch": torch.__version__}).items()}
 
-    def _any_rank(self, what: str, flag: bool) -> bool:
-        return flag if self.ranks is None else self.ranks.any(what, flag)
-
     def _on_all_ranks(self, what: str, job: CaptureJob, error: CaptureError | None) -> CaptureError | None:
         """The error, or that of another rank: a graph that one rank does not have, no rank may replay."""
-        failure = None if self.ranks is None else self.ranks.failure(f"{what} {job.label}", error)
+        failure = self.ranks.failure(f"{what} {job.label}", error)
         if failure is None or error is not None:
             return error
         rank, found = failure
@@ -544,5 +539,4 @@ def around_breaks(program: Program) -> contextlib.AbstractContextManager[Any]:
 
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-_ALONE: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _NO_RANGE: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()

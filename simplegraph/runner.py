@@ -322,9 +322,8 @@ class GraphRunner:
                 f"moved or replaced since capture: {moved}. A replay would use the old values. "
                 "Call reset_graphs() to capture anew, or set on_stale='recapture'."
             )
-        if self._ranks is not None:
-            # Where it moved on this rank alone, the others replay on: then this waits in vain, and says so.
-            self._ranks.any("dropping graphs, since what they read was moved or replaced", True)
+        # Where it moved on this rank alone, the others replay on: then this waits in vain, and says so.
+        builder.manager.ranks.any("dropping graphs, since what they read was moved or replaced", True)
         logger.info("%s: dropping all graphs, since these moved or were replaced: %s", self.stats.name, moved)
         self._strikes = 0 if self.stats.replays > self._served_before else self._strikes + 1
         self.stats.recaptures += 1

@@ -40,7 +40,7 @@ class RankGroup:
     Source: NCCL's user guide, "Using NCCL with CUDA Graphs", on capture being uniform over ranks.
     """
 
-    def __init__(self, group: Any = None, *, communicators: Sequence[Any] = (), timeout: float = 60.0) -> None:
+    def __init__(self, group: Any = None, *, communicators: Sequence[Any] = (), timeout: float = 120.0) -> None:
         if not timeout > 0:
             raise ConfigError(f"timeout is {timeout!r}; expected seconds, above 0.")
         self._group = require_group(group)
@@ -136,6 +136,24 @@ class RankGroup:
                     f"the process group has {found or 'no backend'} for {device_type} tensors, whose collectives no "
                     f"graph can hold; make it with {wanted}, such as init_process_group('cpu:gloo,cuda:nccl')."
                 )
+
+
+class Alone:
+    """What a `RankGroup` is where there is one rank and nobody to ask."""
+
+    rank, size = 0, 1
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def begin(self, settings: Mapping[str, str], captures: str, device: GraphDevice) -> None:
+        """Nothing to compare."""
+
+    def failure(self, what: str, error: Exception | None) -> tuple[int, str] | None:
+        return None if error is None else (self.rank, str(error))
+
+    def any(self, what: str, flag: bool) -> bool:
+        return flag
 
 
 def _refuse_other_captures(captures: Sequence[str]) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 from typing import Any
 
 import torch.distributed as dist
 
 from simplegraph.errors import ConfigError, RankError
+
+logger = logging.getLogger("simplegraph")
 
 _ALL_CAME = "all"
 _torch: Any = dist  # what torch leaves untyped; builds without distributed lack it
@@ -25,6 +28,9 @@ class Rendezvous:
         name: the same on all ranks, and no other rendezvous of this process group's.
         rank, size: this rank, and how many there are.
         timeout: seconds that a rank waits for the others.
+
+    Raises:
+        RankError: the store is gone.
     """
 
     def __init__(self, name: str, rank: int, size: int, timeout: float) -> None:
@@ -36,7 +42,10 @@ class Rendezvous:
         if size > 1:
             store = _torch.distributed_c10d._get_default_store()
             # A connection of its own where torch can: waiting blocks one for every other thread that uses it.
-            store = store.clone() if hasattr(store, "clone") else store
+            try:
+                store = store.clone() if hasattr(store, "clone") else store
+            except RuntimeError as error:
+                raise self._lost(error) from error
             self._store = _torch.PrefixStore(f"simplegraph/{name}", store)
 
     def ask(self, question: str, answer: Any) -> list[Any]:
@@ -58,10 +67,14 @@ class Rendezvous:
 
     def leave(self, error: BaseException) -> None:
         """Tell the others, where they meet next, that this rank will not come, and why; does not wait."""
-        if self.size > 1:
-            left = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        if self.size == 1:
+            return
+        left = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        try:
             self._store.set(self._key(self.rank), json.dumps({"left": left}))
-            self._round += 1
+        except RuntimeError as lost:  # the error that is on its way says more, and the others find out by themselves
+            logger.warning("rank %d could not tell the others: %s", self.rank, lost)
+        self._round += 1
 
     def _meet(self, word: str) -> list[dict[str, Any]]:
         keys = [self._key(rank) for rank in range(self.size)]
@@ -78,10 +91,7 @@ class Rendezvous:
             words = self._store.multi_get(keys) if verdict == _ALL_CAME else []
             self._clean()
         except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank} lost the store of the process group, so the rank that holds it is probably gone: "
-                f"{next(iter(str(error).splitlines()), '')}"
-            ) from error
+            raise self._lost(error) from error
         finally:
             self._round += 1
         if verdict != _ALL_CAME:
@@ -91,6 +101,12 @@ class Rendezvous:
                 "died, or went another way: every rank must make the same calls in the same order."
             )
         return [json.loads(word) for word in words]
+
+    def _lost(self, error: RuntimeError) -> RankError:
+        said = next(iter(str(error).splitlines()), "")
+        return RankError(
+            f"rank {self.rank} lost the store of the process group; the rank that holds it is probably gone: {said}"
+        )
 
     def _refuse_disorder(self, question: str, words: list[dict[str, Any]]) -> None:
         for rank, word in enumerate(words):

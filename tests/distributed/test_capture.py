@@ -82,12 +82,24 @@ def expected(rows: int) -> Tensor:
         return whole_mlp()(batch(rows))
 
 
-KINDS = {"in place": InPlace, "functional": Functional, "gathering": Gathering}
+class Breaking(InPlace):
+    """With an eager break behind the collective."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return halve(super().forward(x)) * 2
 
 
-def serve(rank: int, size: int, kind: str, capture: bool) -> tuple[list[Tensor], dict[str, Any]]:
+@sg.eager_break
+def halve(x: Tensor) -> Tensor:
+    return x / 2
+
+
+KINDS = {"in place": InPlace, "functional": Functional, "gathering": Gathering, "breaking": Breaking}
+
+
+def serve(rank: int, size: int, kind: str, capture: bool, mode: str = "FULL") -> tuple[list[Tensor], dict[str, Any]]:
     module = dtensor_mlp(size) if kind == "dtensor" else KINDS[kind](rank, size)
-    model = sg.wrap(module.eval(), capture_sizes=SIZES, ranks=sg.RankGroup(timeout=30), progress=False)
+    model = sg.wrap(module.eval(), capture_sizes=SIZES, ranks=sg.RankGroup(timeout=30), progress=False, mode=mode)
     with torch.inference_mode():
         if capture:
             model.capture_graphs(batch(3))
@@ -102,6 +114,13 @@ def test_a_tensor_parallel_model_replays_the_single_rank_answer_on_every_rank(ki
     for found, report in values(run_ranks(serve, size, kind, True)):
         for rows, y in zip((1, 2, 3, 4, 4, 3, 2, 1), found, strict=True):
             torch.testing.assert_close(y, expected(rows) * factor, rtol=1e-5, atol=1e-5)
+        assert (report["captures"], report["replays"], report["eager"]) == (2, 8, {}), report
+
+
+def test_collectives_are_in_the_segments_between_eager_breaks() -> None:
+    for found, report in values(run_ranks(serve, 2, "breaking", True, "PIECEWISE")):
+        for rows, y in zip((1, 2, 3, 4, 4, 3, 2, 1), found, strict=True):
+            torch.testing.assert_close(y, expected(rows) * 2, rtol=1e-5, atol=1e-5)
         assert (report["captures"], report["replays"], report["eager"]) == (2, 8, {}), report
 
 
@@ -202,7 +221,8 @@ def timed_error(call: Any) -> tuple[str, str, float]:
 
 
 def capture_with(rank: int, size: int, what: str) -> tuple[str, str, float]:
-    module = FailsOnOneRank(rank, size, sg.InputError) if what == "raises" else InPlace(rank, size)
+    fails = what in ("raises", "dies in a capture")
+    module = FailsOnOneRank(rank, size, sg.InputError) if fails else InPlace(rank, size)
     ranks = sg.RankGroup(timeout=WAIT)
     settings: dict[str, Any] = {"capture_sizes": SIZES, "progress": rank == 0}
     late = rank == size - 1
@@ -210,12 +230,21 @@ def capture_with(rank: int, size: int, what: str) -> tuple[str, str, float]:
         settings["capture_sizes"] = [2, 8]
     if what == "dies" and late:
         os._exit(1)
+    if what == "holds the store and dies" and rank == 0:
+        time.sleep(WAIT / 2)  # until the others wait for it
+        os._exit(1)
+    if what == "dies in a capture" and late:
+        module.error = end_process  # type: ignore[union-attr]
     if what == "is late" and late:
         time.sleep(2 * WAIT)
     model = sg.wrap(module.eval(), ranks=ranks, **settings)
 
     with torch.inference_mode():
         return timed_error(lambda: model.capture_graphs(batch(3)))
+
+
+def end_process(*args: Any) -> Any:
+    os._exit(1)
 
 
 def test_ranks_with_other_settings_all_get_the_same_error_that_names_them() -> None:
@@ -239,6 +268,24 @@ def test_the_ranks_that_are_left_learn_within_a_bound_that_one_died(size: int) -
         assert name == "RankError"
         assert f"rank {size - 1} did not come within 1.5 s" in text
         assert WAIT <= seconds < BOUND
+
+
+def test_a_rank_that_dies_in_the_midst_of_a_capture_is_missed_where_they_meet_next() -> None:
+    left, dead = run_ranks(capture_with, 2, "dies in a capture")
+    assert dead.text == GONE
+    name, text, seconds = left
+    assert name == "RankError"
+    assert "rank 1 did not come within 1.5 s, where rank 0 was at the result of capturing batch size 2" in text
+    assert seconds < BOUND
+
+
+def test_when_the_rank_that_holds_the_store_dies_the_others_say_so() -> None:
+    dead, *left = run_ranks(capture_with, 3, "holds the store and dies")
+    assert dead.text == GONE
+    for name, text, seconds in values(left):
+        assert name == "RankError"
+        assert "lost the store of the process group" in text
+        assert seconds < BOUND
 
 
 def test_a_late_rank_gets_the_error_of_those_that_gave_up_on_it() -> None:
@@ -280,6 +327,37 @@ def test_ranks_that_capture_for_batches_of_other_sizes_are_all_told() -> None:
         assert name == "RankError"
         assert "rank 0 batch size 2; rank 1 batch size 4" in text
         assert seconds < WAIT
+
+
+def move_a_dtensor(rank: int, size: int) -> tuple[Tensor, int]:
+    module = dtensor_mlp(size).eval()
+    model = sg.wrap(module, capture_sizes=SIZES, ranks=sg.RankGroup(timeout=30), progress=False)
+    with torch.inference_mode():
+        model.capture_graphs(batch(3))
+        local = module[2].weight._local_tensor
+        local.data = local.data * 3
+        return [model(batch(4)).clone() for _ in range(4)][-1], model.graph_stats.recaptures
+
+
+def test_the_weights_of_a_dtensor_that_move_are_captured_anew() -> None:
+    for y, recaptures in values(run_ranks(move_a_dtensor, 2)):
+        torch.testing.assert_close(y, expected(4) * 3, rtol=1e-5, atol=1e-5)
+        assert recaptures == 1
+
+
+def show_progress(rank: int, size: int) -> list[bool]:
+    from simplegraph import manager
+
+    shown = []
+    bar = manager.capture_bar
+    manager.capture_bar = lambda count, show: (shown.append(show), bar(count, False))[1]
+    with torch.inference_mode():
+        sg.wrap(InPlace(rank, size).eval(), capture_sizes=SIZES, ranks=sg.RankGroup()).capture_graphs(batch(3))
+    return shown
+
+
+def test_progress_is_shown_by_the_first_rank_alone() -> None:
+    assert values(run_ranks(show_progress, 2)) == [[True], [False]]
 
 
 def move_a_weight(rank: int, size: int, everywhere: bool) -> tuple[tuple[str, str, float], Tensor, dict[str, Any]]:

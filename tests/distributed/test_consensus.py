@@ -204,6 +204,25 @@ def test_an_engine_may_bring_its_own_consensus() -> None:
     assert manager.report().to_dict()["eager"] == {"other_ranks": 1}
 
 
+class Alone:
+    def agree(self, vote: Vote) -> Vote:
+        return vote
+
+
+def test_a_rank_without_the_graph_keeps_the_others_from_replaying_it() -> None:
+    manager = sg.CudaGraphManager(device="cpu", capture_sizes=[2, 4], consensus=Alone(), progress=False)
+    x = torch.arange(4.0)
+
+    def forward(mode: sg.CudaGraphMode, descriptor: sg.BatchDescriptor) -> torch.Tensor:
+        return x[: descriptor.num_tokens] * (2 if descriptor.num_tokens == 4 else x.sum().item())
+
+    assert manager.dispatch(3).mode is NONE  # nothing is captured yet
+    assert list(manager.capture(forward).failed) == ["batch size 2"]
+    assert manager.dispatch(3)[:2] == (FULL, sg.BatchDescriptor(4))
+    failed = manager.dispatch(1)
+    assert (failed.mode, failed.descriptor.num_tokens, failed.reason) == (NONE, 2, sg.Reason.CAPTURE_FAILED)
+
+
 def test_agreeing_ranks_must_be_allowed_to_pad() -> None:
     with pytest.raises(sg.ConfigError, match="padding is False"):
         sg.CudaGraphManager(device="cpu", capture_sizes=[2], padding=False, consensus=OneOfTheEnginesOwn())
