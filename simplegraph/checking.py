@@ -21,8 +21,9 @@ from simplegraph.graph.program import Program
 from simplegraph.graph.recorder import Trace
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.session import CaptureSession, user_location
+from simplegraph.graph.subclasses import parts, waited
 from simplegraph.signature import Arg, CallReader, CannotBind, TensorArg
-from simplegraph.staleness import Entry, held_tensors, put_back
+from simplegraph.staleness import Entry, held_tensors, kept_in_graph, put_back
 from simplegraph.tree import TreeSpec, flatten
 from simplegraph.verify import first_difference, random_state, set_random_state
 
@@ -131,7 +132,7 @@ class Checker:
         first = next(leaf for leaf in self._leaves if isinstance(leaf, Tensor))
         self._device = graph_device(first.device)
         self._held = _held(module)
-        self._state = {entry.name: entry.tensor for entry in self._held}
+        self._state = {name: part for entry in self._held for name, part in _named_parts(entry)}
         self._saved = {name: tensor.detach().clone() for name, tensor in self._state.items()}
         self._random = random_state(self._device.torch_device)
         self._before = before
@@ -175,10 +176,10 @@ class Checker:
     def _run(self, leaves: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
         self._before(self._number)
         args, kwargs = self._spec.unflatten(leaves)
-        return flatten(self._module(*args, **kwargs))
+        return flatten(waited(self._module(*args, **kwargs)))
 
     def _restore(self) -> None:
-        mine = {id(tensor) for tensor in self._state.values()}
+        mine = {id(entry.tensor) for entry in self._held}
         put_back([entry for entry in _held(self._module) if id(entry.tensor) not in mine], self._held)
         for name, tensor in self._state.items():
             tensor.detach().copy_(self._saved[name])
@@ -254,7 +255,7 @@ class Checker:
             with CaptureSession(self._device, pool, thorough=False) as session:
                 label = f"batch size {self._rows}"
                 program = session.capture(lambda: self._unflat(static), label=label, trace=trace)
-            kept = [entry.name for entry in _held(self._module) if self._device.in_pool(pool, entry.tensor)]
+            kept = [entry.name for entry in kept_in_graph(self._module, self._device, pool)]
             if kept:
                 return (
                     f"{', '.join(kept)} would keep a tensor that exists only inside the graph. "
@@ -316,6 +317,12 @@ def _held(module: nn.Module) -> list[Entry]:
     return [
         entry for entry in held_tensors(module) if entry.tensor.layout is torch.strided and not entry.tensor.is_meta
     ]
+
+
+def _named_parts(entry: Entry) -> list[tuple[str, Tensor]]:
+    """The tensors whose memory an entry's is, under its name; numbered where there are several."""
+    found = list(parts(entry.tensor))
+    return [(entry.name if len(found) == 1 else f"{entry.name}.{index}", part) for index, part in enumerate(found)]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -22,7 +22,7 @@ import torch
 from simplegraph.batch.dispatch import BatchDescriptor, Dispatch, Dispatcher, Reason
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed
-from simplegraph.distributed import Alone, Consensus, RankGroup, Vote
+from simplegraph.distributed import Alone, Consensus, RankGroup, ShapeConsensus, Vote
 from simplegraph.errors import CaptureError, ConfigError, InputError, ReplayError
 from simplegraph.graph.breaks import told
 from simplegraph.graph.device import GraphDevice, GraphPool
@@ -95,7 +95,8 @@ class CudaGraphManager:
         requests: whether full graphs for mixed batches are keyed by their number of requests; see `Dispatcher`.
         name: what messages and the report call it.
         ranks: those whose graphs hold collectives with this one's; they capture together.
-        consensus: lets ranks agree on every step's mode and size; `dispatch` then asks all of them.
+        consensus: lets ranks agree on every step's mode and size; `dispatch` then asks all of them. Give `ranks` too,
+            so that all have the same graphs.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -126,7 +127,8 @@ class CudaGraphManager:
         self.ranks: RankGroup | Alone = ranks or Alone()
         if consensus is not None and not self.config.padding:
             raise ConfigError("padding is False, but ranks that agree on a size pad to the largest; allow padding.")
-        self.consensus = consensus
+        alone = isinstance(consensus, ShapeConsensus) and consensus.size == 1
+        self.consensus = None if alone else consensus
         self.stats = GraphStats(name)
         self.programs: dict[Key, Program] = {}
         self.failures: dict[Key, CaptureError] = {}

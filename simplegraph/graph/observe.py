@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplegraph.graph.subclasses import only_shapes, wraps
+from simplegraph.graph.subclasses import only_shapes, wrapper_class
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -104,7 +104,7 @@ class MemoryObserver(OperatorMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(map(wraps, types)):
+        if any(map(wrapper_class, types)):
             return NotImplemented  # it first turns into operators on plain tensors
         kwargs = kwargs or {}
         if only_shapes():

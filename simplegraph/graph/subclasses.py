@@ -14,7 +14,7 @@ from simplegraph.tree import flatten
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
-def wraps(kind: type) -> bool:
+def wrapper_class(kind: type) -> bool:
     """Whether tensors of this class have no memory of their own."""
     return hasattr(kind, "__tensor_flatten__")
 
@@ -26,7 +26,7 @@ def only_shapes() -> bool:
 
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether the tensor has no memory of its own, and only wraps others that have."""
-    return type(tensor) not in _PLAIN and wraps(type(tensor))
+    return type(tensor) not in _PLAIN and wrapper_class(type(tensor))
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:

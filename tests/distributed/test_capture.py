@@ -345,6 +345,36 @@ def test_the_weights_of_a_dtensor_that_move_are_captured_anew() -> None:
         assert recaptures == 1
 
 
+def return_a_dtensor(rank: int, size: int) -> tuple[Tensor, dict[str, Any]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    module = nn.Sequential(whole_mlp()[0])
+    parallelize_module(module, init_device_mesh("cpu", (size,)), {"0": ColwiseParallel(use_local_output=False)})
+    model = sg.wrap(module.eval(), capture_sizes=SIZES, ranks=sg.RankGroup(timeout=30), progress=False)
+    with torch.inference_mode():
+        found = [model(batch(4)).full_tensor() for _ in range(4)][-1]
+    return found, model.graph_report().to_dict()["eager"]
+
+
+def test_a_model_that_returns_a_dtensor_runs_eagerly_and_says_so() -> None:
+    for y, eager in values(run_ranks(return_a_dtensor, 2)):
+        torch.testing.assert_close(y, batch(4) @ whole_mlp()[0].weight.T)
+        assert eager == {"first_call": 1, "unsupported_output": 3}
+
+
+def check_models(rank: int, size: int) -> list[tuple[bool, bool | None, bool]]:
+    found = []
+    for module in (dtensor_mlp(size).requires_grad_(False), Functional(rank, size), Forgetful(rank, size)):
+        report = sg.check(module.eval(), batch(3))
+        found.append((report.capturable, report.rows_independent, sg.try_full(module, batch(3)).possible))
+    return found
+
+
+def test_check_and_try_full_know_collectives_and_dtensors() -> None:
+    assert values(run_ranks(check_models, 2)) == [[(True, True, True), (True, True, True), (False, True, False)]] * 2
+
+
 def show_progress(rank: int, size: int) -> list[bool]:
     from simplegraph import manager
 

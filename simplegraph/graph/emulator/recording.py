@@ -32,7 +32,7 @@ from simplegraph.graph.emulator.operators import (
 )
 from simplegraph.graph.emulator.segment import Arena, Call, EmulatorSegment, Output
 from simplegraph.graph.observe import OperatorMode
-from simplegraph.graph.subclasses import only_shapes, wraps
+from simplegraph.graph.subclasses import only_shapes, wrapper_class
 
 # Typed loosely because torch leaves them untyped.
 _functions: Any = overrides
@@ -51,7 +51,7 @@ class _RecordingMode(OperatorMode):
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(wraps, types)):
+        if any(map(wrapper_class, types)):
             return NotImplemented  # It first turns into operators on plain tensors.
         kwargs = kwargs or {}
         if only_shapes():
