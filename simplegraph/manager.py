@@ -403,7 +403,9 @@ class CudaGraphManager:
         trace = self.traces.begin(observer) if job.mode is CudaGraphMode.PIECEWISE else None
         try:
             with observer, told(trace):
-                outputs = waited(job.run())  # nothing may be in flight when a capture begins
+                outputs = waited(job.run())
+                if self.ranks.size > 1:
+                    self.device.synchronize()  # no collective may be in flight when a capture begins
         except InputError:
             raise
         except Exception as error:
