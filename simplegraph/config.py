@@ -120,7 +120,8 @@ class CudaGraphConfig:
             ``torch.Tag.cudagraph_unsafe``.
         decode_capture_sizes: tokens of the uniform decode batches to capture, where these run in another mode
             than mixed ones; None takes the sizes of mixed batches that such a batch can have.
-        debug: check the address of every captured input at every replay, and name what moved.
+        debug: check the address of every captured input at every replay, and name what moved; with a `RankGroup` also
+            that all ranks are about to replay the same graph.
         progress: show a progress bar while capturing several sizes.
 
     Every field with a plain value can be set from the environment as ``SIMPLEGRAPH_<FIELD>`` (for

@@ -73,14 +73,17 @@ class GraphHooks:
         """Inside the capture, after the forward: whatever runs here is recorded."""
 
 
-class _GroupAlive(GraphHooks):
-    """Refuses a replay whose collectives have no process group any more."""
+class _ReplayedByAll(GraphHooks):
+    """Refuses a replay whose collectives have no process group any more or, with `debug`, meet another replay's."""
 
-    def __init__(self, ranks: RankGroup) -> None:
+    def __init__(self, ranks: RankGroup, *, debug: bool) -> None:
         self._ranks = ranks
+        self._debug = debug
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         self._ranks.check_alive()
+        if self._debug:
+            self._ranks.any(f"a {mode.name} replay of {descriptor}", True)
 
 
 class CudaGraphManager:
@@ -133,7 +136,7 @@ class CudaGraphManager:
         self.programs: dict[Key, Program] = {}
         self.failures: dict[Key, CaptureError] = {}
         self.traces = Traces(self.device.torch_device, self.config.break_ops)
-        self.hooks: list[GraphHooks] = [] if ranks is None else [_GroupAlive(ranks)]
+        self.hooks: list[GraphHooks] = [] if ranks is None else [_ReplayedByAll(ranks, debug=self.config.debug)]
         self._traced: list[MemoryObserver] = []  # of warmups that only told what breaks return
         self.pool = self.device.new_pool() if pool is None else pool
         if pool is None or pool.managers:  # else somebody else made it, and may use it in other ways

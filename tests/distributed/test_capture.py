@@ -329,6 +329,32 @@ def test_ranks_that_capture_for_batches_of_other_sizes_are_all_told() -> None:
         assert seconds < WAIT
 
 
+def replay_with_other_sizes(rank: int, size: int, eager: bool) -> tuple[str, str, float]:
+    ranks = sg.RankGroup(timeout=WAIT)
+    model = sg.wrap(Independent().eval(), capture_sizes=SIZES, ranks=ranks, progress=False, debug=True)
+    with torch.inference_mode():
+        model.capture_graphs(batch(3))
+        model(batch(4))
+        if eager and rank == 1:
+            time.sleep(2 * WAIT)  # as in a collective that nobody answers
+            return "nothing", "", 0.0
+        return timed_error(lambda: model(batch(2 + 2 * rank)))
+
+
+def test_with_debug_ranks_that_replay_other_sizes_are_all_told() -> None:
+    for name, text, seconds in values(run_ranks(replay_with_other_sizes, 2, False)):
+        assert name == "RankError"
+        assert "rank 0 at a FULL replay of 2 tokens; rank 1 at a FULL replay of 4 tokens" in text
+        assert seconds < WAIT
+
+
+def test_with_debug_a_rank_that_replays_alone_is_told_who_is_missing() -> None:
+    (name, text, seconds), _ = values(run_ranks(replay_with_other_sizes, 2, True))
+    assert name == "RankError"
+    assert "rank 1 did not come within 1.5 s, where rank 0 was at a FULL replay of 2 tokens" in text
+    assert seconds < BOUND
+
+
 def move_a_dtensor(rank: int, size: int) -> tuple[Tensor, int]:
     module = dtensor_mlp(size).eval()
     model = sg.wrap(module, capture_sizes=SIZES, ranks=sg.RankGroup(timeout=30), progress=False)
