@@ -1,0 +1,16 @@
+"""Speculative decoding: a draft proposes tokens, the target verifies them, both in graphs.
+
+Example:
+    >>> proposals = Proposals(num_slots=64, num_draft_tokens=5, device="cuda")
+    >>> drafter = EagleDrafter(draft, prefill, decode, proposals, num_draft_tokens=5, state_size=4096)
+    >>> drafter.capture()
+"""
+
+from __future__ import annotations
+
+from simplegraph.spec_decode.acceptance import Accepted as Accepted
+from simplegraph.spec_decode.acceptance import greedy_accept as greedy_accept
+from simplegraph.spec_decode.acceptance import rejection_sample as rejection_sample
+from simplegraph.spec_decode.acceptance import target_probabilities as target_probabilities
+
+__all__ = ["Accepted", "greedy_accept", "rejection_sample", "target_probabilities"]
