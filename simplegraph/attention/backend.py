@@ -34,12 +34,17 @@ class AttentionBackend(GraphHooks, abc.ABC):
         num_heads: query heads, a multiple of the cache's.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
 
+    Attributes:
+        reads_lengths_on_device: whether lengths and slots that change on the device after `prepare`, up to those that
+            were set, are what `run` goes by. A graph may then hold several steps that follow each other.
+
     Raises:
         ConfigError: heads, page sizes or devices do not fit each other.
     """
 
     support: AttentionCGSupport
     name: ClassVar[str]
+    reads_lengths_on_device: bool = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

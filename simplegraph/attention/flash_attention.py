@@ -115,6 +115,7 @@ class FlashAttentionBackend(_Flash):
         self._buffer = torch.zeros(size, dtype=torch.int32, device=cache.device)
         self._schedule: _Schedule | None = None
         self._last_layer = -1
+        self.reads_lengths_on_device = schedule == "graph"
 
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
         super().prepare(mode, descriptor, metadata)
@@ -193,6 +194,7 @@ class FlashAttention2Backend(_Flash):
 
     support = AttentionCGSupport.UNIFORM_BATCH
     name = "FlashAttention-2"
+    reads_lengths_on_device = True
     version = 2
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:

@@ -19,6 +19,7 @@ class SDPABackend(AttentionBackend):
 
     support = AttentionCGSupport.ALWAYS
     name = "SDPA"
+    reads_lengths_on_device = True
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
         request, length = self._visible(metadata)
