@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from bench.models.parallel import WHOLE, Shard
 
 SINGLE = "model.safetensors"
+PICKLED = "pytorch_model.bin"
 INDEX = "model.safetensors.index.json"
 LISTED = 5
 
@@ -26,7 +28,6 @@ def has_checkpoint(folder: Path) -> bool:
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
-@torch.no_grad()
 def load_checkpoint(model: nn.Module, folder: Path | str, shard: Shard = WHOLE) -> None:
     """Copy a checkpoint's tensors into the model's parameters, on their device and in their dtype.
 
@@ -40,20 +41,48 @@ def load_checkpoint(model: nn.Module, folder: Path | str, shard: Shard = WHOLE) 
     """
     folder = Path(folder)
     files = _files(folder)
+    tensors = ((name, shard.part(name, tensor)) for name, tensor in _tensors(folder, files))
+    load_tensors(model, tensors, folder)
+
+
+@torch.no_grad()
+def load_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Copy named tensors, which came from `folder`, into the model's parameters.
+
+    Raises:
+        CheckpointError: tensors missing, unexpected or of another shape.
+    """
     targets = dict(model.named_parameters(remove_duplicate=False))
     missing, extra, misshaped = set(targets), [], []
-    for name, tensor in _tensors(folder, files):
+    for name, tensor in tensors:
         target = targets.get(name)
         if target is None:
             extra.append(name)
             continue
         missing.discard(name)
-        tensor = shard.part(name, tensor)
         if target.shape == tensor.shape:
             target.copy_(tensor)
         else:
             misshaped.append(f"{name} is {tuple(tensor.shape)}, the model has {tuple(target.shape)}")
     _raise_unless_whole(folder, _untied(missing, targets), _unexpected(extra, model), misshaped)
+
+
+def read_checkpoint(folder: Path | str) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, on the CPU: from safetensors files, or from a pickled state dict.
+
+    Raises:
+        CheckpointError: there are neither, or they are unreadable.
+    """
+    folder = Path(folder)
+    if has_checkpoint(folder) or not (folder / PICKLED).is_file():
+        return dict(_tensors(folder, _files(folder)))
+    try:
+        found = torch.load(folder / PICKLED, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{folder / PICKLED} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise CheckpointError(f"{folder / PICKLED} holds no state dict; expected names mapped to tensors.")
+    return found
 
 
 def _files(folder: Path) -> list[str]:

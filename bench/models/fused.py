@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from bench.models.llama import Attention, Decoder, Llama, Step
+    from bench.models.llama import Attention, Decoder, Llama, Step, Tap
 
 
 class FusedLayers:
@@ -33,17 +33,19 @@ class FusedLayers:
         self._norms_after = [*(layer.input_layernorm for layer in list(decoder.layers)[1:]), decoder.norm]
         self._rows = torch.arange(len(decoder.query_start_loc) - 1, device=decoder.query_start_loc.device)
 
-    def __call__(self, hidden: Tensor, step: Step) -> Tensor:
+    def __call__(self, hidden: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
         """From embeddings, (T, hidden_size), to final hidden states."""
         self._step, self._rotary = step, _rotary_table(step)
-        return self.run_layers(hidden)
+        return self.run_layers(hidden, tap)
 
-    def run_layers(self, hidden: Tensor) -> Tensor:
+    def run_layers(self, hidden: Tensor, tap: Tap | None = None) -> Tensor:
         """As a call, of a step that `attend` knows."""
         decoder, ops = self._decoder, self._ops
         residual = hidden
         hidden = ops.rmsnorm(hidden, decoder.layers[0].input_layernorm.weight, decoder.norm.eps)
-        for layer, norm in zip(decoder.layers, self._norms_after, strict=True):
+        for index, (layer, norm) in enumerate(zip(decoder.layers, self._norms_after, strict=True)):
+            if tap is not None:
+                tap(index, residual)
             hidden = self.attend(layer.self_attn, hidden)
             ops.fused_add_rmsnorm(hidden, residual, layer.post_attention_layernorm.weight, decoder.norm.eps)
             hidden = layer.mlp.down_proj(ops.silu_and_mul(layer.mlp.gate_up_proj(hidden)))

@@ -7,6 +7,7 @@ Face checkpoints. Qwen2 and Qwen3 are Llamas but for biases and a norm of querie
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,6 +48,10 @@ def family(config: LlamaConfig) -> Family:
     if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window is true; attention here is over the whole context.")
     return FAMILIES[kind]
+
+
+# Called before each layer with its index and its input, (T, hidden_size), which is valid during the call.
+Tap = Callable[[int, Tensor], None]
 
 
 class CacheShape(NamedTuple):
@@ -249,11 +254,13 @@ class Decoder(nn.Module):
         step = DecodeStep(cos, sin, slots, seq_lens, block_table, self.query_start_loc[: input_ids.shape[0] + 1])
         return self.run_layers(hidden, step)
 
-    def run_layers(self, hidden: Tensor, step: Step) -> Tensor:
+    def run_layers(self, hidden: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
         """From embeddings, (T, hidden_size), to final hidden states."""
         if self.fused is not None:
-            return self.fused(hidden, step)
-        for layer in self.layers:
+            return self.fused(hidden, step, tap)
+        for index, layer in enumerate(self.layers):
+            if tap is not None:
+                tap(index, hidden)
             hidden = layer(hidden, step)
         return self.norm(hidden)
 
@@ -350,7 +357,16 @@ def build_llama(
     """
     with torch.device("meta"):
         model = Llama(config, cache, max_batch, lm_head=lm_head, shard=shard)
-    dtype = dtype or config_dtype(config)
+    materialize(model, device, dtype or config_dtype(config))
+    model.tie_weights()
+    model.reset_buffers(seed)
+    if random_weights:
+        randomize(model, config.initializer_range, seed, shard)
+    return model
+
+
+def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Give a model made on the meta device its memory, unset, for inference."""
     for module in model.modules():
         if not isinstance(module, RotaryEmbedding):  # frequencies stay in float32
             module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
@@ -358,14 +374,10 @@ def build_llama(
     for module in model.modules():
         if isinstance(module, Joined):
             module.join()
-    model.requires_grad_(False).eval().tie_weights()
-    model.reset_buffers(seed)
-    if random_weights:
-        _randomize(model, config.initializer_range, seed)
-    return model
+    model.requires_grad_(False).eval()
 
 
-def _randomize(model: Llama, std: float, seed: int) -> None:
+def randomize(model: nn.Module, std: float, seed: int, shard: Shard = WHOLE) -> None:
     """Normal weights, unit norms, zero biases."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, weight in model.named_parameters():
@@ -374,8 +386,8 @@ def _randomize(model: Llama, std: float, seed: int) -> None:
         elif weight.dim() == 1:
             weight.fill_(1.0)
         else:
-            whole, dim = model.shard.whole_shape(name, weight), model.shard.split_dim(name)
-            normal_part(weight, whole, dim, model.shard, std=std, generator=generator)
+            whole, dim = shard.whole_shape(name, weight), shard.split_dim(name)
+            normal_part(weight, whole, dim, shard, std=std, generator=generator)
 
 
 def rotate(heads: Tensor, step: Step) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bench.models.llama import Attention, Llama
+from bench.models.llama import Attention, Llama, Tap
 from simplegraph.attention import AttentionBackend, attend
 
 
@@ -62,15 +62,15 @@ class ServingLlama(nn.Module):
         """Whether layers run on fused operators."""
         return self._fused is not None
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
         """Final hidden states, (T, hidden_size), of a step's tokens and their positions, (T,) int64 both."""
         if self._compiled is not None:
             return self._compiled(input_ids, positions)
         decoder = self.llama.model
         hidden = decoder.embed_tokens(input_ids)
         if self._fused is not None:
-            return self._fused.run(hidden, positions)
-        return decoder.run_layers(hidden, ServingStep(*decoder.rotary_emb(positions, hidden.dtype)))
+            return self._fused.run(hidden, positions, tap)
+        return decoder.run_layers(hidden, ServingStep(*decoder.rotary_emb(positions, hidden.dtype)), tap)
 
 
 def can_fuse(llama: Llama) -> bool:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bench.models.fused import FusedLayers
-from bench.models.llama import Attention, Decoder
+from bench.models.llama import Attention, Decoder, Tap
 from simplegraph.attention import AttentionBackend, attend
 
 
@@ -44,10 +44,10 @@ class ServingLayers(FusedLayers):
         self._table = torch.cat((cos[:, 0, :half], sin[:, 0, half:]), dim=-1).contiguous()
         self._norm_eps = decoder.norm.eps
 
-    def run(self, hidden: Tensor, positions: Tensor) -> Tensor:
+    def run(self, hidden: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
         """From embeddings, (T, hidden_size), to final hidden states."""
         self._positions = positions
-        return self.run_layers(hidden)
+        return self.run_layers(hidden, tap)
 
     def attend(self, layer: Attention, hidden: Tensor) -> Tensor:
         tokens = hidden.shape[0]

@@ -1,0 +1,265 @@
+"""EAGLE and EAGLE-3 draft heads over simplegraph's paged attention: one decoder layer on the target's hidden states.
+
+Weights carry the names of the public checkpoints. Embedding and, for EAGLE, lm_head are the target's own.
+
+Source: Li et al., EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840); where states are taken and normed as in
+vLLM's ``llama_eagle`` and ``llama_eagle3``.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, LlamaConfig
+
+from bench.models.checkpoint import CheckpointError, load_tensors, read_checkpoint
+from bench.models.llama import (
+    Attention,
+    CacheShape,
+    DecoderLayer,
+    Joined,
+    Llama,
+    RotaryEmbedding,
+    Step,
+    materialize,
+    randomize,
+)
+from bench.models.serving import ServingStep
+
+_NO_CACHE = CacheShape(1, 1)  # the layers' own caches are not used: the backend has one
+
+
+class Eagle(nn.Module):
+    """EAGLE: embedding and previous state are joined to one input of a decoder layer, whose output is the next state.
+
+    Args:
+        config: of the draft: one layer of the target's hidden size.
+        target: whose tokens are drafted; its embedding and lm_head are used.
+        fc_bias: whether the layer that joins the two has a bias.
+    """
+
+    def __init__(self, config: LlamaConfig, target: Llama, *, fc_bias: bool = False) -> None:
+        super().__init__()
+        _check_target(config, target)
+        hidden = config.hidden_size
+        self.config = config
+        self.state_size = self.hidden_size = hidden
+        self.fc = nn.Linear(2 * hidden, hidden, bias=fc_bias)
+        layer = DecoderLayer(config, _NO_CACHE, 0)
+        layer.input_layernorm = nn.Identity()
+        self.layers = nn.ModuleList([layer])
+        self.rotary_emb = RotaryEmbedding(config)
+        self._target = (target,)  # a tuple: not registered, it is no part of the draft
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers whose inputs are the states; none: the states are the final ones."""
+        return ()
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The target's states as they are."""
+        return states
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The next states, twice: for `choose`, and to hand on."""
+        return self.run(input_ids, hidden, ServingStep(*self.rotary_emb(positions, hidden.dtype)))
+
+    def run(self, input_ids: Tensor, hidden: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """As a call, with any attention."""
+        embedded = self._target[0].model.embed_tokens(input_ids)
+        hidden = self.layers[0](self.fc(torch.cat((embedded, hidden), dim=-1)), step)
+        return hidden, hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the target's vocabulary."""
+        return self._target[0].head(hidden)
+
+    def choose(self, hidden: Tensor) -> Tensor:
+        """The likeliest tokens."""
+        return self.logits(hidden).argmax(dim=-1)
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer whose attention reads a token's embedding beside its state."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
+        )
+        layer = DecoderLayer(config, _NO_CACHE, 0)
+        self.self_attn, self.mlp = _widened(layer.self_attn, 2 * config.hidden_size), layer.mlp
+        self._norm_before_residual = getattr(config, "norm_before_residual", False)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self._norm_before_residual else hidden
+        hidden = self.self_attn(torch.cat((self.input_layernorm(embedded), normed), dim=-1), step)
+        hidden = residual + hidden
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3(nn.Module):
+    """EAGLE-3: states of three target layers, fused; a small vocabulary of its own.
+
+    Args:
+        config: of the draft; ``draft_vocab_size`` where it has one of its own.
+        target: whose tokens are drafted.
+        own_embedding: whether it has an embedding of its own.
+    """
+
+    def __init__(self, config: LlamaConfig, target: Llama, *, own_embedding: bool = False) -> None:
+        super().__init__()
+        _check_target(config, target)
+        hidden = config.hidden_size
+        vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        self.config = config
+        self.state_size, self.hidden_size = 3 * hidden, hidden
+        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, vocab, bias=False)
+        self.d2t = nn.Parameter(torch.zeros(vocab, dtype=torch.int64), requires_grad=False)  # target id - draft id
+        self.rotary_emb = RotaryEmbedding(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embedding else None
+        self._target = (target,)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers whose inputs are the states: an early, a middle and a late one."""
+        count = len(self._target[0].model.layers)
+        return min(2, count - 1), count // 2, max(count - 3, 0)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        return self.fc(states)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed states for `choose`, and the states themselves to hand on."""
+        return self.run(input_ids, hidden, ServingStep(*self.rotary_emb(positions, hidden.dtype)))
+
+    def run(self, input_ids: Tensor, hidden: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """As a call, with any attention."""
+        embedding = self._target[0].model.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        hidden = self.layers[0](embedding(input_ids), hidden, step)
+        return self.norm(hidden), hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the draft's vocabulary."""
+        return self.lm_head(hidden)
+
+    def choose(self, hidden: Tensor) -> Tensor:
+        """The likeliest tokens, as ids of the target's vocabulary."""
+        ids = self.logits(hidden).argmax(dim=-1)
+        return ids + self.d2t.index_select(0, ids)
+
+
+def draft_config(target: LlamaConfig, *, draft_vocab_size: int | None = None) -> LlamaConfig:
+    """A draft of the target's shape: one layer, for EAGLE-3 with a vocabulary of its own."""
+    config = copy.deepcopy(target)
+    config.num_hidden_layers = 1
+    config.draft_vocab_size = draft_vocab_size or target.vocab_size
+    return config
+
+
+def build_eagle(kind: str, target: Llama, *, draft_vocab_size: int | None = None, seed: int = 1) -> Eagle | Eagle3:
+    """A draft with random weights, on the target's device and in its dtype.
+
+    Args:
+        kind: "eagle" or "eagle3".
+        target: whose tokens are drafted.
+        draft_vocab_size: of an EAGLE-3 draft, whose ids are spread over the target's; the target's by default.
+        seed: of the weights.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if kind not in ("eagle", "eagle3"):
+        raise ValueError(f"the kind of draft is {kind!r}; expected 'eagle' or 'eagle3'.")
+    config = draft_config(target.config, draft_vocab_size=draft_vocab_size)
+    with torch.device("meta"):
+        draft = Eagle(config, target) if kind == "eagle" else Eagle3(config, target)
+    _materialize(draft, target)
+    randomize(draft, config.initializer_range, seed)
+    if isinstance(draft, Eagle3):
+        ids = torch.arange(len(draft.d2t))
+        draft.d2t.copy_(ids * (config.vocab_size // len(ids)) - ids)
+    return draft
+
+
+def load_eagle(folder: Path | str, target: Llama) -> Eagle | Eagle3:
+    """A draft from a folder in the public format, on the target's device and in its dtype.
+
+    Raises:
+        CheckpointError: no or unreadable files; a draft of another target; tensors missing, unexpected or misshaped.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json.")
+    config = AutoConfig.from_pretrained(folder)
+    tensors = {_named(name): tensor for name, tensor in read_checkpoint(folder).items()}
+    fused = tensors.get("fc.weight")
+    if fused is None:
+        raise CheckpointError(f"{folder} has no fc.weight; expected an EAGLE or EAGLE-3 draft.")
+    with torch.device("meta"):
+        draft: Eagle | Eagle3
+        try:
+            if fused.shape[1] == 3 * fused.shape[0]:
+                draft = Eagle3(config, target, own_embedding="embed_tokens.weight" in tensors)
+            else:
+                draft = Eagle(config, target, fc_bias="fc.bias" in tensors)
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+    _materialize(draft, target)
+    if isinstance(draft, Eagle3):
+        draft.d2t.zero_()
+        tensors.setdefault("d2t", draft.d2t)  # without one the vocabularies are the same
+        dropped = {"t2d"}  # the inverse of d2t, for training
+    else:
+        dropped = {"embed_tokens.weight", "lm_head.weight"}  # the target's
+    load_tensors(draft, [(name, tensor) for name, tensor in tensors.items() if name not in dropped], folder)
+    if isinstance(draft, Eagle3):
+        _check_ids(draft, folder)
+    return draft
+
+
+def _named(name: str) -> str:
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
+def _materialize(draft: Eagle | Eagle3, target: Llama) -> None:
+    weight = target.model.embed_tokens.weight
+    materialize(draft, weight.device, weight.dtype)
+    draft.rotary_emb.reset()
+
+
+def _check_target(config: LlamaConfig, target: Llama) -> None:
+    wanted = target.config
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(config, name) != getattr(wanted, name):
+            raise ValueError(
+                f"the draft's {name} is {getattr(config, name)}, the target's {getattr(wanted, name)}; expected a "
+                "draft that was trained for this target."
+            )
+    if config.num_hidden_layers != 1:
+        raise ValueError(f"the draft has {config.num_hidden_layers} layers; expected 1.")
+
+
+def _check_ids(draft: Eagle3, folder: Path) -> None:
+    ids = draft.d2t + torch.arange(len(draft.d2t), device=draft.d2t.device)
+    if int(ids.min()) < 0 or int(ids.max()) >= draft.config.vocab_size:
+        raise CheckpointError(
+            f"{folder}: d2t leads to token ids from {int(ids.min())} to {int(ids.max())}; the target has "
+            f"{draft.config.vocab_size}."
+        )
+
+
+def _widened(attention: Attention, size: int) -> Attention:
+    """The attention with projections of an input of another size."""
+    for name in ("q_proj", "k_proj", "v_proj"):
+        old = getattr(attention, name)
+        setattr(attention, name, nn.Linear(size, old.out_features, bias=old.bias is not None))
+    attention.qkv_proj = Joined(attention.q_proj, attention.k_proj, attention.v_proj)
+    return attention
