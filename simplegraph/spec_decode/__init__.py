@@ -2,7 +2,7 @@
 
 Example:
     >>> proposals = Proposals(num_slots=64, num_draft_tokens=5, device="cuda")
-    >>> drafter = EagleDrafter(draft, prefill, decode, proposals, num_draft_tokens=5, state_size=4096)
+    >>> drafter = EagleDrafter(draft, prefill, decode, proposals, num_draft_tokens=5)
     >>> drafter.capture()
 """
 
@@ -12,5 +12,16 @@ from simplegraph.spec_decode.acceptance import Accepted as Accepted
 from simplegraph.spec_decode.acceptance import greedy_accept as greedy_accept
 from simplegraph.spec_decode.acceptance import rejection_sample as rejection_sample
 from simplegraph.spec_decode.acceptance import target_probabilities as target_probabilities
+from simplegraph.spec_decode.eagle import DraftModel as DraftModel
+from simplegraph.spec_decode.eagle import EagleDrafter as EagleDrafter
+from simplegraph.spec_decode.eagle import Proposals as Proposals
 
-__all__ = ["Accepted", "greedy_accept", "rejection_sample", "target_probabilities"]
+__all__ = [
+    "Accepted",
+    "DraftModel",
+    "EagleDrafter",
+    "Proposals",
+    "greedy_accept",
+    "rejection_sample",
+    "target_probabilities",
+]

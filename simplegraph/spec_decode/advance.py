@@ -1,0 +1,47 @@
+"""Where the next tokens of each request go, worked out on the device from where its last one is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplegraph.attention.metadata import CommonMetadata
+
+
+class Upcoming(NamedTuple):
+    """The steps that follow, the row of a step contiguous.
+
+    Attributes:
+        positions: (steps, R) int64.
+        slots: (steps, R) int64, page * page_size + offset; -1 past a request's limit, and for padding.
+        seq_lens: (steps, R) int32, tokens in the cache, the step's own included; at most the limit.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+
+
+def upcoming(positions: Tensor, metadata: CommonMetadata, page_size: int, steps: int, max_model_len: int) -> Upcoming:
+    """Positions, slots and lengths of the next steps of one token for each request.
+
+    A request may not go beyond the length that was set for it on the host, which is what it has pages for. A token
+    past that is computed for nothing, and its key and value are not written.
+
+    Args:
+        positions: (R,) int64, of each request's last token.
+        metadata: as it was set: seq_lens are the limits, 0 for padding; block_table has the pages up to them.
+        page_size: tokens in a page.
+        steps: how many.
+        max_model_len: positions are below this.
+    """
+    limits = metadata.seq_lens
+    ahead = torch.arange(1, steps + 1, device=positions.device)
+    after = positions + ahead[:, None]
+    column = (after // page_size).clamp(max=metadata.block_table.shape[1] - 1)
+    page = metadata.block_table.gather(1, column.T).T.long()
+    slots = torch.where(after < limits, page * page_size + after % page_size, -1)
+    seq_lens = torch.minimum(after + 1, limits).int()
+    return Upcoming(after.clamp(max=max_model_len - 1), slots, seq_lens)

@@ -1,0 +1,407 @@
+"""EAGLE drafting in graphs: the draft's prefill in one, and all the tokens it drafts after the first in another.
+
+proposals = Proposals(num_slots=64, num_draft_tokens=5, device="cuda")
+drafter = EagleDrafter(draft, prefill, decode, proposals, num_draft_tokens=5)
+drafter.capture()
+...
+drafter.load(tokens, positions, states, last, slots)     # in the target's forward: what it verified
+drafter.draft(num_reqs * 6, num_reqs, 6, block_table)    # then proposals.tokens has the next drafts
+
+The draft keeps keys and values of its own, on the same pages and slots as the target's. What a refused draft left
+there lies beyond its request's length, and the next round writes over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from simplegraph.attention.backend import AttentionBackend, attending
+from simplegraph.attention.host import Ints, Pages
+from simplegraph.batch.dispatch import BatchDescriptor, Dispatch
+from simplegraph.batch.sizes import default_sizes
+from simplegraph.config import CudaGraphMode
+from simplegraph.errors import ConfigError, InputError
+from simplegraph.graph.device import GraphPool
+from simplegraph.jobs import CaptureSummary
+from simplegraph.manager import CudaGraphManager
+from simplegraph.spec_decode.advance import upcoming
+
+_MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+
+
+class DraftModel(Protocol):
+    """What drafts: a layer or a few, over `attend`.
+
+    Attributes:
+        state_size: elements of the target's state of one token, as `load` gets it.
+        hidden_size: elements of the state that the draft hands on from one token to the next.
+    """
+
+    @property
+    def state_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The target's states, (T, state_size), as the draft's, (T, hidden_size)."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """One step; runs inside `attending`.
+
+        Args:
+            input_ids: (T,) int64, the token that came after each position.
+            positions: (T,) int64.
+            hidden: (T, hidden_size), the state at each position.
+
+        Returns:
+            (T, n), what `choose` reads, and (T, hidden_size), the states to hand on.
+        """
+
+    def choose(self, hidden: Tensor) -> Tensor:
+        """The next token of each row, (R, n) to (R,) int64, in the target's vocabulary."""
+
+
+class Proposals:
+    """The drafts of each running request, by the request's slot.
+
+    Drafters of different K may share one: what a drafter does not fill is -1, no draft.
+
+    Args:
+        num_slots: requests that run at once.
+        num_draft_tokens: the most that any drafter gives.
+        device: where.
+
+    Attributes:
+        tokens: (num_slots + 1, num_draft_tokens) int64; the last row is padding's.
+    """
+
+    def __init__(self, num_slots: int, num_draft_tokens: int, device: torch.device | str) -> None:
+        _at_least_one("num_slots", num_slots)
+        _at_least_one("num_draft_tokens", num_draft_tokens)
+        self.num_slots, self.num_draft_tokens = num_slots, num_draft_tokens
+        with torch.inference_mode(False):
+            self.tokens = torch.full((num_slots + 1, num_draft_tokens), -1, dtype=torch.int64, device=device)
+
+
+class EagleDrafter:
+    """Drafts K tokens for each request after the target's step.
+
+    The draft's prefill runs over what the target just computed: K + 1 tokens of each request in a uniform full graph,
+    or any batch. It gives the first draft. The K - 1 others come from one graph that decodes so many times, advancing
+    positions, slots and lengths on the device; where the attention plans on the host, from one graph replayed for each.
+
+    Args:
+        model: the draft, on its device.
+        prefill: attention over the draft's cache and the metadata of the target's step.
+        decode: attention over the draft's cache and metadata of its own.
+        proposals: where the drafts go.
+        num_draft_tokens: K.
+        mode: of the graphs: NONE, PIECEWISE, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
+        capture_sizes: in requests; the library's default ones up to the most that there can be.
+        pool: memory to share with the target's manager, or with other drafters.
+        progress: show a bar while capturing.
+
+    Attributes:
+        prefill_manager, decode_manager: of the two kinds of graphs; no decode_manager for K = 1.
+        num_draft_tokens: K.
+
+    Raises:
+        ConfigError: K is below 1 or beyond what the metadata or `proposals` hold; the backends do not fit each other.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        prefill: AttentionBackend,
+        decode: AttentionBackend,
+        proposals: Proposals,
+        *,
+        num_draft_tokens: int,
+        mode: CudaGraphMode | str = CudaGraphMode.FULL_AND_PIECEWISE,
+        capture_sizes: Sequence[int] | None = None,
+        pool: GraphPool | None = None,
+        progress: bool = False,
+    ) -> None:
+        self.model, self.num_draft_tokens, self.proposals = model, num_draft_tokens, proposals
+        self._prefill_backend, self._decode_backend = prefill, decode
+        self._metadata = decode.metadata
+        self._check()
+        metadata = prefill.metadata
+        self._max_num_reqs = min(metadata.max_num_reqs, proposals.num_slots)
+        self._buffers = _Buffers(model, metadata.max_num_tokens, self._max_num_reqs, proposals, prefill.cache.dtype)
+        self._ones = np.ones(self._max_num_reqs, np.int64)
+        mode = _checked_mode(mode)
+        self.prefill_manager = self._manager(prefill, num_draft_tokens + 1, mode, capture_sizes, pool, progress)
+        self.decode_manager: CudaGraphManager | None = None
+        if num_draft_tokens > 1:
+            one_token = CudaGraphMode.FULL_DECODE_ONLY if mode.has_full() else mode
+            pool = self.prefill_manager.pool
+            self.decode_manager = self._manager(decode, 1, one_token, capture_sizes, pool, progress)
+
+    @property
+    def chained(self) -> bool:
+        """Whether all decode steps are one graph: the attention goes by the lengths on the device."""
+        return self._decode_backend.reads_lengths_on_device
+
+    def capture(self) -> list[CaptureSummary]:
+        """Capture every graph; a summary of each kind.
+
+        Raises:
+            CaptureError: as `CudaGraphManager.capture`.
+        """
+        self._buffers.forget()
+        summaries = [self.prefill_manager.capture(self._prefill)]
+        if self.decode_manager is not None:
+            summaries.append(self.decode_manager.capture(self._decode))
+        return summaries
+
+    def dispatch(self, num_tokens: int, num_reqs: int, uniform_query_len: int | None) -> Dispatch:
+        """How the draft's prefill of a batch will run; set the target's metadata to at least its shape."""
+        return self.prefill_manager.dispatch(num_tokens, num_reqs, uniform_query_len)
+
+    def load(self, input_ids: Tensor, positions: Tensor, states: Tensor, last: Tensor, slots: Tensor) -> None:
+        """Take what the target computed; graph-safe, so that it can be the end of the target's graph.
+
+        Args:
+            input_ids: (T,) int64, the token that came after each position: the step's tokens, shifted by one.
+            positions: (T,) int64.
+            states: (T, state_size), the target's states there.
+            last: (R,) int64, for each request the row of its last token that counts. Rows after it are ignored.
+            slots: (R,) int64, each request's row of `Proposals.tokens`.
+
+        Raises:
+            InputError: the states are not those that the draft was made for, or there are too many rows.
+        """
+        buffers, tokens, reqs = self._buffers, input_ids.shape[0], last.shape[0]
+        shape = (tokens, self.model.state_size)
+        if states.shape != shape or states.dtype is not buffers.states.dtype:
+            raise InputError(
+                f"states is {tuple(states.shape)} of {states.dtype}; the draft was made for {shape} of "
+                f"{buffers.states.dtype}. Is it a draft for another target?"
+            )
+        if tokens > buffers.input_ids.shape[0] or reqs > self._max_num_reqs:
+            raise InputError(
+                f"{tokens} tokens and {reqs} requests; the drafter holds {buffers.input_ids.shape[0]} and "
+                f"{self._max_num_reqs}."
+            )
+        targets = [buffers.input_ids[:tokens], buffers.positions[:tokens], buffers.last[:reqs], buffers.slots[:reqs]]
+        torch._foreach_copy_(targets, [input_ids, positions, last, slots])
+        buffers.states[:tokens].copy_(states)
+
+    def draft(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform_query_len: int | None,
+        block_table: Pages,
+        seq_lens: Ints | None = None,
+    ) -> None:
+        """Draft for the batch that was loaded, into `proposals`; waits for nothing.
+
+        Args:
+            num_tokens: of the target's step, as its dispatcher got it.
+            num_reqs: as `num_tokens`.
+            uniform_query_len: as `num_tokens`.
+            block_table: the pages of each request, for K - 1 tokens beyond `seq_lens`, or up to max_model_len, which no
+                draft is beyond.
+            seq_lens: (num_reqs,) tokens of each request that count. Where `chained`, they may be more than that, as
+                those of the target's step are, refused drafts included: the default.
+
+        Raises:
+            InputError: a page is missing, or `seq_lens` is where the attention plans on the host.
+        """
+        if seq_lens is None and not self.chained and uniform_query_len is not None:
+            raise InputError(
+                f"{self._decode_backend.name} plans on the host; pass seq_lens, each request's tokens after acceptance."
+            )
+        batch = self.dispatch(num_tokens, num_reqs, uniform_query_len)
+        lengths = np.asarray(self._prefill_backend.metadata.batch.seq_lens if seq_lens is None else seq_lens, np.int64)
+        self.prefill_manager.run(batch, self._prefill)
+        manager = self.decode_manager
+        if manager is None:
+            return
+        batch = manager.dispatch(num_reqs, num_reqs, 1)
+        more = self.num_draft_tokens - 1
+        for ahead in (more,) if self.chained else range(1, more + 1):
+            self._set(lengths + ahead, block_table, batch)
+            manager.run(batch, self._decode)
+
+    def reset(self) -> None:
+        """Drop every graph."""
+        for manager in self._managers():
+            manager.reset()
+
+    def _managers(self) -> list[CudaGraphManager]:
+        return [manager for manager in (self.prefill_manager, self.decode_manager) if manager is not None]
+
+    def _set(self, lengths: npt.NDArray[np.int64], block_table: Pages, batch: Dispatch) -> None:
+        rows = batch.descriptor.num_tokens
+        most = np.minimum(lengths, self._metadata.max_model_len)
+        self._metadata.set(self._ones[: len(lengths)], most, block_table, num_tokens=rows, num_reqs=rows)
+
+    def _prefill(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        buffers, rows = self._buffers, descriptor.num_tokens
+        reqs = descriptor.num_reqs or min(rows, self._max_num_reqs)
+        positions = buffers.positions[:rows]
+        with attending(self._prefill_backend, mode, descriptor):
+            fused = self.model.fuse(buffers.states[:rows])
+            found, hidden = self.model(buffers.input_ids[:rows], positions, fused)
+        buffers.keep_real(self._prefill_backend.metadata.view(rows, reqs).seq_lens)
+        last = buffers.last[:reqs]
+        tokens = self.model.choose(found.index_select(0, last))
+        buffers.begin(tokens, positions.index_select(0, last), hidden.index_select(0, last))
+        buffers.publish(reqs)
+
+    def _decode(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        buffers, rows = self._buffers, descriptor.num_tokens
+        steps = self.num_draft_tokens - 1 if self.chained else 1
+        found = []
+        with attending(self._decode_backend, mode, descriptor):
+            live, page_size = self._metadata.view(rows, rows), self._metadata.page_size
+            ids, hidden = buffers.tokens[:rows], buffers.hidden[:rows]
+            ahead = upcoming(buffers.last_positions[:rows], live, page_size, steps, self._metadata.max_model_len)
+            for step in range(steps):
+                live.slot_mapping.copy_(ahead.slots[step])
+                live.seq_lens.copy_(ahead.seq_lens[step])
+                out, hidden = self.model(ids, ahead.positions[step], hidden)
+                ids = self.model.choose(out)
+                found.append(ids)
+        buffers.go_on(torch.stack(found, dim=1), ahead.positions[-1], hidden)
+        buffers.publish(rows)
+
+    def _manager(
+        self,
+        backend: AttentionBackend,
+        query_len: int,
+        mode: CudaGraphMode,
+        capture_sizes: Sequence[int] | None,
+        pool: GraphPool | None,
+        progress: bool,
+    ) -> CudaGraphManager:
+        metadata = backend.metadata
+        most = min(self._max_num_reqs, metadata.max_num_tokens // query_len)
+        reqs = default_sizes(most) if capture_sizes is None else sorted({min(size, most) for size in capture_sizes})
+        settings: dict[str, Any] = {"max_num_tokens": metadata.max_num_tokens, "max_num_seqs": self._max_num_reqs}
+        if mode.separate_routine():
+            settings |= {"uniform_query_len": query_len, "decode_capture_sizes": [size * query_len for size in reqs]}
+        elif query_len == 1:
+            settings["capture_sizes"] = reqs
+        manager = CudaGraphManager(
+            mode=mode,
+            device=backend.device,
+            pool=pool,
+            support=backend.support,
+            progress=progress,
+            name="draft decode" if query_len == 1 else "draft prefill",
+            **settings,
+        )
+        manager.add_hooks(backend)
+        return manager
+
+    def _check(self) -> None:
+        drafts, metadata = self.num_draft_tokens, self._prefill_backend.metadata
+        _at_least_one("num_draft_tokens", drafts)
+        most = min(metadata.max_model_len, metadata.max_num_tokens) - 1
+        if drafts > most:
+            raise ConfigError(
+                f"num_draft_tokens is {drafts}; a step of {drafts + 1} tokens fits neither into "
+                f"max_model_len={metadata.max_model_len} nor into max_num_tokens={metadata.max_num_tokens} "
+                f"of the metadata, or only into one of them; expected at most {most}."
+            )
+        if drafts > self.proposals.num_draft_tokens:
+            raise ConfigError(f"num_draft_tokens is {drafts}; proposals holds {self.proposals.num_draft_tokens}.")
+        if self._decode_backend.cache is not self._prefill_backend.cache:
+            raise ConfigError("prefill and decode read different caches; both are the draft's own.")
+        if self._metadata is metadata:
+            raise ConfigError("prefill and decode share one BatchMetadata; decode steps need one of their own.")
+        for name in ("max_model_len", "max_num_reqs"):
+            if getattr(self._metadata, name) < getattr(metadata, name):
+                raise ConfigError(
+                    f"{name} of decode's metadata is {getattr(self._metadata, name)}, below prefill's "
+                    f"{getattr(metadata, name)}."
+                )
+
+
+class _Buffers:
+    """What the graphs read and write, at addresses that stay; none is a graph's output or the target's.
+
+    Attributes:
+        input_ids, positions: (max_num_tokens,) int64; states: (max_num_tokens, state_size): of the prefill.
+        last, slots: (max_num_reqs,) int64.
+        tokens, last_positions: (max_num_reqs,) int64; hidden: (max_num_reqs, hidden_size): of the draft's last step.
+    """
+
+    def __init__(
+        self, model: DraftModel, max_num_tokens: int, max_num_reqs: int, proposals: Proposals, dtype: torch.dtype
+    ) -> None:
+        self._proposals, device = proposals.tokens, proposals.tokens.device
+        self._scratch = proposals.num_slots
+        # No inference tensors, wherever this is built: those refuse writes from other modes.
+        with torch.inference_mode(False):
+            ids = torch.zeros(2, max_num_tokens, dtype=torch.int64, device=device)
+            self.input_ids, self.positions = ids
+            self.states = torch.zeros(max_num_tokens, model.state_size, dtype=dtype, device=device)
+            reqs = torch.zeros(4, max_num_reqs, dtype=torch.int64, device=device)
+            self.last, self.slots, self.tokens, self.last_positions = reqs
+            self.forget()
+            self.hidden = torch.zeros(max_num_reqs, model.hidden_size, dtype=dtype, device=device)
+            # -1 for drafts beyond this drafter's K.
+            shape = (max_num_reqs, proposals.num_draft_tokens)
+            self._drafts = torch.full(shape, -1, dtype=torch.int64, device=device)
+            self._column = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def forget(self) -> None:
+        """Let a warmup write its drafts to nobody's slot."""
+        self.slots.fill_(self._scratch)
+
+    def keep_real(self, seq_lens: Tensor) -> None:
+        """Let padding, whose length is 0, read the first row and write to the scratch slot."""
+        reqs = seq_lens.shape[0]
+        real = seq_lens > 0
+        # A graph larger than the target's has rows here that an earlier batch left.
+        self.last[:reqs].mul_(real)
+        self.slots[:reqs].copy_(torch.where(real, self.slots[:reqs], self._scratch))
+
+    def begin(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> None:
+        """Take the first drafts, (R,), and what the next step goes on from."""
+        reqs = tokens.shape[0]
+        self._drafts[:reqs, 0].copy_(tokens)
+        self._column.fill_(1)
+        self._keep(tokens, positions, hidden)
+
+    def go_on(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> None:
+        """Take the drafts of the next steps, (R, steps), and what the step after them goes on from."""
+        reqs, steps = tokens.shape
+        columns = self._column + torch.arange(steps, device=tokens.device)
+        self._drafts[:reqs].index_copy_(1, columns, tokens)
+        self._column.add_(steps)
+        self._keep(tokens[:, -1], positions, hidden)
+
+    def publish(self, reqs: int) -> None:
+        """Write the drafts where the target takes them from."""
+        self._proposals.index_copy_(0, self.slots[:reqs], self._drafts[:reqs])
+
+    def _keep(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> None:
+        reqs = tokens.shape[0]
+        self.tokens[:reqs].copy_(tokens)
+        self.last_positions[:reqs].copy_(positions)
+        self.hidden[:reqs].copy_(hidden)
+
+
+def _at_least_one(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is {value!r}; expected at least 1. Without drafts decode plainly.")
+
+
+def _checked_mode(mode: CudaGraphMode | str) -> CudaGraphMode:
+    found = CudaGraphMode.parse(mode)
+    if found.name not in _MODES:
+        raise ConfigError(f"mode is {found.name}; a drafter runs in one of {', '.join(_MODES)}.")
+    return found
