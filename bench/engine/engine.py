@@ -66,6 +66,11 @@ class Engine:
         return self.runner.capture()
 
     @property
+    def lookahead(self) -> int:
+        """Places in the cache that a request needs beyond its tokens."""
+        return 0
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing left to do."""
         return self.scheduler.idle and self._under_way is None and not self._cancelled
@@ -92,9 +97,10 @@ class Engine:
                 f"{most + 1} at most (max_model_len={most})."
             )
         pages, size = self.scheduler.pages, self.config.page_size
-        if -(-needed // size) > pages.num_pages:
+        blocks = -(-(needed + self.lookahead) // size)
+        if blocks > pages.num_pages:
             raise RequestError(
-                f"the request may need {-(-needed // size)} pages of {size} tokens, the cache has {pages.num_pages}; "
+                f"the request may need {blocks} pages of {size} tokens, the cache has {pages.num_pages}; "
                 "build the engine with more num_pages, or ask for fewer tokens."
             )
         request = Request(next(self._ids), tokens, params)

@@ -74,18 +74,23 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_tokens", "max_model_len", "page_size"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(self.num_pages >= 2, "num_pages", self.num_pages, "at least 2: one is for padding")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(self.num_pages >= 2, "num_pages", self.num_pages, "at least 2: one is for padding")
         known = ("auto", *BACKENDS)
-        _require(self.attention in known, "attention", self.attention, f"one of {', '.join(known)}")
+        require(self.attention in known, "attention", self.attention, f"one of {', '.join(known)}")
         # A step has at least one token of every running request, so that all of them go on.
-        _require(
+        require(
             self.max_num_tokens >= self.max_num_seqs, "max_num_tokens", self.max_num_tokens, "at least max_num_seqs"
         )
-        _require(not (self.compiled and self.fused), "fused", self.fused, "None or False where compiled is True")
+        require(not (self.compiled and self.fused), "fused", self.fused, "None or False where compiled is True")
 
 
-def _require(fine: bool, name: str, value: object, expected: str) -> None:
+def require(fine: bool, name: str, value: object, expected: str) -> None:
+    """Refuse a setting.
+
+    Raises:
+        EngineError: it is not fine.
+    """
     if not fine:
         raise EngineError(f"{name} is {value!r}; expected {expected}.")
 
@@ -156,7 +161,7 @@ class ModelRunner:
     """
 
     def __init__(self, llama: Llama, config: EngineConfig, ranks: RankGroup | None = None) -> None:
-        _require(llama.lm_head is not None, "lm_head", None, "a model that returns logits")
+        require(llama.lm_head is not None, "lm_head", None, "a model that returns logits")
         self.config, self.llama = config, llama
         weight = llama.model.embed_tokens.weight
         self.device, shape = weight.device, llama.model.layers[0].self_attn
@@ -176,14 +181,9 @@ class ModelRunner:
             page_size=config.page_size,
             device=self.device,
         )
-        self.backend = _backend(config.attention, self.cache, self.metadata, shape.num_heads)
-        graphs_on_cpu = self.device.type == "cpu" and config.mode != "NONE"
-        _require(
-            not (config.compiled and graphs_on_cpu),
-            "compiled",
-            True,
-            "False: an emulated graph cannot see compiled code",
-        )
+        self.backend = attention_backend(config.attention, self.cache, self.metadata, shape.num_heads)
+        emulated = self.device.type == "cpu" and config.mode != "NONE"
+        require(not (config.compiled and emulated), "compiled", True, "False: emulated graphs cannot see compiled code")
         self.model = ServingLlama(
             llama, self.backend, config.max_num_tokens, fused=config.fused, compiled=config.compiled
         )
@@ -249,21 +249,28 @@ class ModelRunner:
             params, generators = zip(*((one.params, one.generator) for one in plan.requests), strict=True)
             tokens = sample(logits, params, generators)
             self._last_tokens.index_copy_(0, self._inputs.slots[:count], tokens)
-        return Launched(plan, *self._to_host(tokens))
+        return Launched(plan, *to_host(tokens))
 
     def _logits(self, hidden: Tensor, count: int) -> Tensor:
         return self.llama.head(hidden.index_select(0, self._inputs.last[:count]))
 
-    def _to_host(self, tokens: Tensor) -> tuple[Tensor, Any]:
-        if not tokens.is_cuda:
-            return tokens.clone(), None
-        arrived = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return arrived, done
+
+def to_host(tokens: Tensor) -> tuple[Tensor, Any]:
+    """Tokens on their way to the host, and the event that says that they arrived; None where they have."""
+    if not tokens.is_cuda:
+        return tokens.clone(), None
+    arrived = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return arrived, done
 
 
-def _backend(name: str, cache: PagedKVCache, metadata: BatchMetadata, num_heads: int) -> AttentionBackend:
+def attention_backend(name: str, cache: PagedKVCache, metadata: BatchMetadata, num_heads: int) -> AttentionBackend:
+    """The backend of a name in `BACKENDS`; for "auto" the first that works here.
+
+    Raises:
+        EngineError: none does.
+    """
     problems = []
     for candidate in BACKENDS if name == "auto" else (name,):
         try:
