@@ -221,8 +221,14 @@ class EagleDrafter:
             raise InputError(
                 f"{self._decode_backend.name} plans on the host; pass seq_lens, each request's tokens after acceptance."
             )
+        live = self._prefill_backend.metadata.batch
+        if uniform_query_len is not None and live.query_lens != {uniform_query_len}:
+            raise InputError(
+                f"requests of {uniform_query_len} tokens each are to be drafted for, but the target's step has "
+                f"requests of {sorted(live.query_lens)}. Run prompts in a step of their own, without uniform_query_len."
+            )
         batch = self.dispatch(num_tokens, num_reqs, uniform_query_len)
-        lengths = np.asarray(self._prefill_backend.metadata.batch.seq_lens if seq_lens is None else seq_lens, np.int64)
+        lengths = np.asarray(live.seq_lens if seq_lens is None else seq_lens, np.int64)
         self.prefill_manager.run(batch, self._prefill)
         manager = self.decode_manager
         if manager is None:
