@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig
 
-from bench.models.checkpoint import CheckpointError, load_tensors, read_checkpoint
+from bench.models.checkpoint import CheckpointError, load_checkpoint, load_tensors, read_checkpoint
 from bench.models.llama import (
     Attention,
     CacheShape,
@@ -24,11 +24,13 @@ from bench.models.llama import (
     Llama,
     RotaryEmbedding,
     Step,
+    build_llama,
     materialize,
     randomize,
 )
 from bench.models.serving import ServingStep
 
+TINY = Path(__file__).parent.parent / "data" / "eagle"
 _NO_CACHE = CacheShape(1, 1)  # the layers' own caches are not used: the backend has one
 
 
@@ -223,6 +225,14 @@ def load_eagle(folder: Path | str, target: Llama) -> Eagle | Eagle3:
     if isinstance(draft, Eagle3):
         _check_ids(draft, folder)
     return draft
+
+
+def tiny_pair(kind: str, *, device: torch.device | str = "cpu") -> tuple[Llama, Eagle | Eagle3]:
+    """The tiny target of `data/eagle` and its draft, in float32; `bench.train_eagle` trained them."""
+    config = AutoConfig.from_pretrained(TINY / "target")
+    target = build_llama(config, _NO_CACHE, 1, device=device, dtype=torch.float32, random_weights=False)
+    load_checkpoint(target, TINY / "target")
+    return target, load_eagle(TINY / kind, target)
 
 
 def _named(name: str) -> str:
