@@ -43,15 +43,15 @@ class DenseStep(NamedTuple):
 
 
 def tiny_config() -> LlamaConfig:
-    """Two layers of 128, a token for every byte."""
+    """Two layers of 128, a token for every byte; heads of 64, which every attention backend has kernels for."""
     return LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=352,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
         max_position_embeddings=2048,
         initializer_range=0.05,
         tie_word_embeddings=False,
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.train_eagle", description=__doc__)
     parser.add_argument("--out", type=Path, default=TINY, help="a folder for each model goes here")
     parser.add_argument("--target-steps", type=int, default=500, help="of training")
-    parser.add_argument("--draft-steps", type=int, default=500, help="of training, each draft")
+    parser.add_argument("--draft-steps", type=int, default=600, help="of training, each draft")
     parser.add_argument("--length", type=int, default=128, help="tokens of a training sequence")
     parser.add_argument("--count", type=int, default=16, help="sequences of a step")
     options = parser.parse_args(arguments)

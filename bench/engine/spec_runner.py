@@ -233,8 +233,8 @@ class SpecRunner:
         mode = self._mode(config.mode, first=first is None)
         settings: dict[str, Any] = {}
         if mode.separate_routine():
-            sizes = config.capture_sizes or default_sizes(config.max_num_seqs)
-            sizes = [size * query_len for size in sizes if size <= config.max_num_seqs]
+            most = config.max_num_seqs
+            sizes = {min(size, most) * query_len for size in config.capture_sizes or default_sizes(most)}
             settings = {"uniform_query_len": query_len, "decode_capture_sizes": sizes}
         manager = CudaGraphManager(
             mode=mode,
@@ -282,7 +282,9 @@ class SpecRunner:
         last, slots = inputs.last[:reqs], inputs.slots[:reqs]
         params, generators = zip(*((one.params, one.generator) for one in plan.requests), strict=True)
         chosen = sample(self.llama.head(found.hidden.index_select(0, last)), params, generators)
-        self._temperatures.index_copy_(0, slots, torch.tensor([one.temperature for one in params], device=self.device))
+        if self.config.acceptance == "rejection":
+            temperatures = torch.tensor([one.temperature for one in params], device=self.device)
+            self._temperatures.index_copy_(0, slots, temperatures)
         after = inputs.shifted[:tokens]
         after.index_copy_(0, last, torch.where(inputs.samples[:reqs] > 0, chosen, after.index_select(0, last)))
         drafter.load(after, inputs.positions[:tokens], found.states[:tokens], last, slots)

@@ -1,0 +1,24 @@
+"""What speculative decoding gives and costs; all figures are in extra_info."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from bench import spec_steps
+from bench.spec_decode import TRAINED, models
+
+
+def test_spec_steps(benchmark: Any, device: torch.device) -> None:
+    on_gpu = device.type == "cuda"
+    target, draft, real = models("8b" if on_gpu else TRAINED, "eagle3", device)
+    plan = spec_steps.Plan(mean_length=None if real else 2.4)
+    if not on_gpu:
+        plan = dataclasses.replace(plan, batches=(1, 4), prompt=24, output=24, steps=3)
+    found: list[spec_steps.Figures] = []
+    benchmark.pedantic(lambda: found.extend(spec_steps.measure(plan, target, draft)), rounds=1)
+    graphs = "CUDA graphs" if on_gpu else "emulator: not speed"
+    benchmark.extra_info.update({"results": found, "ratios": spec_steps.ratios(found), "graphs": graphs})
+    print(spec_steps.render(found))
