@@ -175,8 +175,8 @@ def save(model: nn.Module, config: LlamaConfig, folder: Path) -> None:
         for name, p in model.named_parameters()
     }
     save_file(tensors, folder / "model.safetensors")
-    kept = config.to_dict()
-    kept["architectures"] = ["LlamaForCausalLM"]
+    kept = config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    kept.pop("transformers_version", None)
     (folder / "config.json").write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
     say(f"{folder}: {(folder / 'model.safetensors').stat().st_size / 1e6:.2f} MB")
 

@@ -127,26 +127,31 @@ class _Inputs:
     Attributes:
         ids: (max_num_tokens,) int64; a draft is -1 - its place in the flat `Proposals.tokens`.
         positions, shifted: (max_num_tokens,) int64; shifted: the token after each, where the host knows it.
-        slots, last: (max_num_seqs,) int64; padding has the scratch slot.
+        slots: (max_num_seqs,) int64; padding has the scratch slot.
+        last: (max_num_seqs,) int64, each request's last row.
         samples: (max_num_seqs,) int64, 1 where the step gives a prompt its first token.
     """
 
     def __init__(self, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> None:
-        self._sizes = (max_num_tokens,) * 3 + (max_num_seqs,) * 3
+        sizes = {"ids": max_num_tokens, "positions": max_num_tokens, "slots": max_num_seqs}
+        sizes |= {"shifted": max_num_tokens, "last": max_num_seqs, "samples": max_num_seqs}
+        ends = np.cumsum(list(sizes.values()))
+        self._starts = [0, *ends[:-1].tolist()]
+        self._padding = slice(self._starts[2], self._starts[3])
         self._scratch_slot = max_num_seqs
-        self._words = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        self.ids, self.positions, self.shifted, self.slots, self.last, self.samples = self._words.split(self._sizes)
+        self._words = torch.zeros(int(ends[-1]), dtype=torch.int64, device=device)
+        parts = self._words.split(list(sizes.values()))
+        self.ids, self.positions, self.slots, self.shifted, self.last, self.samples = parts
         self.slots.fill_(self._scratch_slot)
 
-    def load(self, ids: Int64s, positions: Int64s, slots: Int64s, *prompts: Int64s) -> None:
-        """Bring a step's numbers to the device; prompts: shifted, last and samples, where there are any."""
+    def load(self, *values: Int64s) -> None:
+        """Bring a step's ids, positions and slots to the device; of prompts also shifted, last and samples."""
         # From the allocator of pinned memory each time: it gives none out whose copy is still under way.
         host = torch.zeros(len(self._words), dtype=torch.int64, pin_memory=self._words.is_cuda)
-        parts = [part.numpy() for part in host.split(self._sizes)]
-        parts[3].fill(self._scratch_slot)
-        order = (0, 1, 3, 2, 4, 5)
-        for part, value in zip(order, (ids, positions, slots, *prompts), strict=False):
-            parts[part][: len(value)] = value
+        array = host.numpy()
+        array[self._padding] = self._scratch_slot
+        for start, value in zip(self._starts, values, strict=False):
+            array[start : start + len(value)] = value
         self._words.copy_(host, non_blocking=True)
 
 
