@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -18,9 +19,12 @@ from bench.engine.spec import SpecEngine  # noqa: E402
 from bench.engine.spec_runner import SpecConfig  # noqa: E402
 from bench.models.eagle import Eagle, Eagle3, tiny_pair  # noqa: E402
 from bench.models.llama import Llama  # noqa: E402
-from simplegraph import CudaGraphManager, CudaGraphMode  # noqa: E402
+from bench.models.serving import ServingLlama  # noqa: E402
+from simplegraph import BatchDescriptor, CudaGraphManager, CudaGraphMode  # noqa: E402
+from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, attending  # noqa: E402
 from simplegraph.spec_decode import EagleDrafter, greedy_accept, rejection_sample  # noqa: E402
 
+FUSED = all(importlib.util.find_spec(name) is not None for name in ("flashinfer", "triton"))
 MODES = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 64,
@@ -168,6 +172,28 @@ def test_a_graphs_drafts_are_eagers(attention: str, count: int) -> None:
         seen |= set(found.flatten().tolist())
     assert len(seen) > 3
     runner.reset()
+
+
+@pytest.mark.skipif(not FUSED, reason="needs FlashInfer and Triton")
+def test_the_states_that_fused_layers_give_a_draft_are_the_plain_ones() -> None:
+    target, _ = tiny_pair("eagle3", device="cuda", dtype=torch.bfloat16)
+    results = []
+    for fused in (False, True):
+        cache = PagedKVCache(2, 20, 16, 1, 64, dtype=torch.bfloat16, device="cuda")
+        metadata = BatchMetadata(max_num_tokens=64, max_num_reqs=4, max_model_len=64, page_size=16, device="cuda")
+        backend = SDPABackend(cache, metadata, num_heads=2)
+        served = ServingLlama(target, backend, 64, fused=fused)
+        metadata.set([40], [40], [[3, 1, 2]])
+        taps: dict[int, torch.Tensor] = {}
+        with torch.inference_mode(), attending(backend, CudaGraphMode.NONE, BatchDescriptor(40, 1)):
+            hidden = served(
+                text.token_ids(40, 256).cuda(),
+                torch.arange(40, device="cuda"),
+                lambda layer, state, taps=taps: taps.update({layer: state.clone()}),
+            )
+        results.append([taps[0].double(), taps[1].double(), hidden.double()])
+    for plain_states, fused_states in zip(*results, strict=True):
+        assert float((plain_states - fused_states).norm() / plain_states.norm()) < 2e-2
 
 
 def test_acceptance_in_a_graph_is_that_on_the_cpu() -> None:
