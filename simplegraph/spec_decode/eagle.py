@@ -14,7 +14,7 @@ there lies beyond its request's length, and the next round writes over it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,63 +31,10 @@ from simplegraph.graph.device import GraphPool
 from simplegraph.jobs import CaptureSummary
 from simplegraph.manager import CudaGraphManager
 from simplegraph.spec_decode.advance import upcoming
+from simplegraph.spec_decode.buffers import DraftBuffers, Proposals, at_least_one
+from simplegraph.spec_decode.model import DraftModel
 
 _MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-
-
-class DraftModel(Protocol):
-    """What drafts: a layer or a few, over `attend`.
-
-    Attributes:
-        state_size: elements of the target's state of one token, as `load` gets it.
-        hidden_size: elements of the state that the draft hands on from one token to the next.
-    """
-
-    @property
-    def state_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """The target's states, (T, state_size), as the draft's, (T, hidden_size)."""
-
-    def __call__(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """One step; runs inside `attending`.
-
-        Args:
-            input_ids: (T,) int64, the token that came after each position.
-            positions: (T,) int64.
-            hidden: (T, hidden_size), the state at each position.
-
-        Returns:
-            (T, n), what `choose` reads, and (T, hidden_size), the states to hand on.
-        """
-
-    def choose(self, hidden: Tensor) -> Tensor:
-        """The next token of each row, (R, n) to (R,) int64, in the target's vocabulary."""
-
-
-class Proposals:
-    """The drafts of each running request, by the request's slot.
-
-    Drafters of different K may share one: what a drafter does not fill is -1, no draft.
-
-    Args:
-        num_slots: requests that run at once.
-        num_draft_tokens: the most that any drafter gives.
-        device: where.
-
-    Attributes:
-        tokens: (num_slots + 1, num_draft_tokens) int64; the last row is padding's.
-    """
-
-    def __init__(self, num_slots: int, num_draft_tokens: int, device: torch.device | str) -> None:
-        _at_least_one("num_slots", num_slots)
-        _at_least_one("num_draft_tokens", num_draft_tokens)
-        self.num_slots, self.num_draft_tokens = num_slots, num_draft_tokens
-        with torch.inference_mode(False):
-            self.tokens = torch.full((num_slots + 1, num_draft_tokens), -1, dtype=torch.int64, device=device)
 
 
 class EagleDrafter:
@@ -135,7 +82,7 @@ class EagleDrafter:
         self._check()
         metadata = prefill.metadata
         self._max_num_reqs = min(metadata.max_num_reqs, proposals.num_slots)
-        self._buffers = _Buffers(model, metadata.max_num_tokens, self._max_num_reqs, proposals, prefill.cache.dtype)
+        self._buffers = DraftBuffers(model, metadata.max_num_tokens, self._max_num_reqs, proposals, prefill.cache.dtype)
         self._ones = np.ones(self._max_num_reqs, np.int64)
         mode = _checked_mode(mode)
         self.prefill_manager = self._manager(prefill, num_draft_tokens + 1, mode, capture_sizes, pool, progress)
@@ -262,7 +209,8 @@ class EagleDrafter:
         buffers.keep_real(self._prefill_backend.metadata.view(rows, reqs).seq_lens)
         last = buffers.last[:reqs]
         tokens = self.model.choose(found.index_select(0, last))
-        buffers.begin(tokens, positions.index_select(0, last), hidden.index_select(0, last))
+        buffers.begin(tokens)
+        buffers.keep(tokens, positions.index_select(0, last), hidden.index_select(0, last))
         buffers.publish(reqs)
 
     def _decode(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
@@ -279,7 +227,9 @@ class EagleDrafter:
                 out, hidden = self.model(ids, ahead.positions[step], hidden)
                 ids = self.model.choose(out)
                 found.append(ids)
-        buffers.go_on(torch.stack(found, dim=1), ahead.positions[-1], hidden)
+        buffers.add(torch.stack(found, dim=1))
+        if not self.chained:
+            buffers.keep(ids, ahead.positions[-1], hidden)
         buffers.publish(rows)
 
     def _manager(
@@ -313,13 +263,12 @@ class EagleDrafter:
 
     def _check(self) -> None:
         drafts, metadata = self.num_draft_tokens, self._prefill_backend.metadata
-        _at_least_one("num_draft_tokens", drafts)
+        at_least_one("num_draft_tokens", drafts)
         most = min(metadata.max_model_len, metadata.max_num_tokens) - 1
         if drafts > most:
             raise ConfigError(
-                f"num_draft_tokens is {drafts}; a step of {drafts + 1} tokens fits neither into "
-                f"max_model_len={metadata.max_model_len} nor into max_num_tokens={metadata.max_num_tokens} "
-                f"of the metadata, or only into one of them; expected at most {most}."
+                f"num_draft_tokens is {drafts}; expected at most {most}: a request's step of {drafts + 1} tokens must "
+                f"fit into max_model_len={metadata.max_model_len} and max_num_tokens={metadata.max_num_tokens}."
             )
         if drafts > self.proposals.num_draft_tokens:
             raise ConfigError(f"num_draft_tokens is {drafts}; proposals holds {self.proposals.num_draft_tokens}.")
@@ -333,77 +282,6 @@ class EagleDrafter:
                     f"{name} of decode's metadata is {getattr(self._metadata, name)}, below prefill's "
                     f"{getattr(metadata, name)}."
                 )
-
-
-class _Buffers:
-    """What the graphs read and write, at addresses that stay; none is a graph's output or the target's.
-
-    Attributes:
-        input_ids, positions: (max_num_tokens,) int64; states: (max_num_tokens, state_size): of the prefill.
-        last, slots: (max_num_reqs,) int64.
-        tokens, last_positions: (max_num_reqs,) int64; hidden: (max_num_reqs, hidden_size): of the draft's last step.
-    """
-
-    def __init__(
-        self, model: DraftModel, max_num_tokens: int, max_num_reqs: int, proposals: Proposals, dtype: torch.dtype
-    ) -> None:
-        self._proposals, device = proposals.tokens, proposals.tokens.device
-        self._scratch = proposals.num_slots
-        # No inference tensors, wherever this is built: those refuse writes from other modes.
-        with torch.inference_mode(False):
-            ids = torch.zeros(2, max_num_tokens, dtype=torch.int64, device=device)
-            self.input_ids, self.positions = ids
-            self.states = torch.zeros(max_num_tokens, model.state_size, dtype=dtype, device=device)
-            reqs = torch.zeros(4, max_num_reqs, dtype=torch.int64, device=device)
-            self.last, self.slots, self.tokens, self.last_positions = reqs
-            self.forget()
-            self.hidden = torch.zeros(max_num_reqs, model.hidden_size, dtype=dtype, device=device)
-            # -1 for drafts beyond this drafter's K.
-            shape = (max_num_reqs, proposals.num_draft_tokens)
-            self._drafts = torch.full(shape, -1, dtype=torch.int64, device=device)
-            self._column = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def forget(self) -> None:
-        """Let a warmup write its drafts to nobody's slot."""
-        self.slots.fill_(self._scratch)
-
-    def keep_real(self, seq_lens: Tensor) -> None:
-        """Let padding, whose length is 0, read the first row and write to the scratch slot."""
-        reqs = seq_lens.shape[0]
-        real = seq_lens > 0
-        # A graph larger than the target's has rows here that an earlier batch left.
-        self.last[:reqs].mul_(real)
-        self.slots[:reqs].copy_(torch.where(real, self.slots[:reqs], self._scratch))
-
-    def begin(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        """Take the first drafts, (R,), and what the next step goes on from."""
-        reqs = tokens.shape[0]
-        self._drafts[:reqs, 0].copy_(tokens)
-        self._column.fill_(1)
-        self._keep(tokens, positions, hidden)
-
-    def go_on(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        """Take the drafts of the next steps, (R, steps), and what the step after them goes on from."""
-        reqs, steps = tokens.shape
-        columns = self._column + torch.arange(steps, device=tokens.device)
-        self._drafts[:reqs].index_copy_(1, columns, tokens)
-        self._column.add_(steps)
-        self._keep(tokens[:, -1], positions, hidden)
-
-    def publish(self, reqs: int) -> None:
-        """Write the drafts where the target takes them from."""
-        self._proposals.index_copy_(0, self.slots[:reqs], self._drafts[:reqs])
-
-    def _keep(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        reqs = tokens.shape[0]
-        self.tokens[:reqs].copy_(tokens)
-        self.last_positions[:reqs].copy_(positions)
-        self.hidden[:reqs].copy_(hidden)
-
-
-def _at_least_one(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; expected at least 1. Without drafts decode plainly.")
 
 
 def _checked_mode(mode: CudaGraphMode | str) -> CudaGraphMode:

@@ -1,0 +1,111 @@
+"""Where drafts are made, and where the target finds them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from simplegraph.errors import ConfigError
+from simplegraph.spec_decode.model import DraftModel
+
+
+class Proposals:
+    """The drafts of each running request, by the request's slot.
+
+    Drafters of different K may share one: what a drafter does not fill is -1, no draft.
+
+    Args:
+        num_slots: requests that run at once.
+        num_draft_tokens: the most that any drafter gives.
+        device: where.
+
+    Attributes:
+        tokens: (num_slots + 1, num_draft_tokens) int64; the last row is padding's.
+    """
+
+    def __init__(self, num_slots: int, num_draft_tokens: int, device: torch.device | str) -> None:
+        at_least_one("num_slots", num_slots)
+        at_least_one("num_draft_tokens", num_draft_tokens)
+        self.num_slots, self.num_draft_tokens = num_slots, num_draft_tokens
+        with torch.inference_mode(False):
+            self.tokens = torch.full((num_slots + 1, num_draft_tokens), -1, dtype=torch.int64, device=device)
+
+
+class DraftBuffers:
+    """What a drafter's graphs read and write, at addresses that stay; none is a graph's output or the target's.
+
+    Args:
+        model: the draft.
+        max_num_tokens: of a step of the target.
+        max_num_reqs: that can be drafted for at once.
+        proposals: where the drafts go.
+        dtype: of states.
+
+    Attributes:
+        input_ids, positions: (max_num_tokens,) int64; states: (max_num_tokens, state_size): of the prefill.
+        last, slots: (max_num_reqs,) int64.
+        tokens, last_positions: (max_num_reqs,) int64; hidden: (max_num_reqs, hidden_size): of the draft's last step.
+    """
+
+    def __init__(
+        self, model: DraftModel, max_num_tokens: int, max_num_reqs: int, proposals: Proposals, dtype: torch.dtype
+    ) -> None:
+        self._proposals, device = proposals.tokens, proposals.tokens.device
+        self._scratch = proposals.num_slots
+        # No inference tensors, wherever this is built: those refuse writes from other modes.
+        with torch.inference_mode(False):
+            ids = torch.zeros(2, max_num_tokens, dtype=torch.int64, device=device)
+            self.input_ids, self.positions = ids
+            self.states = torch.zeros(max_num_tokens, model.state_size, dtype=dtype, device=device)
+            reqs = torch.zeros(4, max_num_reqs, dtype=torch.int64, device=device)
+            self.last, self.slots, self.tokens, self.last_positions = reqs
+            self.forget()
+            self.hidden = torch.zeros(max_num_reqs, model.hidden_size, dtype=dtype, device=device)
+            # -1 for drafts beyond this drafter's K.
+            shape = (max_num_reqs, proposals.num_draft_tokens)
+            self._drafts = torch.full(shape, -1, dtype=torch.int64, device=device)
+            self._column = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def forget(self) -> None:
+        """Let a warmup write its drafts to nobody's slot."""
+        self.slots.fill_(self._scratch)
+
+    def keep_real(self, seq_lens: Tensor) -> None:
+        """Let padding, whose length is 0, read the first row and write to the scratch slot."""
+        reqs = seq_lens.shape[0]
+        real = seq_lens > 0
+        # A graph larger than the target's has rows here that an earlier batch left.
+        self.last[:reqs].mul_(real)
+        self.slots[:reqs].copy_(torch.where(real, self.slots[:reqs], self._scratch))
+
+    def begin(self, tokens: Tensor) -> None:
+        """Take the first drafts, (R,)."""
+        self._drafts[: tokens.shape[0], 0].copy_(tokens)
+        self._column.fill_(1)
+
+    def add(self, tokens: Tensor) -> None:
+        """Take the drafts of the next steps, (R, steps)."""
+        reqs, steps = tokens.shape
+        columns = self._column + torch.arange(steps, device=tokens.device)
+        self._drafts[:reqs].index_copy_(1, columns, tokens)
+        self._column.add_(steps)
+
+    def keep(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> None:
+        """Take what the next step goes on from: token, position, both (R,) int64, and state."""
+        reqs = tokens.shape[0]
+        torch._foreach_copy_([self.tokens[:reqs], self.last_positions[:reqs]], [tokens, positions])
+        self.hidden[:reqs].copy_(hidden)
+
+    def publish(self, reqs: int) -> None:
+        """Write the drafts where the target takes them from."""
+        self._proposals.index_copy_(0, self.slots[:reqs], self._drafts[:reqs])
+
+
+def at_least_one(name: str, value: object) -> None:
+    """Refuse a count below 1.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is {value!r}; expected at least 1. Without drafts decode plainly.")
