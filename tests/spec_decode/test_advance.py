@@ -1,0 +1,40 @@
+"""Positions, slots and lengths of the next steps: those that a loop over requests and tokens finds."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplegraph.attention import BatchMetadata
+from simplegraph.spec_decode.advance import upcoming
+
+MAX_LEN, PAGE = 22, 4
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(1, MAX_LEN), st.integers(1, 8)), min_size=1, max_size=5),
+    padding=st.integers(0, 3),
+    steps=st.integers(1, 7),
+)
+def test_every_token_goes_to_its_own_place_or_nowhere(
+    requests: list[tuple[int, int]], padding: int, steps: int
+) -> None:
+    metadata = BatchMetadata(max_num_tokens=8, max_num_reqs=8, max_model_len=MAX_LEN, page_size=PAGE, device="cpu")
+    limits = [limit for limit, _ in requests]
+    table = [[7 * row + column + 1 for column in range(-(-limit // PAGE))] for row, limit in enumerate(limits)]
+    rows = len(requests) + padding
+    view = metadata.set([1] * len(requests), limits, table, num_tokens=rows, num_reqs=rows)
+    # Where each one's last token is: some before its limit, by what was refused and what is still to be drafted.
+    last = [max(0, limit - behind) for limit, behind in requests] + [MAX_LEN - 1] * padding
+    found = upcoming(torch.tensor(last), view, PAGE, steps, MAX_LEN)
+    for step in range(steps):
+        for row, start in enumerate(last):
+            position, limit = start + 1 + step, limits[row] if row < len(limits) else 0
+            assert found.positions[step, row] == min(position, MAX_LEN - 1)
+            assert found.seq_lens[step, row] == min(position + 1, limit)
+            slot = -1 if position >= limit else table[row][position // PAGE] * PAGE + position % PAGE
+            assert found.slots[step, row] == slot
+    assert found.slots.dtype is torch.int64
+    assert found.seq_lens.dtype is torch.int32
+    assert all(part[0].is_contiguous() for part in found)
