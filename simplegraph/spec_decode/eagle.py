@@ -110,7 +110,10 @@ class EagleDrafter:
         return summaries
 
     def dispatch(self, num_tokens: int, num_reqs: int, uniform_query_len: int | None) -> Dispatch:
-        """How the draft's prefill of a batch will run; set the target's metadata to at least its shape."""
+        """How the draft's prefill of a batch will run; set the target's metadata to at least its shape.
+
+        Where the descriptor leaves the requests open, that is as many as its tokens could be, up to the most there are.
+        """
         return self.prefill_manager.dispatch(num_tokens, num_reqs, uniform_query_len)
 
     def load(self, input_ids: Tensor, positions: Tensor, states: Tensor, last: Tensor, slots: Tensor) -> None:
@@ -162,7 +165,8 @@ class EagleDrafter:
                 those of the target's step are, refused drafts included: the default.
 
         Raises:
-            InputError: a page is missing, or `seq_lens` is where the attention plans on the host.
+            InputError: the target's step has another shape; a page is missing, or `seq_lens` is where the attention
+                plans on the host.
         """
         if seq_lens is None and not self.chained and uniform_query_len is not None:
             raise InputError(
@@ -175,6 +179,12 @@ class EagleDrafter:
                 f"requests of {sorted(live.query_lens)}. Run prompts in a step of their own, without uniform_query_len."
             )
         batch = self.dispatch(num_tokens, num_reqs, uniform_query_len)
+        needed = self._num_reqs(batch.descriptor)
+        if live.padded_reqs < needed:
+            raise InputError(
+                f"the draft's graph reads {needed} requests, padding included, but the target's step was set for "
+                f"{live.padded_reqs}; pass num_reqs={needed} to BatchMetadata.set."
+            )
         lengths = np.asarray(live.seq_lens if seq_lens is None else seq_lens, np.int64)
         self.prefill_manager.run(batch, self._prefill)
         manager = self.decode_manager
@@ -194,6 +204,10 @@ class EagleDrafter:
     def _managers(self) -> list[CudaGraphManager]:
         return [manager for manager in (self.prefill_manager, self.decode_manager) if manager is not None]
 
+    def _num_reqs(self, descriptor: BatchDescriptor) -> int:
+        """Requests of a graph; where its key leaves them open, as many as there can be."""
+        return descriptor.num_reqs or min(descriptor.num_tokens, self._max_num_reqs)
+
     def _set(self, lengths: npt.NDArray[np.int64], block_table: Pages, batch: Dispatch) -> None:
         rows = batch.descriptor.num_tokens
         most = np.minimum(lengths, self._metadata.max_model_len)
@@ -201,7 +215,7 @@ class EagleDrafter:
 
     def _prefill(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         buffers, rows = self._buffers, descriptor.num_tokens
-        reqs = descriptor.num_reqs or min(rows, self._max_num_reqs)
+        reqs = self._num_reqs(descriptor)
         positions = buffers.positions[:rows]
         with attending(self._prefill_backend, mode, descriptor):
             fused = self.model.fuse(buffers.states[:rows])

@@ -358,6 +358,20 @@ def test_a_step_that_does_not_fit_what_is_drafted_for_is_refused(device: torch.d
     served.check([0])
 
 
+def test_a_graph_never_reads_requests_that_were_not_set(device: torch.device) -> None:
+    served = Harness(device, 3, mode="PIECEWISE")
+    served.drafter.capture()
+    for slot in range(4):
+        served.start(slot, 5)
+    served.run_prompts()
+    before = served.proposals.tokens.clone()
+    # One request in a graph of eight rows; what the step before left of the other requests is still there.
+    served.metadata.set([3], [8], [served.table[1]], num_tokens=8, num_reqs=1)
+    with pytest.raises(InputError, match=r"reads 4 requests, .* set for 1; pass num_reqs=4"):
+        served.drafter.draft(3, 1, None, [served.table[1]])
+    assert torch.equal(served.proposals.tokens, before)
+
+
 def test_missing_pages_are_named_before_anything_is_written_there(device: torch.device) -> None:
     served = Harness(device, 5, mode="FULL_DECODE_ONLY")
     served.drafter.capture()
