@@ -174,6 +174,7 @@ class SpecRunner:
     def __init__(self, llama: Llama, draft: Eagle | Eagle3, config: SpecConfig) -> None:
         require(llama.lm_head is not None, "lm_head", None, "a model that returns logits")
         self.config, self.llama, self.draft = config, llama, draft
+        draft.tabulate(config.max_model_len + 2 * max(config.drafts))
         weight = llama.model.embed_tokens.weight
         self.device = weight.device
         most = max(config.drafts)

@@ -8,6 +8,7 @@ vLLM's ``llama_eagle`` and ``llama_eagle3``.
 
 from __future__ import annotations
 
+import abc
 import copy
 from pathlib import Path
 
@@ -34,7 +35,46 @@ TINY = Path(__file__).parent.parent / "data" / "eagle"
 _NO_CACHE = CacheShape(1, 1)  # the layers' own caches are not used: the backend has one
 
 
-class Eagle(nn.Module):
+class Draft(nn.Module, abc.ABC):
+    """What both kinds share: a layer on its own rotary positions.
+
+    Args:
+        config: of the draft: one layer of the target's hidden size.
+        target: whose tokens are drafted; what the draft has not of its own is the target's.
+    """
+
+    def __init__(self, config: LlamaConfig, target: Llama) -> None:
+        super().__init__()
+        _check_target(config, target)
+        self.config, self.hidden_size = config, config.hidden_size
+        self.rotary_emb = RotaryEmbedding(config)
+        self._target = (target,)  # a tuple: not registered, it is no part of the draft
+        self._table: Tensor | None = None
+
+    def tabulate(self, max_positions: int) -> None:
+        """Look cosines and sines up from now on: one kernel a step in place of ten.
+
+        Args:
+            max_positions: positions are below this.
+        """
+        if self._table is not None and len(self._table) >= max_positions:
+            return
+        weight = self.fc.weight
+        positions = torch.arange(max_positions, device=weight.device)
+        self._table = torch.stack(self.rotary_emb(positions, weight.dtype), dim=1)  # (positions, 2, 1, head_dim)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What `choose` reads, and the states to hand on."""
+        if self._table is None:
+            return self.run(input_ids, hidden, ServingStep(*self.rotary_emb(positions, hidden.dtype)))
+        return self.run(input_ids, hidden, ServingStep(*self._table.index_select(0, positions).unbind(1)))
+
+    @abc.abstractmethod
+    def run(self, input_ids: Tensor, hidden: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """As a call, with any attention."""
+
+
+class Eagle(Draft):
     """EAGLE: embedding and previous state are joined to one input of a decoder layer, whose output is the next state.
 
     Args:
@@ -44,17 +84,12 @@ class Eagle(nn.Module):
     """
 
     def __init__(self, config: LlamaConfig, target: Llama, *, fc_bias: bool = False) -> None:
-        super().__init__()
-        _check_target(config, target)
-        hidden = config.hidden_size
-        self.config = config
-        self.state_size = self.hidden_size = hidden
+        super().__init__(config, target)
+        self.state_size = hidden = config.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=fc_bias)
         layer = DecoderLayer(config, _NO_CACHE, 0)
         layer.input_layernorm = nn.Identity()
         self.layers = nn.ModuleList([layer])
-        self.rotary_emb = RotaryEmbedding(config)
-        self._target = (target,)  # a tuple: not registered, it is no part of the draft
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -65,12 +100,8 @@ class Eagle(nn.Module):
         """The target's states as they are."""
         return states
 
-    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The next states, twice: for `choose`, and to hand on."""
-        return self.run(input_ids, hidden, ServingStep(*self.rotary_emb(positions, hidden.dtype)))
-
     def run(self, input_ids: Tensor, hidden: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """As a call, with any attention."""
+        """The next states, twice: for `choose`, and to hand on."""
         embedded = self._target[0].model.embed_tokens(input_ids)
         hidden = self.layers[0](self.fc(torch.cat((embedded, hidden), dim=-1)), step)
         return hidden, hidden
@@ -104,7 +135,7 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3(nn.Module):
+class Eagle3(Draft):
     """EAGLE-3: states of three target layers, fused; a small vocabulary of its own.
 
     Args:
@@ -114,20 +145,16 @@ class Eagle3(nn.Module):
     """
 
     def __init__(self, config: LlamaConfig, target: Llama, *, own_embedding: bool = False) -> None:
-        super().__init__()
-        _check_target(config, target)
+        super().__init__(config, target)
         hidden = config.hidden_size
         vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
-        self.config = config
-        self.state_size, self.hidden_size = 3 * hidden, hidden
+        self.state_size = 3 * hidden
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, vocab, bias=False)
         self.d2t = nn.Parameter(torch.zeros(vocab, dtype=torch.int64), requires_grad=False)  # target id - draft id
-        self.rotary_emb = RotaryEmbedding(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embedding else None
-        self._target = (target,)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -138,12 +165,8 @@ class Eagle3(nn.Module):
     def fuse(self, states: Tensor) -> Tensor:
         return self.fc(states)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed states for `choose`, and the states themselves to hand on."""
-        return self.run(input_ids, hidden, ServingStep(*self.rotary_emb(positions, hidden.dtype)))
-
     def run(self, input_ids: Tensor, hidden: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """As a call, with any attention."""
+        """Normed states for `choose`, and the states themselves to hand on."""
         embedding = self._target[0].model.embed_tokens if self.embed_tokens is None else self.embed_tokens
         hidden = self.layers[0](embedding(input_ids), hidden, step)
         return self.norm(hidden), hidden

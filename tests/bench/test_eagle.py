@@ -133,6 +133,19 @@ def test_eagle3_is_the_published_head(target: Llama, norm_first: bool) -> None:
     assert torch.equal(chosen, ids * 4)  # ten ids spread over forty
 
 
+def test_tabulated_positions_are_the_computed_ones(target: Llama) -> None:
+    draft, steps = build_eagle("eagle", target), []
+    draft.run = lambda ids, hidden, step: steps.append(step)  # type: ignore[method-assign,assignment]
+    positions, hidden = torch.tensor([0, 29, 7, 7]), torch.zeros(4, HIDDEN)
+    draft(positions, positions, hidden)
+    for limit in (30, 20):  # a shorter table takes nothing away
+        draft.tabulate(limit)
+        draft(positions, positions, hidden)
+    for step in steps[1:]:
+        assert torch.equal(step.cos, steps[0].cos)
+        assert torch.equal(step.sin, steps[0].sin)
+
+
 def test_eagle3_takes_an_early_a_middle_and_a_late_layer(target: Llama) -> None:
     assert build_eagle("eagle3", target).aux_layers == (2, 4, 5)
     assert build_eagle("eagle", target).aux_layers == ()
