@@ -152,14 +152,14 @@ def _generation(engine: Engine, plan: Plan, count: int) -> tuple[Figures, list[l
     hosts = []
     synchronize(engine.runner.device)
     while not engine.idle:
-        decoding, waited = all(times.values()), getattr(engine, "waited", 0.0)
+        decoding, waited = all(times.values()), getattr(engine.runner, "waited", 0.0)
         started = time.perf_counter()
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
             times[output.request].append(now)
         if speculating and decoding:
-            hosts.append(now - started - (engine.waited - waited))
+            hosts.append(now - started - (engine.runner.waited - waited))
     tpots = [(taken[-1] - taken[0]) / (len(taken) - 1) for taken in times.values()]
     figures: Figures = {"tpot_ms": statistics.mean(tpots) * 1e3}
     if speculating:

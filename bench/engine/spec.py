@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from bench.engine.pages import PageAllocator
 from bench.engine.request import FinishReason, Request, RequestError, SamplingParams
 from bench.engine.runner import require
 from bench.engine.scheduler import Scheduler, StepPlan
-from bench.engine.spec_runner import Arriving, RoundPlan, SpecConfig, SpecRunner
+from bench.engine.spec_runner import RoundPlan, SpecConfig, SpecRunner
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 
@@ -135,7 +134,6 @@ class SpecEngine(Engine):
     Attributes:
         acceptance: what became of the drafts.
         num_draft_tokens: K of the next rounds; one of the config's.
-        waited: seconds in which the host waited for tokens.
 
     Raises:
         EngineError: the models or the machine cannot do what the config says.
@@ -152,7 +150,6 @@ class SpecEngine(Engine):
         pages = PageAllocator(self.config.num_pages, self.config.max_num_seqs, blocks)
         self.scheduler = SpecScheduler(pages, self.config)
         self.acceptance = Acceptance()
-        self.waited = 0.0
         self._vocab_size = llama.config.vocab_size
         self._ids = itertools.count()
         self._under_way = None
@@ -201,7 +198,7 @@ class SpecEngine(Engine):
 
     def _prompts(self, plan: StepPlan) -> list[Output]:
         try:
-            tokens = self._wait(self.runner.launch_prompts(plan))
+            tokens = self.runner.wait(self.runner.launch_prompts(plan))
         except BaseException:
             self.scheduler.undo(plan)
             raise
@@ -214,7 +211,7 @@ class SpecEngine(Engine):
         return outputs
 
     def _round(self, plan: RoundPlan) -> list[Output]:
-        tokens = self._wait(self.runner.launch_round(plan))[:, : plan.num_draft_tokens + 1]
+        tokens = self.runner.wait(self.runner.launch_round(plan))[:, : plan.num_draft_tokens + 1]
         outputs = []
         for request, row in zip(plan.requests, tokens.tolist(), strict=True):
             found = [token for token in row if token >= 0]
@@ -222,12 +219,6 @@ class SpecEngine(Engine):
             request.num_computed += len(found)
             outputs += self._grow(request, found)
         return outputs
-
-    def _wait(self, arriving: Arriving) -> Any:
-        started = time.perf_counter()
-        tokens = arriving.wait()
-        self.waited += time.perf_counter() - started
-        return tokens
 
     def _grow(self, request: Request, tokens: Sequence[int]) -> list[Output]:
         """Give a request its tokens, up to where it ends."""

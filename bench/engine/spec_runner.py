@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -166,6 +167,7 @@ class SpecRunner:
     Attributes:
         managers: of the target's graphs, by K; drafters: by K; all share one pool.
         cache, draft_cache: keys and values.
+        waited: seconds in which the host waited for tokens.
 
     Raises:
         EngineError: no attention backend works here, or the model has no lm_head.
@@ -215,6 +217,7 @@ class SpecRunner:
         self._noise = torch.zeros(rows, device=self.device)
         self._temperatures = torch.zeros(config.max_num_seqs + 1, device=self.device)
         self._generator = torch.Generator(self.device).manual_seed(config.seed)
+        self.waited = 0.0
         self._build_graphs()
 
     def _build_graphs(self) -> None:
@@ -322,9 +325,16 @@ class SpecRunner:
         arriving = Arriving(*to_host(self._results[:reqs]))
         known = None
         if not drafter.chained:
-            known = plan.starts + (arriving.wait()[:, :query_len] >= 0).sum(axis=1)
+            known = plan.starts + (self.wait(arriving)[:, :query_len] >= 0).sum(axis=1)
         drafter.draft(tokens, reqs, query_len, plan.block_table, known)
         return arriving
+
+    def wait(self, arriving: Arriving) -> Any:
+        """A step's tokens; see `Arriving.wait`."""
+        started = time.perf_counter()
+        tokens = arriving.wait()
+        self.waited += time.perf_counter() - started
+        return tokens
 
     def reset(self) -> None:
         """Drop every graph."""

@@ -17,6 +17,7 @@ from bench.engine.spec import Acceptance, SpecEngine  # noqa: E402
 from bench.engine.spec_runner import SpecConfig  # noqa: E402
 from bench.models.eagle import build_eagle, tiny_pair  # noqa: E402
 from simplegraph import CudaGraphMode  # noqa: E402
+from simplegraph.attention import SDPABackend  # noqa: E402
 
 MODES = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 SETTINGS: dict[str, Any] = {
@@ -112,6 +113,19 @@ def test_target_and_draft_may_run_in_different_modes(pairs: dict[str, Any], mode
     mode, draft_mode = modes
     served = speculating(pairs["eagle3"], mode=mode, draft_mode=draft_mode, capture_sizes=(2, 6))
     assert served.generate(asked, params) == plain(pairs["eagle3"][0], asked, params)
+
+
+def test_attention_that_plans_on_the_host_gives_the_same_tokens_and_acceptance(
+    pairs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, params = prompts(7, seed=13), SamplingParams(max_tokens=25)
+    expected = speculating(pairs["eagle"])
+    tokens = expected.generate(asked, params)
+    monkeypatch.setattr(SDPABackend, "reads_lengths_on_device", False)
+    served = speculating(pairs["eagle"])
+    assert not served.runner.drafters[5].chained
+    assert served.generate(asked, params) == tokens == plain(pairs["eagle"][0], asked, params)
+    assert served.acceptance == expected.acceptance
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
