@@ -223,7 +223,7 @@ def kernel_milliseconds(call: Callable[[], object], calls: int = 10) -> float:
         for _ in range(calls):
             call()
         synchronize(torch.device("cuda"))
-    ran = [event for event in profile.events() if event.device_type is DeviceType.CUDA]
+    ran = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
     kernels = [event for event in ran if not getattr(event, "is_user_annotation", False)]
     return sum(event.time_range.elapsed_us() for event in kernels) / calls / 1e3
 
