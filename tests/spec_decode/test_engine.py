@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "num_pages": 150,
     "page_size": 8,
     "attention": "sdpa",
-    "capture_sizes": (1, 2, 4, 6),
+    "capture_sizes": (2, 6),
 }
 
 
