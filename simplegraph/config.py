@@ -8,7 +8,7 @@ import functools
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 from simplegraph.errors import ConfigError
@@ -113,7 +113,13 @@ class CudaGraphConfig:
         verify: compare the first this many replays of each batch size with eager, the padded warmup too, and raise
             `VerificationError` on a difference. The forward then runs twice in those calls.
         max_signatures: how many different call signatures (dtypes, trailing shapes, non-tensor
-            values) are captured; calls of further ones run eagerly.
+            values, values of `state_key`) are captured.
+        on_too_many_signatures: ``"eager"`` runs calls of further ones eagerly; ``"flush"`` drops all graphs, gives
+            their memory back, and starts over with the call at hand, which suits traffic that moves on from
+            shape to shape.
+        state_key: called with the module before every call, must be cheap, and returns the Python state that the
+            forward reads (``lambda model: (model.enabled, model.scale)``), hashable: a graph is only
+            replayed in the state it was captured in. None watches peft's adapters; other state is frozen.
         trusted_args: argument names whose non-tensor objects are known never to change inside; they
             become part of the key by identity.
         break_ops: operators (``"mylib::attention"``) that are eager breaks, beside those that carry
@@ -147,6 +153,8 @@ class CudaGraphConfig:
     on_stale: Literal["recapture", "raise"] = "recapture"
     verify: int = 0
     max_signatures: int = 16
+    on_too_many_signatures: Literal["eager", "flush"] = "eager"
+    state_key: Callable[[Any], Hashable] | None = None
     trusted_args: Sequence[str] = ()
     break_ops: Sequence[str] = ()
     decode_capture_sizes: Sequence[int] | None = None
@@ -170,7 +178,9 @@ class CudaGraphConfig:
         for name in ("padding", "debug", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False.")
-        for name in ("outputs", "capture", "on_capture_failure", "on_stale"):
+        if self.state_key is not None and not callable(self.state_key):
+            raise ConfigError(f"state_key is {self.state_key!r}; expected a function of the module.")
+        for name in ("outputs", "capture", "on_capture_failure", "on_stale", "on_too_many_signatures"):
             choices = typing.get_args(_hints()[name])
             if getattr(self, name) not in choices:
                 expected = " or ".join(map(repr, choices))

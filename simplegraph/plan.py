@@ -30,14 +30,18 @@ class Layout:
     Attributes:
         spec: how the leaves of ``(args, kwargs)`` nest.
         args: what each leaf must be.
+        autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
         binding: what is known about the signature.
         plans: by batch size, or (batch size, description), how such a call is replayed.
     """
 
-    def __init__(self, spec: TreeSpec, args: Sequence[Arg], autocast: torch.dtype | None, binding: Binding) -> None:
+    def __init__(
+        self, spec: TreeSpec, args: Sequence[Arg], autocast: torch.dtype | None, state: Hashable, binding: Binding
+    ) -> None:
         self.spec = spec
         self.args = list(args)
         self.autocast = autocast
+        self.state = state
         self.binding = binding
         self.plans: dict[Any, Plan] = {}
         self._flat = is_flat(spec)

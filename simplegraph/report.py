@@ -37,6 +37,7 @@ class GraphReport:
             "replays": stats.replays,
             "padded_tokens": stats.padded_tokens,
             "recaptures": stats.recaptures,
+            "flushes": stats.flushes,
             "eager": {reason.value: count for reason, count in stats.eager.most_common()},
             "failures": dict(stats.failures),
             "graphs": [_as_dict(graph) for graph in self._graphs()],
@@ -67,6 +68,8 @@ class GraphReport:
             lines += _table(rows)
         lines += [_shares(graph) for graph in self._graphs() if graph.breaks]
         lines += [f"  eager {count:>6} x {reason.value}: {reason.text}" for reason, count in stats.eager.most_common()]
+        if stats.flushes:
+            lines.append(f"  flushed {stats.flushes} x: more call signatures than max_signatures")
         lines += [f"  failed: {_cause(message)}" for message in stats.failures.values()]
         return "\n".join(lines)
 

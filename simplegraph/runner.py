@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from simplegraph.adapters import adapter_state
 from simplegraph.batch.dispatch import Dispatch, Reason
 from simplegraph.binding import Binding
 from simplegraph.builder import GraphBuilder, invoke
@@ -26,7 +27,7 @@ from simplegraph.manager import CudaGraphManager, profiler_enabled, replay_range
 from simplegraph.plan import NOTHING, Call, Copies, Layout, Plan
 from simplegraph.report import GraphReport
 from simplegraph.signature import CallReader, CannotBind
-from simplegraph.staleness import CapturedState, kept_in_graph
+from simplegraph.staleness import CapturedState, Changes, kept_in_graph
 from simplegraph.stats import GraphStats
 from simplegraph.tree import flatten
 from simplegraph.verify import Check
@@ -64,6 +65,8 @@ class GraphRunner:
         self._layouts: dict[Hashable, Layout] = {}
         self._bindings: dict[Hashable, Binding] = {}
         self._last: Layout | None = None
+        self._state_key = self.config.state_key
+        self._looked_at = -1  # the count of changes at which adapters were looked for
         self._strikes = 0
         self._served_before = 0
         self._disabled = _switched_off(self.config)
@@ -87,6 +90,7 @@ class GraphRunner:
             self._pool, self._ranks = pool or self._pool, ranks or self._ranks
             self.builder = self._reader = None
             self.stats.failures.clear()
+            self._state_key, self._looked_at = config.state_key, -1
             self._disabled = _switched_off(config)
 
     # The replay path.
@@ -125,6 +129,8 @@ class GraphRunner:
         if autocast is not layout.autocast:
             return _MISS
         if torch.is_grad_enabled() and _wants_grad(leaves, plan.state):
+            return _MISS
+        if self._state_key is not None and self._state_key(module) != layout.state:
             return _MISS
         pool = plan.pool
         with pool.lock:
@@ -236,8 +242,8 @@ class GraphRunner:
             raise CannotBind(Reason.CAPTURING_ELSEWHERE, "")
         if _transforming():
             raise CannotBind(Reason.TRANSFORMED, "")
-        autocast = _autocast(device.torch_device.type)
-        size, read_args, signature = reader.read(leaves, names, spec, autocast)
+        autocast, state = _autocast(device.torch_device.type), self._state_of(module)
+        size, read_args, signature = reader.read(leaves, names, spec, (autocast, state))
         if torch.is_grad_enabled() and _wants_grad(leaves, module):
             raise CannotBind(Reason.GRAD, "")
         if largest:
@@ -247,11 +253,38 @@ class GraphRunner:
         if dispatch.mode is CudaGraphMode.NONE:
             raise CannotBind(dispatch.reason, f"batch size {size}")
         if signature not in self._bindings and len(self._bindings) >= self.config.max_signatures:
-            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{len(self._bindings)} are known")
+            self._make_room(builder)
         binding = self._bindings.setdefault(signature, Binding(signature))
-        layout = self._layouts.setdefault((spec, signature), Layout(spec, read_args, autocast, binding))
+        layout = self._layouts.setdefault((spec, signature), Layout(spec, read_args, autocast, state, binding))
         self._last = layout
         return builder, Call(module, args, kwargs, leaves, names, spec, size, layout, binding, dispatch)
+
+    def _state_of(self, module: Any) -> Hashable:
+        """The Python state that is part of the key: of adapters, unless `state_key` says which.
+
+        Raises:
+            InputError: what `state_key` returned cannot be a key.
+        """
+        if self.config.state_key is None and self._looked_at != Changes.count:
+            self._state_key, self._looked_at = adapter_state(module), Changes.count
+        state = None if self._state_key is None else self._state_key(module)
+        try:
+            hash(state)
+        except TypeError:
+            raise InputError(
+                f"state_key returned {state!r}, which cannot be hashed, so states could not be told apart. "
+                "Return numbers, strings, or tuples of them."
+            ) from None
+        return state
+
+    def _make_room(self, builder: GraphBuilder) -> None:
+        """A further signature than `max_signatures`: refused, or all others are dropped for it."""
+        if self.config.on_too_many_signatures == "eager":
+            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{len(self._bindings)} are known")
+        builder.manager.ranks.any("dropping graphs, since there are more signatures than max_signatures", True)
+        logger.info("%s: dropping all graphs, since %d signatures are known", self.stats.name, len(self._bindings))
+        self.stats.flushes += 1
+        self._forget()
 
     def _builder_for(self, module: Any, leaves: Sequence[Any], reader: CallReader) -> GraphBuilder:
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
@@ -415,13 +448,17 @@ class GraphRunner:
         """Drop all graphs, static inputs and what was learnt; `what` asks for it, in messages."""
         _refuse_inside_forward(what)
         with self._lock:
-            self._drop_graphs()
-            self._bindings.clear()
-            self._layouts.clear()
-            self._last = None
+            self._forget()
             self._strikes = 0
             if self._disabled is Reason.STALE_TOO_OFTEN:
                 self._disabled = None
+
+    def _forget(self) -> None:
+        """Drop the programs, static inputs and what calls look like."""
+        self._drop_graphs()
+        self._bindings.clear()
+        self._layouts.clear()
+        self._last = None
 
     def _drop_graphs(self) -> None:
         """Drop the programs; static inputs and what calls look like are kept."""

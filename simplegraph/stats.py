@@ -52,6 +52,7 @@ class GraphStats:
         eager: eager calls by `Reason`.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
+        flushes: how often they were dropped because there were more signatures than `max_signatures`.
     """
 
     def __init__(self, name: str = "model") -> None:
@@ -61,6 +62,7 @@ class GraphStats:
         self.captures = 0
         self.failures: dict[str, str] = {}
         self.recaptures = 0
+        self.flushes = 0
         self._dropped_replays = 0
         self._dropped_padding = 0
         self._logged: set[Reason] = set()
