@@ -119,7 +119,8 @@ class CudaGraphConfig:
             shape to shape.
         state_key: called with the module before every call, must be cheap, and returns the Python state that the
             forward reads (``lambda model: (model.enabled, model.scale)``), hashable: a graph is only
-            replayed in the state it was captured in. None watches peft's adapters; other state is frozen.
+            replayed in the state it was captured in. None takes the switches of peft's adapters and diffusers'
+            attention processors; other state is frozen.
         trusted_args: argument names whose non-tensor objects are known never to change inside; they
             become part of the key by identity.
         break_ops: operators (``"mylib::attention"``) that are eager breaks, beside those that carry

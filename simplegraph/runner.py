@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from simplegraph.adapters import adapter_state
 from simplegraph.batch.dispatch import Dispatch, Reason
 from simplegraph.binding import Binding
 from simplegraph.builder import GraphBuilder, invoke
@@ -29,6 +28,7 @@ from simplegraph.report import GraphReport
 from simplegraph.signature import CallReader, CannotBind
 from simplegraph.staleness import CapturedState, Changes, kept_in_graph
 from simplegraph.stats import GraphStats
+from simplegraph.switches import known_switches
 from simplegraph.tree import flatten
 from simplegraph.verify import Check
 
@@ -66,7 +66,7 @@ class GraphRunner:
         self._bindings: dict[Hashable, Binding] = {}
         self._last: Layout | None = None
         self._state_key = self.config.state_key
-        self._looked_at = -1  # the count of changes at which adapters were looked for
+        self._looked_at = -1  # the count of changes at which switches were looked for
         self._strikes = 0
         self._served_before = 0
         self._disabled = _switched_off(self.config)
@@ -260,13 +260,13 @@ class GraphRunner:
         return builder, Call(module, args, kwargs, leaves, names, spec, size, layout, binding, dispatch)
 
     def _state_of(self, module: Any) -> Hashable:
-        """The Python state that is part of the key: of adapters, unless `state_key` says which.
+        """The Python state that is part of the key: of known switches, unless `state_key` says which.
 
         Raises:
             InputError: what `state_key` returned cannot be a key.
         """
         if self.config.state_key is None and self._looked_at != Changes.count:
-            self._state_key, self._looked_at = adapter_state(module), Changes.count
+            self._state_key, self._looked_at = known_switches(module), Changes.count
         state = None if self._state_key is None else self._state_key(module)
         try:
             hash(state)

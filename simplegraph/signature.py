@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from simplegraph.batch.dispatch import Reason
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
-from simplegraph.constants import ATOMS, constant_key
+from simplegraph.constants import ATOMS, ById, constant_key
 from simplegraph.errors import ConfigError, InputError
 from simplegraph.tree import LEAF, TreeSpec, flatten
 
@@ -224,7 +224,7 @@ class CallReader:
     def _constant(self, name: str, value: Any) -> ConstantArg:
         kind: type[Any] = type(value)
         if any(prefix in self._config.trusted_args for prefix in _prefixes(name)):
-            return ConstantArg(name, kind, _ById(value), value)
+            return ConstantArg(name, kind, ById(value), value)
         if dataclasses.is_dataclass(value) and not _is_frozen(kind):  # type: ignore[arg-type]
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__} with more than its fields")
         if kind.__hash__ is None and kind is not slice:
@@ -274,19 +274,6 @@ def _prefixes(name: str) -> Iterator[str]:
     """``states.0.x``, ``states.0``, ``states``."""
     parts = name.split(".")
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-
-
-class _ById:
-    """A trusted object as part of a key: equal to itself alone, and kept alive, so that no id is reused."""
-
-    def __init__(self, value: Any) -> None:
-        self.leaf = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and other.leaf is self.leaf
-
-    def __hash__(self) -> int:
-        return id(self.leaf)
 
 
 def _normal(dim: int, tensor: Tensor, name: str) -> int:
