@@ -1,4 +1,4 @@
-"""Python state that a forward reads: with `state_key`, and with adapters' own, no graph of another state is replayed."""
+"""Python state that a forward reads: with `state_key`, no graph of another state is replayed."""
 
 from __future__ import annotations
 
