@@ -1,8 +1,8 @@
 """Vision and diffusion models: how soon do they answer, what does a call cost, and what memory is kept?
 
-``python -m bench.models_first_call``: every model and arm in a fresh process. ``first``: the first result, from the built
-model. ``ready``: three calls, after which every arm has compiled or captured what it will. Every arm's answer to an input
-that it has not seen is compared with eager's.
+``python -m bench.models_first_call``: every model and arm in a fresh process. ``first``: the first result, from
+the built model. ``ready``: three calls, after which every arm has compiled or captured what it will. Every arm's
+answer to an input that it has not seen is compared with eager's.
 """
 
 from __future__ import annotations
