@@ -39,15 +39,15 @@ class Switches:
     def __init__(self, places: list[tuple[dict[str, Any], str]]) -> None:
         self._holders = [holder for holder, _ in places]
         self._names = [name for _, name in places]
-        self._known: list[Any] = []
-        self._key: Hashable = None
+        self._last: tuple[list[Any], Hashable] = ([], None)  # together, since other threads read them
 
     def __call__(self, module: nn.Module) -> Hashable:
         found = list(map(dict.get, self._holders, self._names))  # no loop in Python: this runs at every call
-        if found != self._known:
-            self._known = list(map(_copied, found))
-            self._key = tuple(map(_frozen, found))
-        return self._key
+        known, key = self._last
+        if found != known:
+            key = tuple(map(_frozen, found))
+            self._last = list(map(_copied, found)), key
+        return key
 
 
 def _names(child: nn.Module) -> tuple[str, ...]:
