@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from simplegraph.batch.dispatch import BatchDescriptor as BatchDescriptor
     from simplegraph.batch.dispatch import Dispatch as Dispatch
     from simplegraph.batch.dispatch import Dispatcher as Dispatcher
-    from simplegraph.batch.dispatch import Reason as Reason
+    from simplegraph.batch.reasons import Reason as Reason
     from simplegraph.batch.sizes import SizePlan as SizePlan
     from simplegraph.batch.sizes import plan_sizes as plan_sizes
     from simplegraph.checking import CheckReport as CheckReport
@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 # Where each public name lives; modules are imported at the first use of one of their names.
 _HOMES = {
     "_version": ("__version__",),
-    "batch.dispatch": ("BatchDescriptor", "Dispatch", "Dispatcher", "Reason"),
+    "batch.dispatch": ("BatchDescriptor", "Dispatch", "Dispatcher"),
+    "batch.reasons": ("Reason",),
     "batch.sizes": ("SizePlan", "plan_sizes"),
     "checking": ("CheckReport", "check"),
     "config": ("AttentionCGSupport", "CudaGraphConfig", "CudaGraphMode"),

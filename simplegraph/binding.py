@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 from simplegraph.buffers import InputSet, OutputShapes, shared_rows
 from simplegraph.graph.observe import MemoryObserver, storage_key
 from simplegraph.graph.subclasses import is_wrapper

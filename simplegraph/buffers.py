@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 from simplegraph.constants import constant_key
 from simplegraph.graph.observe import storage_key
 from simplegraph.signature import Arg, CannotBind, ConstantArg, TensorArg

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.batch.dispatch import BatchDescriptor, Reason
+from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.batch.reasons import Reason
 from simplegraph.binding import Binding
 from simplegraph.buffers import InputSet
 from simplegraph.config import CudaGraphMode

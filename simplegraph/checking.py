@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 from simplegraph.binding import unreturnable
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import bypassed

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 
 
 class Special(NamedTuple):

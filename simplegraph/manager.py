@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from simplegraph.batch.dispatch import BatchDescriptor, Dispatch, Dispatcher, Reason
+from simplegraph.batch.dispatch import BatchDescriptor, Dispatch, Dispatcher
+from simplegraph.batch.reasons import Reason
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed
 from simplegraph.distributed import Alone, Consensus, RankGroup, ShapeConsensus, Vote

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 from simplegraph.checking import Checker
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import bypassed

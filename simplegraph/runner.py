@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from simplegraph.batch.dispatch import Dispatch, Reason
+from simplegraph.batch.dispatch import Dispatch
+from simplegraph.batch.reasons import Reason
 from simplegraph.binding import Binding
 from simplegraph.builder import GraphBuilder, invoke
 from simplegraph.config import CudaGraphConfig, CudaGraphMode

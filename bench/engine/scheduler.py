@@ -64,6 +64,7 @@ class Scheduler:
         self._page_size = page_size
         self._max_num_tokens = max_num_tokens
         self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._ahead = 0  # tokens that get a place beyond those of the step
 
     @property
     def idle(self) -> bool:
@@ -77,18 +78,24 @@ class Scheduler:
         running = list(self.running)
         for request in running:
             count = min(request.num_left, left)
-            if request.slot is not None and count > 0 and self._make_room(request, count):
+            if request.slot is None or count < 1 or self._scheduled_elsewhere(request):
+                continue
+            if self._make_room(request, count + self._ahead):
                 taken.append((request, count))
                 left -= count
         preempted = any(request.slot is None for request in running)
         while self.waiting and left > 0 and not preempted:
             request = self.waiting[0]
             count = min(request.num_left, left)
-            if not self._admit(request, count):
+            if not self._admit(request, count + self._ahead):
                 break
             taken.append((request, count))
             left -= count
         return self._plan(taken) if taken else None
+
+    def _scheduled_elsewhere(self, request: Request) -> bool:
+        """Whether a subclass runs this request in steps of another kind."""
+        return False
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request; its pages may be given to others at once, whose steps come later on the same stream."""

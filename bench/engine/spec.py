@@ -76,27 +76,8 @@ class SpecScheduler(Scheduler):
         # Drafts are written behind what is verified.
         self._ahead = max(config.drafts) - 1
 
-    def schedule(self) -> StepPlan | None:
-        """The next step of prompts; None where all are computed, or must wait."""
-        taken: list[tuple[Request, int]] = []
-        left = self._max_num_tokens
-        running = list(self.running)
-        for request in running:
-            count = min(request.num_left, left)
-            if request.slot is None or request in self.drafted or count < 1:
-                continue
-            if self._make_room(request, count + self._ahead):
-                taken.append((request, count))
-                left -= count
-        preempted = any(request.slot is None for request in running)
-        while self.waiting and left > 0 and not preempted:
-            request = self.waiting[0]
-            count = min(request.num_left, left)
-            if not self._admit(request, count + self._ahead):
-                break
-            taken.append((request, count))
-            left -= count
-        return self._plan(taken) if taken else None
+    def _scheduled_elsewhere(self, request: Request) -> bool:
+        return request in self.drafted
 
     def schedule_round(self, num_draft_tokens: int) -> RoundPlan | None:
         """A round of everyone who has drafts; None if there is nobody."""

@@ -1,9 +1,8 @@
-"""Which graph serves a batch: the descriptor that is its key, the dispatcher, and the reason for each answer."""
+"""Which graph serves a batch: the descriptor that is its key, and the dispatcher."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import itertools
 import logging
@@ -11,6 +10,7 @@ import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from simplegraph.batch.reasons import Reason
 from simplegraph.batch.sizes import PaddingMap, mixed_sizes, uniform_decode_sizes
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.errors import CaptureSizeError, ConfigError, InputError
@@ -89,86 +89,6 @@ def _int(descriptor: BatchDescriptor, name: str) -> int:
         value = operator.index(value)
         object.__setattr__(descriptor, name, value)
     return value
-
-
-class Reason(str, enum.Enum):
-    """Why a batch ran the way it did. The value is for counters and JSON, `text` for people.
-
-    Attributes:
-        text: one line saying what was found and, where there is a remedy, what to do.
-    """
-
-    text: str
-
-    EXACT = "exact", "a graph of exactly this size"
-    PADDED = "padded", "padded to the next captured size"
-    # The dispatcher's own.
-    MODE_NONE = "mode_none", "mode is NONE: graphs are switched off"
-    BATCH_TOO_LARGE = "batch_too_large", "the batch is above every captured size; raise max_capture_size"
-    SIZE_NOT_CAPTURED = "size_not_captured", "padding is off and this size is not in capture_sizes"
-    MIXED_BATCH = "mixed_batch", "not a uniform decode batch, and the mode has no graphs for mixed ones"
-    FULL_NOT_ALLOWED = "full_not_allowed", "the caller ruled out a full graph, and the mode has no piecewise ones"
-    LORA_COUNT = "lora_count", "more LoRAs are active than any captured case holds"
-    EMPTY_BATCH = "empty_batch", "the batch has no rows"
-    # Capturing.
-    FIRST_CALL = "first_call", "the first call with such arguments: it runs eagerly, as it is"
-    WARMUP = "warmup", "a warmup run: the size is captured after it"
-    CAPTURE_FAILED = "capture_failed", "capturing this size failed before; see the logged error"
-    NOT_CAPTURED_UPFRONT = "not_captured_upfront", "capture='upfront' and capture_graphs did not capture this size"
-    STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
-    TOO_MANY_SIGNATURES = (
-        "too_many_signatures",
-        "max_signatures are captured already; raise it, pass changing values as tensors, or let the others be flushed",
-    )
-    OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
-    # What is going on around the call.
-    TRAINING = "training", "the module is in training mode; call .eval() first"
-    GRAD = (
-        "grad",
-        "grad mode is on and inputs or parameters require grad; call under torch.inference_mode() or torch.no_grad()",
-    )
-    EAGER_CONTEXT = "eager_context", "inside simplegraph.eager()"
-    NESTED = "nested", "an outer graph owns this call"
-    TRANSFORMED = "transformed", "the call is being traced or transformed: vmap, jvp, dual numbers, jit.trace, make_fx"
-    CAPTURING_ELSEWHERE = "capturing_elsewhere", "the stream is being captured by someone else"
-    WRONG_DEVICE = "wrong_device", "an input is on another device than the module"
-    # What the call passes and returns.
-    AMBIGUOUS_BATCH_DIM = "ambiguous_batch_dim", "the batch dimension of an input is not clear; name it in batch_dims"
-    BATCH_MISMATCH = "batch_mismatch", "inputs disagree on the batch size; check batch_dims"
-    ALIASED_INPUTS = "aliased_inputs", "inputs share memory that the forward writes to; pass tensors of their own"
-    OPAQUE_ARGUMENT = (
-        "opaque_argument",
-        "an argument holds an object that may change inside; name it in trusted_args if it never does",
-    )
-    UNSUPPORTED_OUTPUT = (
-        "unsupported_output",
-        "the output holds an object a replay cannot return; return tensors in lists, tuples, dicts or dataclasses",
-    )
-    OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
-    # Generation by a library beside this one.
-    DECODING_MODE = (
-        "decoding_mode",
-        "beam search, assisted decoding and custom loops rearrange caches; graphs serve greedy decoding and sampling",
-    )
-    CACHE_KIND = "cache_kind", "the cache is of a kind that decode graphs cannot stand in for; leave it to generate"
-    FIXED_CACHE = "fixed_cache", "from a cache of fixed length, the model answers otherwise than from its own"
-    CACHE_FULL = "cache_full", "the sequence is longer than the static cache; raise max_length"
-    LENGTH_TOO_LARGE = "length_too_large", "the sequence is above every captured length; add to lengths"
-    ATTENTION = "attention", "the attention implementation cannot be in a graph; use 'sdpa' or 'eager'"
-    HOOKS = "hooks", "submodules have forward hooks, which a replay would not call; remove them for graphs"
-    SPREAD_MODEL = "spread_model", "the model is offloaded, or spread over devices; graphs need it on one"
-    LENGTH_PADDING = "length_padding", "padded to a captured length, the model answers otherwise"
-    BUSY = "busy", "another thread decodes with these graphs at the moment"
-
-    def __new__(cls, value: str, text: str) -> Reason:
-        """A member with the value for machines and the text for people."""
-        member = str.__new__(cls, value)
-        member._value_ = value
-        member.text = text
-        return member
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 class Dispatch(NamedTuple):

@@ -282,12 +282,11 @@ class SegmentRecorder:
 
 def _anew(value: Any, spec: TreeSpec, own: Sequence[Any], leaves: Sequence[Any]) -> tuple[TreeSpec, list[Any]]:
     """How to put a container together anew: those in it without graph memory are leaves, and stay the very ones."""
-    if spec.type is None:
+    opened = opened_once(value)
+    if opened is None:
         return spec, list(own)
     if all(map(operator.is_, own, leaves)):
         return LEAF, [value]
-    opened = opened_once(value)
-    assert opened is not None
     children, parts, start = [], [], 0
     for item, child in zip(opened[1], spec.children, strict=True):
         end = start + child.num_leaves

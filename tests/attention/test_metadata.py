@@ -185,7 +185,9 @@ def test_a_padded_shape_that_cannot_hold_the_step_is_refused(shape: tuple[int, i
 
 
 def test_pages_may_be_shared_for_reading() -> None:
-    metadata(debug=True, num_pages=40).set([1, 1], [5, 6], [[7, 1], [7, 2]])
+    built = metadata(debug=True, num_pages=40)
+    built.set([1, 1], [5, 6], [[7, 1], [7, 2]], num_tokens=2, num_reqs=2)
+    assert built.live(2, 2).block_table[:, :2].tolist() == [[7, 1], [7, 2]]
 
 
 @pytest.mark.parametrize("name", ["max_num_tokens", "max_num_reqs", "max_model_len", "page_size"])

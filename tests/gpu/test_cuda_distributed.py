@@ -57,6 +57,17 @@ def halve(x: Tensor) -> Tensor:
     return x * 0.5
 
 
+class Forgetful(Layer):
+    """Waits for its collective, but not in a capture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x @ self.up.T) @ self.down.T
+        work = dist.all_reduce(y, async_op=True)
+        if not torch.cuda.is_current_stream_capturing():
+            work.wait()
+        return x + y
+
+
 class FailsOnRankOne(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if dist.get_rank() == 1 and len(x) == 4 and torch.cuda.is_current_stream_capturing():
@@ -177,6 +188,14 @@ def test_a_size_that_fails_on_one_rank_runs_eagerly_on_both() -> None:
         assert "no graph of four rows here" in failed["batch size 4"]
         assert ("on rank 1" in failed["batch size 4"]) == (rank == 0)
         assert (stats["captures"], stats["replays"], stats["eager"]) == (2, 5, {"capture_failed": 3}), stats
+
+
+def test_a_collective_that_is_not_joined_fails_on_both_and_eager_goes_on() -> None:
+    for failed, found, _ in values(run_ranks(fail_together, 2, Forgetful, backend=BOTH)):
+        for rows, y in zip(ROWS, found, strict=True):
+            torch.testing.assert_close(y.double(), whole(batch(rows)), rtol=2e-2, atol=2e-2)
+        assert sorted(failed) == ["batch size 1", "batch size 16", "batch size 4"]
+        assert all("not joined" in error for error in failed.values()), failed
 
 
 def differ(rank: int, size: int) -> tuple[str, str, float]:

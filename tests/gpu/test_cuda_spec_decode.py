@@ -83,9 +83,7 @@ def test_two_hundred_prompts_get_the_plain_engines_tokens_in_every_mode(kind: st
         )
         assert (full > 0) == ("FULL" in mode)
         served.runner.reset()
-    for one in counted[1:]:
-        # Padded batches take other kernels, whose rounding decides near ties of the draft: the tokens are the target's.
-        assert one.rates == pytest.approx(counted[0].rates, abs=5e-3)
+    assert counted == [counted[0]] * len(MODES)
     assert counted[0].mean_length > 1.5
     assert all(0 < rate < 1 for rate in counted[0].rates)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.device import GraphPool

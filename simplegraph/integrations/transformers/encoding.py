@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.refusals import check_model

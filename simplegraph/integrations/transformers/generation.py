@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.decoder import Decoder, doubling

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 from simplegraph.signature import CannotBind
 
 # Others hand the lengths of the rows to their kernel, which reads them back, or compile themselves.

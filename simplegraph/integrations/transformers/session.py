@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 from simplegraph.errors import StaleGraphError
 from simplegraph.signature import CannotBind
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from simplegraph.batch.dispatch import Reason
+from simplegraph.batch.reasons import Reason
 from simplegraph.signature import CannotBind
 
 
