@@ -22,8 +22,6 @@ from simplegraph.graph.recorder import SegmentRecorder, Trace
 from simplegraph.graph.subclasses import is_wrapper
 from simplegraph.tree import flatten
 
-_FROZEN_AT_IMPORT = gc.get_freeze_count()  # some interpreters freeze a few objects of their own
-
 
 class CaptureSession:
     """One or many captures into one pool, on the capture stream, with garbage collection paused.
@@ -130,19 +128,14 @@ class CaptureSession:
 @contextlib.contextmanager
 def _collection_paused(thorough: bool) -> Iterator[None]:
     was_enabled = gc.isenabled()
-    freezes = thorough and gc.get_freeze_count() <= _FROZEN_AT_IMPORT  # what a server froze stays frozen
     if thorough:
         gc.collect(1)  # what was made lately; a whole collection takes longer than twenty captures
-    if freezes:
-        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         if thorough:
             gc.collect(0)  # what this session made: with collection off, all of it is young
-        if freezes:
-            gc.unfreeze()
         if was_enabled:
             gc.enable()
 
