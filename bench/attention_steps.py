@@ -23,6 +23,7 @@ from simplegraph.attention import (
     FlashInferBackend,
     PagedKVCache,
     SDPABackend,
+    TritonDecodeBackend,
     attend,
     attending,
 )
@@ -31,6 +32,7 @@ Figures = dict[str, Any]
 BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
     "FlashAttention-3": FlashAttentionBackend,
     "FlashInfer": FlashInferBackend,
+    "Triton decode": TritonDecodeBackend,
     "SDPA": SDPABackend,
 }
 
@@ -61,7 +63,7 @@ class Plan:
 def default_plan(device: torch.device) -> Plan:
     """The 8B shape on a GPU; a tiny one on a CPU, where times are not speed."""
     if device.type == "cuda":
-        return Plan(("FlashAttention-3", "FlashInfer"), (1, 8, 64, 256, 512), (200, 2000, 16000))
+        return Plan(("FlashAttention-3", "FlashInfer", "Triton decode"), (1, 8, 64, 256, 512), (200, 2000, 16000))
     tiny = Plan(("SDPA",), (1, 4), (20,), layers=2, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
     return dataclasses.replace(tiny, rounds=1, steps=3)
 

@@ -56,7 +56,9 @@ class Plan:
 def default_plan(device: torch.device) -> Plan:
     """The 8B shape on a GPU; a tiny one on a CPU, where times are not speed."""
     if device.type == "cuda":
-        return Plan("8b", (1, 8, 64, 256), ("fa3", "flashinfer"), ("eager", "compiled-piecewise", "compiled-full"))
+        return Plan(
+            "8b", (1, 8, 64, 256), ("fa3", "flashinfer", "triton"), ("eager", "compiled-piecewise", "compiled-full")
+        )
     return Plan("tiny", (1, 4), ("sdpa",), context=20, prompt=12, output=6, rounds=1, steps=3)
 
 

@@ -7,6 +7,7 @@ next ones greedily, all inside the graph. Everything else samples after it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,11 +28,13 @@ from simplegraph.attention import (
     FlashInferBackend,
     PagedKVCache,
     SDPABackend,
+    TritonDecodeBackend,
     attending,
 )
 
-BACKENDS: dict[str, type[AttentionBackend]] = {
+BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
     "fa3": FlashAttentionBackend,
+    "triton": functools.partial(TritonDecodeBackend, mixed=FlashAttentionBackend),
     "flashinfer": FlashInferBackend,
     "sdpa": SDPABackend,
 }

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from simplegraph.attention.metadata import CommonMetadata as CommonMetadata
     from simplegraph.attention.reference import reference_attention as reference_attention
     from simplegraph.attention.sdpa import SDPABackend as SDPABackend
+    from simplegraph.attention.triton_decode import TritonDecodeBackend as TritonDecodeBackend
 
 _HOMES = {
     "backend": ("AttentionBackend", "BackendGroup", "attend", "attending", "minimum_support"),
@@ -36,6 +37,7 @@ _HOMES = {
     "metadata": ("BatchMetadata", "CommonMetadata"),
     "reference": ("reference_attention",),
     "sdpa": ("SDPABackend",),
+    "triton_decode": ("TritonDecodeBackend",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

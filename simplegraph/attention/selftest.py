@@ -17,6 +17,7 @@ from simplegraph.attention.flashinfer import FlashInferBackend
 from simplegraph.attention.metadata import BatchMetadata
 from simplegraph.attention.reference import reference_attention
 from simplegraph.attention.sdpa import SDPABackend
+from simplegraph.attention.triton_decode import TritonDecodeBackend
 from simplegraph.batch.dispatch import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, VerificationError
@@ -26,6 +27,7 @@ BACKENDS: tuple[Callable[..., AttentionBackend], ...] = (
     FlashAttentionBackend,
     FlashAttention2Backend,
     FlashInferBackend,
+    TritonDecodeBackend,
     SDPABackend,
 )
 LAYERS = 2

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from simplegraph import AttentionCGSupport, ConfigError, CudaGraphMode, InputError
-from simplegraph.attention import FlashAttention2Backend, FlashAttentionBackend, FlashInferBackend, SDPABackend
+from simplegraph.attention import (
+    FlashAttention2Backend,
+    FlashAttentionBackend,
+    FlashInferBackend,
+    SDPABackend,
+    TritonDecodeBackend,
+)
 from simplegraph.attention.flash_attention import MODULES, problem_of
 from simplegraph.attention.selftest import AttentionEngine
 
@@ -32,6 +38,7 @@ BACKENDS = [
     pytest.param(in_buffer, marks=needs_fa3, id="FA3-buffer"),
     pytest.param(FlashAttention2Backend, marks=needs_fa2, id="FA2"),
     pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer"),
+    pytest.param(TritonDecodeBackend, id="Triton"),
 ]
 SHAPE = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
 ERROR = 4e-3  # bfloat16 rounding, relative to the largest output
@@ -190,9 +197,12 @@ def test_support_is_what_each_backend_can_do() -> None:
     assert FlashAttentionBackend.support is AttentionCGSupport.ALWAYS
     assert FlashInferBackend.support is AttentionCGSupport.UNIFORM_BATCH
     assert FlashAttention2Backend.support is AttentionCGSupport.UNIFORM_BATCH
+    assert TritonDecodeBackend.support is AttentionCGSupport.UNIFORM_BATCH
 
 
-@pytest.mark.parametrize("make", [FlashAttentionBackend, FlashAttention2Backend, FlashInferBackend])
+@pytest.mark.parametrize(
+    "make", [FlashAttentionBackend, FlashAttention2Backend, FlashInferBackend, TritonDecodeBackend]
+)
 def test_a_cache_on_the_cpu_is_refused_where_there_is_a_gpu(make: Any) -> None:
     settings: dict[str, Any] = {"max_reqs": 4, "max_len": 64, "num_pages": 20, "max_tokens": 4, "mode": "NONE"}
     with pytest.raises(ConfigError):
@@ -205,3 +215,50 @@ def test_a_cache_that_flash_attention_cannot_read_is_refused(changes: dict[str, 
     settings: dict[str, Any] = {"max_reqs": 4, "max_len": 64, "num_pages": 20, "max_tokens": 4, "mode": "NONE"}
     with pytest.raises(ConfigError, match="FlashAttention"):
         AttentionEngine(in_graph, torch.device("cuda"), **(SHAPE | changes | settings))
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 6, 16])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.float32},
+        {"dtype": torch.float16, "layout": "HND"},
+        {"head_dim": 64, "page_size": 32},
+        {"head_dim": 80, "num_heads": 12, "num_kv_heads": 12},
+        {"head_dim": 256, "num_heads": 12, "num_kv_heads": 4},
+    ],
+    ids=str,
+)
+def test_the_decode_kernel_reads_any_cache(changes: dict[str, Any], query_len: int) -> None:
+    """Few and many requests, so that sequences are split into parts and are not."""
+    served = AttentionEngine(
+        TritonDecodeBackend,
+        torch.device("cuda"),
+        max_reqs=64,
+        max_len=3000,
+        num_pages=6000,
+        max_tokens=64 * query_len,
+        mode="FULL_DECODE_ONLY",
+        uniform_query_len=query_len,
+        decode_capture_sizes=[query_len * count for count in (1, 3, 8, 64)],
+        **(SHAPE | changes),
+    )
+    served.manager.capture(served.forward)
+    allowed = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: ERROR}[served.cache.dtype]
+    for seed in range(24):
+        ran, error = served.step(served.requests("decode", [1, 3, 7, 64][seed % 4], seed, query_len), seed)
+        assert ran is FULL
+        assert error <= allowed
+
+
+def test_sequences_of_the_decode_kernel_are_put_together_alike_every_time() -> None:
+    """Parts arrive in any order; what they are added up in is theirs."""
+    served = engine(TritonDecodeBackend, max_reqs=2, mode="FULL_DECODE_ONLY")
+    served.manager.capture(served.forward)
+    served.fill(1)
+    table = [list(range(1, 257)), list(range(257, 513))]
+    results = []
+    for _ in range(200):
+        served.metadata.set([1, 1], [4096, 3500], table)
+        results.append([out.clone() for out in served.manager.run(served.manager.dispatch(2, 2, 1), served.forward)])
+    assert all(torch.equal(one, first) for found in results for one, first in zip(found, results[0], strict=True))

@@ -1,0 +1,203 @@
+"""One Triton kernel: attention of a few query tokens a request over its pages, in parts where that helps.
+
+Imported only where Triton is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64  # keys that are read at a time, and the least that a part has
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _store_mean(target, result, total, used):  # type: ignore[no-untyped-def]
+    """What a row saw, by its weight; zeros if it saw nothing."""
+    mean = result / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(target, mean.to(target.dtype.element_ty), used)
+
+
+@triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator]
+def _decode(  # type: ignore[no-untyped-def]
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    lengths_ptr,
+    out_ptr,
+    parts_ptr,
+    arrived_ptr,
+    scale,
+    num_splits,
+    q_row,
+    q_head,
+    out_row,
+    out_head,
+    table_row,
+    page_stride,
+    offset_stride,
+    head_stride,
+    PAGE_SIZE: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+):
+    """One program for each request, key head and part of the sequence; the last part to arrive adds them all up.
+
+    A row is a query token and one of the query heads that share the key head.
+    """
+    request, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths_ptr + request)
+    part = length
+    if IN_PARTS:
+        part = tl.cdiv(tl.cdiv(length, num_splits), BLOCK) * BLOCK
+    start = split * part
+    if start >= length:
+        return
+    row, column, key = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
+    inside = (column < HEAD_DIM)[None, :]
+    used = (row < QUERY_LEN * GROUP)[:, None] & inside
+    token = request * QUERY_LEN + row // GROUP
+    q_heads = head * GROUP + row % GROUP
+    seen = length - QUERY_LEN + 1 + row // GROUP  # keys that a row sees: its own and those before it
+    q = tl.load(q_ptr + (token * q_row + q_heads * q_head)[:, None] + column[None, :], used, 0.0)
+
+    # Not -inf: a row that sees nothing of this part would subtract it from itself.
+    top = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(start, tl.minimum(start + part, length), BLOCK):
+        place = first + key
+        exists = place < length
+        page = tl.load(table_ptr + request * table_row + place // PAGE_SIZE, exists, 0).to(tl.int64)
+        address = page * page_stride + (place % PAGE_SIZE) * offset_stride + head * head_stride
+        # Masked, not multiplied by zero: pages may hold NaN where nothing was written.
+        taken = exists[:, None] & inside
+        keys = tl.load(keys_ptr + address[:, None] + column[None, :], taken, 0.0)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where((place[None, :] < seen[:, None]) & exists[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        faded = tl.exp2(top - higher)
+        values = tl.load(values_ptr + address[:, None] + column[None, :], taken, 0.0)
+        total = total * faded + tl.sum(weights, 1)
+        result = result * faded[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        top = higher
+
+    parts = 1
+    if IN_PARTS:
+        parts = tl.cdiv(length, part)
+    target = out_ptr + (token * out_row + q_heads * out_head)[:, None] + column[None, :]
+    if parts == 1:
+        _store_mean(target, result, total, used)
+    else:
+        place = request * tl.num_programs(1) + head
+        size = ROWS * COLUMNS + 2 * ROWS
+        own = parts_ptr + (place * num_splits + split) * size
+        cell = row[:, None] * COLUMNS + column[None, :]
+        tl.store(own + cell, result)
+        tl.store(own + ROWS * COLUMNS + row, top)
+        tl.store(own + ROWS * COLUMNS + ROWS + row, total)
+        tl.debug_barrier()  # every thread has stored before one of them says so
+        before = tl.atomic_add(arrived_ptr + place, 1)
+        if before == parts - 1:
+            tl.store(arrived_ptr + place, 0)  # for the next layer
+            top = tl.full((ROWS,), -1e30, tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
+            result = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for index in range(parts):
+                other = parts_ptr + (place * num_splits + index) * size
+                # From L2, which all multiprocessors share.
+                its_top = tl.load(other + ROWS * COLUMNS + row, cache_modifier=".cg")
+                its_total = tl.load(other + ROWS * COLUMNS + ROWS + row, cache_modifier=".cg")
+                its_result = tl.load(other + cell, cache_modifier=".cg")
+                higher = tl.maximum(top, its_top)
+                faded, weight = tl.exp2(top - higher), tl.exp2(its_top - higher)
+                total = total * faded + its_total * weight
+                result = result * faded[:, None] + its_result * weight[:, None]
+                top = higher
+            _store_mean(target, result, total, used)
+
+
+def rows_of(query_len: int, group: int) -> int:
+    """Rows that a program works on: a power of 2, and what a matrix product takes at least."""
+    return max(16, int(triton.next_power_of_2(query_len * group)))
+
+
+def part_size(rows: int, head_dim: int) -> int:
+    """Numbers that one part of a sequence leaves for the last one to add up."""
+    return rows * int(triton.next_power_of_2(head_dim)) + 2 * rows
+
+
+def decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    *,
+    query_len: int,
+    scale: float,
+    layout: str,
+    num_splits: int,
+    parts: Tensor,
+    arrived: Tensor,
+) -> None:
+    """Causal attention of requests with `query_len` tokens each.
+
+    Args:
+        q: (T, num_heads, head_dim), T at least num_reqs * query_len; elements of a head one after the other.
+        keys: pages of one layer; see `PagedKVCache`.
+        values: as `keys`, with the same strides.
+        block_table: (num_reqs, max_blocks) int32.
+        seq_lens: (num_reqs,) int32, this step's tokens included; rows of requests with 0 are left as they are.
+        out: as `q`.
+        query_len: tokens of each request.
+        scale: factor on the scores.
+        layout: NHD or HND.
+        num_splits: the most parts of a sequence that programs share.
+        parts: float32, ``num_reqs * num_kv_heads * num_splits * part_size(...)`` at least, unless `num_splits` is 1.
+        arrived: (at least num_reqs * num_kv_heads,) int32 zeros; zeros afterwards.
+    """
+    offset, head = (1, 2) if layout == "NHD" else (2, 1)
+    num_kv_heads, head_dim = keys.shape[head], keys.shape[3]
+    group = q.shape[1] // num_kv_heads
+    wide = keys.element_size() * head_dim > 256  # half a block, for what a multiprocessor can hold
+    _decode[(len(seq_lens), num_kv_heads, num_splits)](
+        q,
+        keys,
+        values,
+        block_table,
+        seq_lens,
+        out,
+        parts,
+        arrived,
+        scale * _LOG2E,
+        num_splits,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        block_table.stride(0),
+        keys.stride(0),
+        keys.stride(offset),
+        keys.stride(head),
+        PAGE_SIZE=keys.shape[offset],
+        QUERY_LEN=query_len,
+        GROUP=group,
+        ROWS=rows_of(query_len, group),
+        HEAD_DIM=head_dim,
+        COLUMNS=triton.next_power_of_2(head_dim),
+        BLOCK=BLOCK // 2 if wide else BLOCK,
+        IN_PARTS=num_splits > 1,
+        num_warps=4,
+        num_stages=2,
+    )

@@ -1,0 +1,127 @@
+"""Decode attention by a Triton kernel, everything else by another backend.
+
+Short contexts are where the libraries' kernels leave the most on the table, since these are built for long prompts:
+on an H200, 64 requests of 200 tokens take two thirds of FlashAttention-3's time (bench/results/).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.cache import PagedKVCache
+from simplegraph.attention.metadata import BatchMetadata, CommonMetadata
+from simplegraph.attention.sdpa import SDPABackend
+from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.errors import ConfigError
+
+_MAX_ROWS = 64  # query tokens times the query heads that share a key head
+_MAX_SPLITS = 32
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+class TritonDecodeBackend(AttentionBackend):
+    """Uniform decode, of one token a request or a few, in full graphs and eagerly; other batches go to `mixed`.
+
+    The kernel goes by the lengths on the device alone: nothing is planned, and a graph may hold several steps. It needs
+    Triton, which torch's builds for GPUs bring along, and no other package.
+
+    Args:
+        cache, metadata, num_heads, scale: as for every backend; float16, bfloat16 or float32, either layout.
+        mixed: makes the backend of all other batches from the same arguments, such as `FlashAttentionBackend`.
+
+    Raises:
+        ConfigError: the cache is not on a GPU, or Triton is not installed.
+
+    Source: split-KV decoding, Flash-Decoding (Dao, Haziza, Massa, Sizov 2023).
+    """
+
+    support = AttentionCGSupport.UNIFORM_BATCH
+    name = "Triton decode"
+    reads_lengths_on_device = True
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        metadata: BatchMetadata,
+        *,
+        num_heads: int,
+        scale: float | None = None,
+        mixed: Callable[..., AttentionBackend] = SDPABackend,
+    ) -> None:
+        super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("the decode kernel is written in Triton; to have it: pip install triton.")
+        if cache.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError(f"the cache is on {cache.device}; Triton's kernels run on a GPU.")
+        from simplegraph.attention import decode_kernel
+
+        self._kernel = decode_kernel
+        self._mixed = mixed(cache, metadata, num_heads=num_heads, scale=scale)
+        self._group = num_heads // cache.num_kv_heads
+        # As many programs as fill the device; a shape that has them without splitting is not split.
+        self._programs = _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(cache.device)
+        places = max(self._programs, metadata.max_num_reqs * cache.num_kv_heads)
+        self._arrived = torch.zeros(places, dtype=torch.int32, device=cache.device)
+        size = self._programs * decode_kernel.part_size(_MAX_ROWS, cache.head_dim)
+        self._parts = torch.empty(size, dtype=torch.float32, device=cache.device)
+        self._query_len: int | None = None
+        self._compiled: set[tuple[int, bool]] = set()
+
+    def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
+        self._query_len = self._uniform(mode, descriptor, metadata)
+        if self._query_len is None:
+            self._mixed.prepare(mode, descriptor, metadata)
+        elif metadata.batch.capturing:
+            self._compile(self._query_len, metadata)
+
+    def _compile(self, query_len: int, metadata: CommonMetadata) -> None:
+        """A kernel's first launch loads it, which no capture permits."""
+        variant = query_len, self._num_splits(metadata.num_reqs) > 1
+        if variant not in self._compiled:
+            shape = (metadata.num_reqs * query_len, self.num_heads, self.cache.head_dim)
+            q = torch.zeros(shape, dtype=self.cache.dtype, device=self.cache.device)
+            self.run(0, q, torch.empty_like(q), metadata)
+            self._compiled.add(variant)
+
+    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
+        if self._query_len is None:
+            self._mixed.run(layer, q, out, metadata)
+            return
+        self._kernel.decode(
+            q,
+            self.cache.keys(layer),
+            self.cache.values(layer),
+            metadata.block_table,
+            metadata.seq_lens,
+            out,
+            query_len=self._query_len,
+            scale=self.scale,
+            layout=self.cache.layout,
+            num_splits=self._num_splits(metadata.num_reqs),
+            parts=self._parts,
+            arrived=self._arrived,
+        )
+
+    def _uniform(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> int | None:
+        """Tokens of each request, if all have as many and the kernel takes them; None for the other backend."""
+        if mode is CudaGraphMode.FULL:
+            query_len = descriptor.uniform_query_len
+        else:
+            lengths = metadata.batch.query_lens
+            query_len = next(iter(lengths)) if len(lengths) == 1 else None
+        return query_len if query_len is not None and query_len * self._group <= _MAX_ROWS else None
+
+    def _num_splits(self, num_reqs: int) -> int:
+        """The bound for a shape. It follows from the shape alone, so that capture and every replay agree."""
+        return max(1, min(_MAX_SPLITS, self._programs // (num_reqs * self.cache.num_kv_heads)))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
