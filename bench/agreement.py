@@ -134,6 +134,7 @@ def default_arms(device: torch.device) -> dict[str, EngineConfig]:
         "eager": dataclasses.replace(plain, fused=None),
         "graphs": graphs,
         "graphs, flashinfer": dataclasses.replace(graphs, attention="flashinfer"),
+        "graphs, triton": dataclasses.replace(graphs, attention="triton"),
         "compiled piecewise": dataclasses.replace(plain, mode="PIECEWISE", compiled=True),
     }
 

@@ -7,7 +7,6 @@ next ones greedily, all inside the graph. Everything else samples after it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,9 +31,9 @@ from simplegraph.attention import (
     attending,
 )
 
-BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "triton": TritonDecodeBackend,
     "fa3": FlashAttentionBackend,
-    "triton": functools.partial(TritonDecodeBackend, mixed=FlashAttentionBackend),
     "flashinfer": FlashInferBackend,
     "sdpa": SDPABackend,
 }

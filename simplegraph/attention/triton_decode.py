@@ -6,15 +6,19 @@ on an H200, 64 requests of 200 tokens take two thirds of FlashAttention-3's time
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.cache import PagedKVCache
+from simplegraph.attention.flash_attention import FlashAttentionBackend
+from simplegraph.attention.flashinfer import FlashInferBackend
 from simplegraph.attention.metadata import BatchMetadata, CommonMetadata
 from simplegraph.attention.sdpa import SDPABackend
 from simplegraph.batch.dispatch import BatchDescriptor
@@ -34,10 +38,14 @@ class TritonDecodeBackend(AttentionBackend):
 
     Args:
         cache, metadata, num_heads, scale: as for every backend; float16, bfloat16 or float32, either layout.
-        mixed: makes the backend of all other batches from the same arguments, such as `FlashAttentionBackend`.
+        mixed: makes the backend of all other batches from the same arguments; by default the first of
+            FlashAttention-3, FlashInfer and SDPA that works here.
+
+    Attributes:
+        mixed: the backend of all other batches.
 
     Raises:
-        ConfigError: the cache is not on a GPU, or Triton is not installed.
+        ConfigError: the cache is not on a GPU, Triton is not installed, or `mixed` cannot be made.
 
     Source: split-KV decoding, Flash-Decoding (Dao, Haziza, Massa, Sizov 2023).
     """
@@ -53,7 +61,7 @@ class TritonDecodeBackend(AttentionBackend):
         *,
         num_heads: int,
         scale: float | None = None,
-        mixed: Callable[..., AttentionBackend] = SDPABackend,
+        mixed: Callable[..., AttentionBackend] | None = None,
     ) -> None:
         super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
         if importlib.util.find_spec("triton") is None:
@@ -63,7 +71,8 @@ class TritonDecodeBackend(AttentionBackend):
         from simplegraph.attention import decode_kernel
 
         self._kernel = decode_kernel
-        self._mixed = mixed(cache, metadata, num_heads=num_heads, scale=scale)
+        make = _first_that_works if mixed is None else mixed
+        self.mixed = make(cache, metadata, num_heads=num_heads, scale=scale)
         self._group = num_heads // cache.num_kv_heads
         # As many programs as fill the device; a shape that has them without splitting is not split.
         self._programs = _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(cache.device)
@@ -77,7 +86,7 @@ class TritonDecodeBackend(AttentionBackend):
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
         self._query_len = self._uniform(mode, descriptor, metadata)
         if self._query_len is None:
-            self._mixed.prepare(mode, descriptor, metadata)
+            self.mixed.prepare(mode, descriptor, metadata)
         elif metadata.batch.capturing:
             self._compile(self._query_len, metadata)
 
@@ -92,7 +101,7 @@ class TritonDecodeBackend(AttentionBackend):
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
         if self._query_len is None:
-            self._mixed.run(layer, q, out, metadata)
+            self.mixed.run(layer, q, out, metadata)
             return
         self._kernel.decode(
             q,
@@ -121,6 +130,13 @@ class TritonDecodeBackend(AttentionBackend):
     def _num_splits(self, num_reqs: int) -> int:
         """The bound for a shape. It follows from the shape alone, so that capture and every replay agree."""
         return max(1, min(_MAX_SPLITS, self._programs // (num_reqs * self.cache.num_kv_heads)))
+
+
+def _first_that_works(*arguments: Any, **options: Any) -> AttentionBackend:
+    for make in (FlashAttentionBackend, FlashInferBackend):
+        with contextlib.suppress(ConfigError):  # not installed, or not for this cache
+            return make(*arguments, **options)
+    return SDPABackend(*arguments, **options)
 
 
 def _multiprocessors(device: torch.device) -> int:

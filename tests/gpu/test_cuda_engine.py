@@ -58,6 +58,7 @@ def test_every_arm_generates_the_same_greedy_tokens() -> None:
     for mode in MODES:
         assert generate(llama, 64, 128, mode=mode, attention="sdpa") == expected, mode
     assert generate(llama, 64, 128, mode="PIECEWISE", compiled=True, attention="sdpa") == expected
+    assert generate(llama, 64, 128, attention="triton") == expected
 
 
 def test_requests_that_give_way_generate_the_same_tokens() -> None:
@@ -99,7 +100,7 @@ def test_fused_layers_are_the_plain_ones(kind: str) -> None:
 
 
 @pytest.mark.skipif(not FUSED, reason="needs FlashInfer and Triton")
-@pytest.mark.parametrize("attention", ["fa3", "flashinfer"])
+@pytest.mark.parametrize("attention", ["triton", "fa3", "flashinfer"])
 def test_first_tokens_in_bfloat16_agree_with_eager_plain_layers(attention: str) -> None:
     llama = model(torch.bfloat16)
     try:
