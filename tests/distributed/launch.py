@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT = 8.0  # of the process group: what bounds a collective whose peer never comes
 GONE = "the process ended without a word"
+# Imported once, by the server that ranks are forked from; none of it touches a device.
+PRELOADED = ["torch.distributed.tensor.parallel", "simplegraph.attention", "pytest", "transformers", "hypothesis"]
 
 
 class RanksHung(AssertionError):
@@ -24,9 +26,11 @@ class RanksHung(AssertionError):
 def run_ranks(body: Callable[..., Any], size: int, *args: Any, limit: float = 90.0, backend: str = "gloo") -> list[Any]:
     """What `body(rank, size, *args)` returned on each rank; an exception comes back as its text.
 
-    Every process is ended before this returns, whatever happened.
+    Every process is ended before this returns, whatever happened. They are forked from a server that has imported
+    torch, which would otherwise be most of a test's time; each is new all the same.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     port = _free_port()
     processes, ends = [], []
     for rank in range(size):
