@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from bench import parallel, plot, startup, table
-from bench.arms import ARMS
+from bench.arms import ALONE, ARMS, OF_RANKS
 from bench.measure import say
 from bench.worker import parse_sizes
 
@@ -20,7 +20,7 @@ SMOKE_SIZES = (1, 2, 4)
 SMOKE_ARMS = ("eager", "simplegraph", "simplegraph-lazy", "compiled-piecewise")
 SMOKE_STEPS = 5
 # Those that capture a collective as it is called; what compiles comes with collectives of its own.
-TP_ARMS = ("eager", "plain-loop", "simplegraph", "simplegraph-lazy", "simplegraph-piecewise")
+TP_ARMS = ("eager", "plain-loop", "simplegraph", "simplegraph-lazy", "simplegraph-piecewise", *OF_RANKS)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--model", help="tiny, 8b, or a folder with a config.json; 8b on a GPU, else tiny")
+    parser.add_argument("--model", help="tiny, 8b, 70b, or a folder with a config.json; 8b on a GPU, else tiny")
+    parser.add_argument("--layers", type=int, help="in place of the model's number of layers")
     parser.add_argument("--arms", help=f"names separated by commas; all by default: {','.join(ARMS)}")
     parser.add_argument("--sizes", type=parse_sizes, help="batch sizes; the default sizes to 512 on a GPU")
     parser.add_argument("--rounds", type=int, help="processes per arm that compiles nothing; 3 on a GPU, else 1")
@@ -57,7 +58,8 @@ def plan_of(options: argparse.Namespace) -> startup.Plan:
     if options.smoke:
         sizes = options.sizes or SMOKE_SIZES
         rounds = options.rounds or 1
-        return startup.Plan(options.model or "tiny", sizes, options.device, rounds, steps=SMOKE_STEPS, tp=options.tp)
+        shape = {"layers": options.layers, "tp": options.tp}
+        return startup.Plan(options.model or "tiny", sizes, options.device, rounds, steps=SMOKE_STEPS, **shape)
     defaults = default_plan(options.device)
     return startup.Plan(
         options.model or defaults.model,
@@ -68,6 +70,7 @@ def plan_of(options: argparse.Namespace) -> startup.Plan:
         timeout=options.timeout,
         lm_head=options.lm_head,
         tp=options.tp,
+        layers=options.layers,
     )
 
 
@@ -90,7 +93,7 @@ def runs_of(options: argparse.Namespace) -> list[startup.Run]:
         return startup.runs_of(TP_ARMS)
     if options.smoke:
         return [run for run in startup.runs_of(SMOKE_ARMS) if run.cache != "warm"]
-    return startup.runs_of(ARMS)
+    return startup.runs_of(ALONE)
 
 
 def _save(results: dict[str, startup.Result], path: Path) -> None:

@@ -12,14 +12,14 @@ import torch
 
 from bench import environment, startup, table
 from bench.__main__ import default_plan
-from bench.arms import ARMS
+from bench.arms import ALONE, ARMS
 from bench.worker import parse_sizes
 
 # Option, environment variable, how its text is read, help.
 OPTIONS = (
     ("rounds", int, "processes per arm that compiles nothing"),
     ("compiled-rounds", int, "processes per arm that compiles"),
-    ("model", str, "tiny, 8b, or a folder with a config.json"),
+    ("model", str, "tiny, 8b, 70b, or a folder with a config.json"),
     ("sizes", parse_sizes, "batch sizes, such as 1,2,4"),
     ("device", str, "cuda or cpu"),
     ("timeout", float, "seconds a process may take"),
@@ -41,7 +41,7 @@ def _variable(name: str) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
         arms = metafunc.config.getoption("--startup-arms")
-        runs = startup.runs_of(arms.split(",") if arms else ARMS)
+        runs = startup.runs_of(arms.split(",") if arms else ALONE)
         metafunc.parametrize("run", runs, ids=[run.label for run in runs])
 
 

@@ -43,7 +43,7 @@ class Plan:
     """What every run has in common.
 
     Args:
-        model: tiny, 8b, or a folder with a config.json.
+        model: tiny, 8b, 70b, or a folder with a config.json.
         sizes: batch sizes to have ready.
         device: cuda, cpu, or None for the best there is.
         rounds: fresh processes per run, of the arms that compile nothing.
@@ -52,6 +52,7 @@ class Plan:
         timeout: seconds a process may take.
         lm_head: whether the model returns logits.
         tp: ranks of tensor parallelism, each a process of its own that starts its own workers.
+        layers: in place of the model's own number.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Plan:
     timeout: float = 300.0
     lm_head: bool = False
     tp: int = 1
+    layers: int | None = None
 
     def rounds_of(self, run: Run) -> int:
         """How many processes a run takes: one with an empty cache, or none, says as much as it costs."""
@@ -130,6 +132,7 @@ def command(run: Run, plan: Plan, out: Path) -> list[str]:
     line += ["--sizes", sizes, "--steps", str(plan.steps)]
     line += ["--device", plan.device] if plan.device else []
     line += ["--cache", run.cache] if run.cache else []
+    line += ["--layers", str(plan.layers)] if plan.layers else []
     line += ["--tp", str(plan.tp), "--tp-run", str(next(_meetings))] if plan.tp > 1 else []
     return line + (["--lm-head"] if plan.lm_head else [])
 
@@ -201,6 +204,7 @@ def comparison(results: dict[str, Result]) -> dict[str, float]:
     """What this library is judged by, as ratios; of those runs that have figures.
 
     Times: how many times sooner than the other all sizes are ready. Memory: bytes kept, over the plain loop's.
+    Steps: the time on DTensors, over that on plain tensors, both in graphs.
     The figures called again are of a second start in the same process: the libraries' own start is not in them.
     """
     ratios = {
@@ -214,6 +218,9 @@ def comparison(results: dict[str, Result]) -> dict[str, float]:
             _kept(results, "simplegraph-piecewise"), _kept(results, "breakable")
         ),
     }
+    plain, on_dtensors = (_steps(results, label) for label in ("simplegraph", "simplegraph-dtensor"))
+    for batch, ms in on_dtensors.items():
+        ratios[f"step_dtensor_over_plain_at_{batch}"] = _ratio(ms, plain.get(batch))
     for cache in ("cold", "warm"):
         other = _ready(results, Run("compiled-piecewise", cache).label)
         ratios[f"ready_piecewise_{cache}_over_ours"] = _ratio(other, _ready(results, "simplegraph"))
@@ -234,6 +241,12 @@ def _ready(results: dict[str, Result], label: str) -> float | None:
 
 def _again(results: dict[str, Result], label: str) -> float | None:
     return figure(results.get(label), "primed", "seconds", "ready")
+
+
+def _steps(results: dict[str, Result], label: str) -> dict[str, float]:
+    """Step times by batch; none where the run has no figures."""
+    steps: dict[str, float] = results.get(label, {}).get("step_ms", {})
+    return steps
 
 
 def _kept(results: dict[str, Result], label: str) -> float | None:

@@ -36,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.worker", description=__doc__)
     parser.add_argument("--arm", required=True, help="a name in bench.arms.ARMS")
     parser.add_argument("--json", required=True, help="file to write")
-    parser.add_argument("--model", default="tiny", help="tiny, 8b, or a folder with a config.json")
+    parser.add_argument("--model", default="tiny", help="tiny, 8b, 70b, or a folder with a config.json")
+    parser.add_argument("--layers", type=int, help="in place of the model's number of layers")
     parser.add_argument("--sizes", type=parse_sizes, default=(1, 2, 4, 8), help="batch sizes, such as 1,2,4")
     parser.add_argument("--device", default=None, help="cuda or cpu; cuda where there is one by default")
     parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
@@ -82,7 +83,9 @@ def measure_arm(options: argparse.Namespace) -> dict[str, Any]:
     device = device_of(options.device)
     arm_class = load_arm(options.arm)
     arm_class.check_available(device)
-    workload = Workload(options.model, options.sizes, device, lm_head=options.lm_head, shard=shard)
+    workload = Workload(
+        options.model, options.sizes, device, lm_head=options.lm_head, layers=options.layers, shard=shard
+    )
     say(f"{options.arm}: building {options.model} on {device}")
     setup = Setup(workload.build(), workload, ranks)
     with torch.inference_mode(), few_threads(device):
@@ -167,6 +170,7 @@ def shape(setup: Any) -> dict[str, Any]:
     weight = next(setup.model.parameters())
     return {
         "model": setup.workload.model,
+        "layers": setup.model.config.num_hidden_layers,
         "parameters": sum(p.numel() for p in setup.model.parameters()),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": setup.device.type,

@@ -29,7 +29,7 @@ class Workload:
     """Decode steps of requests with a given context.
 
     Args:
-        model: ``tiny``, ``8b``, or a folder with a Hugging Face config.json, with weights or without.
+        model: ``tiny``, ``8b``, ``70b``, or a folder with a Hugging Face config.json, with weights or without.
         sizes: batch sizes to have ready, in requests.
         device: where the model lives.
         context: tokens in each request's cache, the step's own included.

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
 
 ARMS = {
     "eager": "bench.arms.eager:Eager",
+    "eager-dtensor": "bench.arms.eager:EagerDTensors",
     "plain-loop": "bench.arms.plain_loop:PlainLoop",
     "simplegraph": "bench.arms.graphed:Upfront",
+    "simplegraph-dtensor": "bench.arms.graphed:DTensors",
     "simplegraph-lazy": "bench.arms.graphed:Lazy",
     "simplegraph-piecewise": "bench.arms.graphed:Piecewise",
     "simplegraph-fused": "bench.arms.graphed:Fused",
@@ -25,6 +27,10 @@ ARMS = {
 
 # Measured twice: with an empty compile cache, and with the one the first run left.
 COMPILED = ("compiled-full", "compiled-piecewise")
+
+# Those of a model that several ranks run together.
+OF_RANKS = ("eager-dtensor", "simplegraph-dtensor")
+ALONE = tuple(name for name in ARMS if name not in OF_RANKS)
 
 
 def load_arm(name: str) -> type[Arm]:

@@ -54,6 +54,21 @@ class Setup:
         """A batch of the largest size, made once, before any clock runs."""
         return self.batch(self.sizes[0])
 
+    @functools.cached_property
+    def on_dtensors(self) -> Llama:
+        """The model as `parallelize_module` makes it, on the same weights and caches; made once, before any clock runs.
+
+        Raises:
+            NotAvailable: there is one rank.
+        """
+        if self.ranks is None:
+            raise NotAvailable("DTensors need several ranks: torchrun --nproc-per-node 2 -m bench --tp 2")
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from bench.models.dtensor import with_dtensors
+
+        return with_dtensors(self.model, init_device_mesh(self.device.type, (self.ranks.size,)))
+
     def batch(self, count: int, **options: Any) -> Batch:
         """One decode step of `count` requests; options as `Workload.batch` takes."""
         return self.workload.batch(count, self.model.config.vocab_size, **options)

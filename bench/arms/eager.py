@@ -1,12 +1,13 @@
-"""The model as it is."""
+"""The model as it is, plain or on DTensors."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from bench.arms.base import Arm
+from bench.arms.base import Arm, Setup
 from bench.arms.static import rows
 from bench.measure import Timeline
+from bench.models.llama import Llama
 from bench.workload import Batch
 
 
@@ -14,6 +15,11 @@ class Eager(Arm):
     """Nothing captured, nothing compiled; every size has run once when it is ready."""
 
     name = "eager"
+
+    @property
+    def model(self) -> Llama:
+        """What runs."""
+        return self.setup.model
 
     def start(self, first: Batch, timeline: Timeline) -> None:
         self(*first)
@@ -23,4 +29,18 @@ class Eager(Arm):
         timeline.mark("ready")
 
     def __call__(self, *batch: Tensor) -> Tensor:
-        return self.setup.model(*batch)
+        return self.model(*batch)
+
+
+class EagerDTensors(Eager):
+    """The model as torch's own tensor parallelism makes it, on the same weights."""
+
+    name = "eager-dtensor"
+
+    @classmethod
+    def load(cls, setup: Setup) -> None:
+        _ = setup.on_dtensors
+
+    @property
+    def model(self) -> Llama:
+        return self.setup.on_dtensors

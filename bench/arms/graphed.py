@@ -16,6 +16,7 @@ from bench.arms.static import rows
 from bench.measure import Timeline
 from bench.models import attention
 from bench.models.fused import fused
+from bench.models.llama import Llama
 from bench.workload import INPUT_NAMES, PAD_VALUES, Batch
 from simplegraph import wrap  # by name: the library loads here, not under the clock
 
@@ -32,7 +33,7 @@ class Upfront(Arm):
         super().__init__(setup)
         self._summary: Any = None
         self.graphed = wrap(
-            setup.model,
+            self.model,
             mode=self.mode,
             capture_sizes=setup.sizes,
             capture=self.capture,
@@ -43,6 +44,11 @@ class Upfront(Arm):
             progress=False,
             ranks=setup.ranks,
         )
+
+    @property
+    def model(self) -> Llama:
+        """What is captured."""
+        return self.setup.model
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -101,6 +107,20 @@ class Lazy(Upfront):
             self(*batch)
             if self.graphed.graph_stats.captures > captures:
                 return
+
+
+class DTensors(Upfront):
+    """As `Upfront`, with the model as torch's own tensor parallelism makes it, on the same weights."""
+
+    name = "simplegraph-dtensor"
+
+    @classmethod
+    def load(cls, setup: Setup) -> None:
+        _ = setup.on_dtensors
+
+    @property
+    def model(self) -> Llama:
+        return self.setup.on_dtensors
 
 
 class Piecewise(Upfront):

@@ -17,8 +17,11 @@ from tests.distributed.launch import run_ranks, values
 
 transformers = pytest.importorskip("transformers")
 
+from bench import worker  # noqa: E402
+from bench.arms import ALONE, ARMS, OF_RANKS  # noqa: E402
 from bench.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
 from bench.models.checkpoint import load_checkpoint  # noqa: E402
+from bench.models.dtensor import with_dtensors  # noqa: E402
 from bench.models.llama import CacheShape, build_llama  # noqa: E402
 from bench.models.parallel import Shard  # noqa: E402
 from bench.workload import INPUT_NAMES  # noqa: E402
@@ -90,6 +93,36 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(size: int) -> None:
         build_llama(config(), CACHE, REQUESTS, shard=Shard(0, size))
 
 
+def on_dtensors(rank: int, size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """A few steps of the model on plain tensors, on DTensors, and of the latter in full graphs."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    biased = config(attention_bias=True, mlp_bias=True)
+    plain = build_llama(biased, CACHE, REQUESTS, seed=3, shard=Shard(rank, size))
+    for name, parameter in plain.named_parameters():
+        if name.endswith("bias"):  # another one for each, and the same on all ranks where they share it
+            generator = torch.Generator().manual_seed(len(name))
+            whole = torch.randn(plain.shard.whole_shape(name, parameter), generator=generator)
+            parameter.copy_(plain.shard.part(name, whole))
+    model = with_dtensors(plain, init_device_mesh("cpu", (size,)))
+    assert {type(parameter).__name__ for parameter in plain.parameters()} == {"Parameter"}  # left as it was
+    dims = dict.fromkeys(INPUT_NAMES, 0)
+    graphed = wrap(model, capture_sizes=[REQUESTS], batch_dims=dims, ranks=RankGroup(timeout=30), progress=False)
+    with torch.inference_mode():
+        steps = [batch(position) for position in range(6)]
+        found = [(plain(*step).clone(), model(*step).clone(), graphed(*step).clone()) for step in steps]
+    assert graphed.graph_stats.replays >= 4
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_llama_of_parallelize_module_is_the_same_model_in_eager_and_in_full_graphs(size: int) -> None:
+    for found in values(run_ranks(on_dtensors, size)):
+        for plain, eager, graphed in found:
+            torch.testing.assert_close(eager, plain, rtol=1e-5, atol=1e-5)
+            assert torch.equal(graphed, eager)
+
+
 def generate(rank: int, size: int) -> tuple[list[list[int]], int]:
     model = build_llama(config(), CACHE, REQUESTS, seed=5, shard=Shard(rank, size))
     settings = EngineConfig(max_num_seqs=4, max_num_tokens=32, max_model_len=48, num_pages=32, attention="sdpa")
@@ -123,14 +156,18 @@ def torchrun(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(SECONDS + 60)
 def test_the_startup_benchmark_runs_under_torchrun_and_prints_once(tmp_path: Path) -> None:
     out = tmp_path / "startup.json"
-    line = ("-m", "bench", "--smoke", "--tp", "2", "--arms", "eager,simplegraph", "--json", str(out))
-    done = torchrun(2, *line)
+    line = ("-m", "bench", "--smoke", "--tp", "2", "--layers", "1", "--json", str(out))
+    arms = ("eager", "simplegraph", "simplegraph-dtensor")
+    done = torchrun(2, *line, "--arms", ",".join(arms))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("on each of 2 ranks") == 1
-    results = json.loads(out.read_text())["results"]
-    assert {name: result["status"] for name, result in results.items()} == {"eager": "ok", "simplegraph": "ok"}
-    assert results["simplegraph"]["tp"] == 2
-    assert results["simplegraph"]["details"]["captures"] == 3
+    found = json.loads(out.read_text())
+    results = found["results"]
+    assert {name: result["status"] for name, result in results.items()} == dict.fromkeys(arms, "ok")
+    for arm in arms[1:]:
+        assert (results[arm]["tp"], results[arm]["layers"], results[arm]["details"]["captures"]) == (2, 1, 3)
+        assert all(one["equal"] for one in results[arm]["correct"] if one["captured"])
+    assert found["comparison"]["step_dtensor_over_plain_at_1"] > 0
 
 
 @pytest.mark.timeout(SECONDS + 60)
@@ -143,6 +180,16 @@ def test_the_serving_benchmark_runs_under_torchrun_and_prints_once(tmp_path: Pat
     found = json.loads(out.read_text())
     assert found["load"]["tp"] == 2
     assert found["results"]["full-and-piecewise"]["dropped"] == 0
+
+
+def test_on_one_rank_the_arms_of_several_are_left_out_or_say_so(tmp_path: Path) -> None:
+    assert not set(ALONE) & set(OF_RANKS)
+    assert {*ALONE, *OF_RANKS} == set(ARMS)
+    for arm in OF_RANKS:
+        out = tmp_path / f"{arm}.json"
+        assert worker.main(["--arm", arm, "--json", str(out), "--sizes", "1", "--device", "cpu"]) == 0
+        found = json.loads(out.read_text())
+        assert (found["status"], "torchrun" in found["error"]) == ("not available", True)
 
 
 def test_without_torchrun_the_command_line_says_how_to_launch() -> None:
