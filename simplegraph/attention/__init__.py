@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from simplegraph.attention.backend import attending as attending
     from simplegraph.attention.backend import minimum_support as minimum_support
     from simplegraph.attention.cache import PagedKVCache as PagedKVCache
+    from simplegraph.attention.context_parallel import ContextParallelBackend as ContextParallelBackend
     from simplegraph.attention.flash_attention import FlashAttention2Backend as FlashAttention2Backend
     from simplegraph.attention.flash_attention import FlashAttentionBackend as FlashAttentionBackend
     from simplegraph.attention.flashinfer import FlashInferBackend as FlashInferBackend
+    from simplegraph.attention.host import ContextShare as ContextShare
     from simplegraph.attention.metadata import BatchMetadata as BatchMetadata
     from simplegraph.attention.metadata import CommonMetadata as CommonMetadata
     from simplegraph.attention.reference import reference_attention as reference_attention
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "backend": ("AttentionBackend", "BackendGroup", "attend", "attending", "minimum_support"),
     "cache": ("PagedKVCache",),
+    "context_parallel": ("ContextParallelBackend",),
     "flash_attention": ("FlashAttention2Backend", "FlashAttentionBackend"),
     "flashinfer": ("FlashInferBackend",),
+    "host": ("ContextShare",),
     "metadata": ("BatchMetadata", "CommonMetadata"),
     "reference": ("reference_attention",),
     "sdpa": ("SDPABackend",),

@@ -88,6 +88,17 @@ class AttentionBackend(GraphHooks, abc.ABC):
             metadata: the step, padded to T tokens.
         """
 
+    def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
+        """As `run`, for what is to be merged with attention over other keys: also the log-sum-exp of each row's scores.
+
+        Returns:
+            (T, num_heads) float32, to the base e. Rows that see no key hold anything there, and in `out`.
+
+        Raises:
+            ConfigError: this backend does not give it.
+        """
+        raise ConfigError(f"{self.name} does not give the log-sum-exp by which context parallel ranks merge.")
+
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
         """Outside any graph, before every eager run, dummy run, capture and replay.
 

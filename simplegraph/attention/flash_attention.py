@@ -6,6 +6,7 @@ kernels, every replay schedules itself: no host work per step, and nothing to fo
 
 from __future__ import annotations
 
+import abc
 import functools
 import importlib
 from collections.abc import Sequence
@@ -48,9 +49,21 @@ class _Flash(AttentionBackend):
         most = descriptor.uniform_query_len or metadata.num_tokens
         self._max_query_len = most if mode is CudaGraphMode.FULL else metadata.batch.max_query_len
 
-    def call(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata, **options: Any) -> None:
-        """One kernel call; see `AttentionBackend.run`."""
-        self._flash.flash_attn_varlen_func(
+    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
+        self.call(layer, q, out, metadata, **self.options(layer, metadata))
+
+    def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
+        options = self.options(layer, metadata)
+        lse: Tensor = self.call(layer, q, out, metadata, return_softmax_lse=True, **options)[1]
+        return lse.transpose(0, 1)  # the kernels' is (num_heads, T)
+
+    @abc.abstractmethod
+    def options(self, layer: int, metadata: CommonMetadata) -> dict[str, Any]:
+        """What a version's kernels are told beside the step itself."""
+
+    def call(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata, **options: Any) -> Any:
+        """One kernel call; see `AttentionBackend.run`. Gives what the kernels return."""
+        return self._flash.flash_attn_varlen_func(
             q,
             self.cache.keys(layer),
             self.cache.values(layer),
@@ -138,7 +151,7 @@ class FlashAttentionBackend(_Flash):
         tiles = metadata.num_tokens * self.cache.num_kv_heads
         return max(1, min(self.max_splits, 4 * self._multiprocessors // tiles))
 
-    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
+    def options(self, layer: int, metadata: CommonMetadata) -> dict[str, Any]:
         schedule = self._schedule_for(layer, metadata)
         splits = self.num_splits(metadata)
         if schedule.num_splits != splits or schedule.num_reqs != metadata.num_reqs:
@@ -147,7 +160,7 @@ class FlashAttentionBackend(_Flash):
                 f"called for {metadata.num_reqs} and {splits}: it would read out of bounds. Prepare for the same "
                 "shape, and do not change max_splits after a capture."
             )
-        self.call(layer, q, out, metadata, scheduler_metadata=schedule.tensor, num_splits=splits)
+        return {"scheduler_metadata": schedule.tensor, "num_splits": splits}
 
     def _schedule_for(self, layer: int, metadata: CommonMetadata) -> _Schedule:
         """This forward's schedule; a layer that is not above the last one begins another forward."""
@@ -197,8 +210,8 @@ class FlashAttention2Backend(_Flash):
     reads_lengths_on_device = True
     version = 2
 
-    def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
-        self.call(layer, q, out, metadata)
+    def options(self, layer: int, metadata: CommonMetadata) -> dict[str, Any]:
+        return {}
 
 
 @functools.cache

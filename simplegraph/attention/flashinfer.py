@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -102,12 +103,24 @@ class FlashInferBackend(AttentionBackend):
         self._current = planned
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
-        planned = self._current
-        if planned is None:
-            raise ReplayError("FlashInfer has no plan for this batch; call prepare, or run inside `attending`.")
+        planned = self._planned()
         rows = planned.num_tokens
-        cache = (self.cache.keys(layer), self.cache.values(layer))
-        planned.wrapper.run(q[:rows], cache, out=out[:rows])
+        planned.wrapper.run(q[:rows], self._layer(layer), out=out[:rows])
+
+    def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
+        planned = self._planned()
+        rows = planned.num_tokens
+        lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
+        planned.wrapper.run(q[:rows], self._layer(layer), out=out[:rows], lse=lse[:rows], return_lse=True)
+        return lse.mul_(math.log(2))  # FlashInfer's is to the base 2
+
+    def _planned(self) -> _Planned:
+        if self._current is None:
+            raise ReplayError("FlashInfer has no plan for this batch; call prepare, or run inside `attending`.")
+        return self._current
+
+    def _layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.cache.keys(layer), self.cache.values(layer)
 
     def _grow_workspace(self, wrapper: Any) -> None:
         """Twice the memory for partial results, of this wrapper and those made later.

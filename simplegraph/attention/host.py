@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,37 @@ class Limits:
             )
 
 
+class ContextShare(NamedTuple):
+    """Which tokens of every sequence are in this rank's cache, where context parallel ranks share them.
+
+    Every ``size``-th token, beginning with token ``rank``: no rank has more than one token more than another. A page of
+    the block table has ``page_size * size`` tokens, ``page_size`` of them in the page of that id on each rank, so that
+    one block table serves all ranks.
+
+    Args:
+        rank: this one's number.
+        size: how many ranks there are.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def check(self) -> None:
+        """Refuse a share of nothing.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"share is {self}; expected a rank from 0 to size - 1.")
+
+    def of(self, step: Step) -> Step:
+        """A step of whole sequences as this rank's cache sees it: fewer tokens, and none to write of other ranks."""
+        lengths = (step.seq_lens + np.int32(self.size - 1 - self.rank)) // np.int32(self.size)
+        slots = np.where(step.slots % self.size == self.rank, step.slots // self.size, -1)
+        return step._replace(seq_lens=lengths, slots=slots)
+
+
 class Request:
     """The requests of a step, checked.
 
@@ -99,6 +130,19 @@ class Request:
             last = "the cache's last" if num_pages is None else num_pages - 1
             raise InputError(
                 f"block_table[{row}][{column}] is {pages[row, column]}; expected a page id from 0 to {last}."
+            )
+
+    def check_single_tokens(self) -> None:
+        """Refuse requests of several tokens: each of these sees another part of a rank's share.
+
+        Raises:
+            InputError: there is one.
+        """
+        if self.max_query_len > 1:
+            raise InputError(
+                f"query_lens[{int(self._queries.argmax())}] is {self.max_query_len}; context parallel ranks take one "
+                "token a request. Give a prompt's tokens as requests of their own, each with the length up to itself "
+                "and the same pages: keys and values are written before any of them attends."
             )
 
     def check_written_once(self) -> None:

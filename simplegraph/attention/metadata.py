@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from simplegraph.attention.host import Ints, Limits, Pages, Request, read_requests
+from simplegraph.attention.host import ContextShare, Ints, Limits, Pages, Request, read_requests
 from simplegraph.attention.staging import Extent, Staging, Step
 from simplegraph.errors import CaptureSizeError, InputError, ReplayError
 from simplegraph.graph.select import graph_device
@@ -31,7 +31,8 @@ class BatchState:
         num_reqs, num_tokens: how many there really are.
         max_query_len, max_seq_len: the longest.
         query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
-        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included.
+        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; of context parallel ranks
+            those that are in this rank's.
         block_table: (num_reqs, width) int32, page ids; 0 where a request needs no page.
         padded_tokens, padded_reqs: the shape that the buffers are padded to.
         version: counts the steps, so that a backend can tell whether it planned for this one.
@@ -65,9 +66,10 @@ class CommonMetadata:
     Attributes:
         num_reqs, num_tokens: the padded shape.
         query_start_loc: (num_reqs + 1,) int32; from the last real request on, the number of real tokens.
-        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; 0 where padded.
+        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; 0 where padded. Of context
+            parallel ranks those that are in this rank's, which may be none (vLLM's ``dcp_local_seq_lens``).
         block_table: (num_reqs, max_blocks) int32, page ids; 0 where padded or not needed.
-        slot_mapping: (num_tokens,) int64, where each token's key and value go; -1 where padded.
+        slot_mapping: (num_tokens,) int64, where each token's key and value go; -1 where padded, or another rank's.
         batch: the present step on the host, shared by all views.
     """
 
@@ -90,6 +92,8 @@ class BatchMetadata:
         page_size: tokens in a page.
         device: where attention runs.
         num_pages: how many pages the cache has; a backend fills it in.
+        share: of context parallel ranks, which part of every sequence is in this rank's cache; the block table's pages
+            then have `page_size` tokens of each rank.
         debug: check every step's pages, too: none is written by two requests, or twice by one.
 
     Attributes:
@@ -110,9 +114,12 @@ class BatchMetadata:
         page_size: int,
         device: torch.device | str,
         num_pages: int | None = None,
+        share: ContextShare | None = None,
         debug: bool = False,
     ) -> None:
-        self._limits = Limits(max_num_tokens, max_num_reqs, max_model_len, page_size)
+        self.share = share or ContextShare()
+        self.share.check()
+        self._limits = Limits(max_num_tokens, max_num_reqs, max_model_len, page_size * self.share.size)
         self.max_num_tokens = max_num_tokens
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
@@ -150,7 +157,8 @@ class BatchMetadata:
 
         Raises:
             CaptureSizeError: the batch is empty, or larger than the limits or the padded shape.
-            InputError: the lengths or pages do not fit each other. After an error the previous step is still in place.
+            InputError: the lengths or pages do not fit each other, or a request has several tokens where ranks share
+                its context. After an error the previous step is still in place.
         """
         if self.graphs.is_capturing():
             raise InputError("the batch was set inside a capture; set it before the graph is captured or replayed.")
@@ -159,7 +167,12 @@ class BatchMetadata:
         request.check_pages(self.num_pages)
         if self.debug:
             request.check_written_once()
-        self._put(request.step, *shape, request.max_query_len, request.max_seq_len)
+        step, longest = request.step, request.max_seq_len
+        if self.share.size > 1:
+            request.check_single_tokens()
+            step = self.share.of(step)
+            longest = int(step.seq_lens.max())
+        self._put(step, *shape, request.max_query_len, longest)
         return self.view(*shape)
 
     def set_dummy(
@@ -204,8 +217,9 @@ class BatchMetadata:
         step = Step(
             slots=np.full(int(starts[-1]), -1, np.int64),
             query_start_loc=starts,
-            seq_lens=queries.astype(np.int32),
-            pages=np.zeros((num_reqs, -(-longest // self.page_size)), np.int32),
+            # Something on every rank that shares the context, and no more than its pages hold.
+            seq_lens=(-(-queries // self.share.size)).astype(np.int32),
+            pages=np.zeros((num_reqs, -(-longest // self._limits.page_size)), np.int32),
         )
         self._put(step, num_tokens, num_reqs, longest, longest, capturing=capturing)
         return self.view(num_tokens, num_reqs)
