@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     arrivals = serving.load(count, rate, llama.config.vocab_size, seed=options.seed, longest=longest)
     results = {}
     for attention in options.attention.split(","):
-        for arm in options.arms.split(","):
+        for arm in options.arms or default_arms(options.tp):
             if ARMS[arm].get("compiled") and not on_gpu:
                 say(f"{arm}: not available; emulated graphs cannot see compiled code")
                 continue
@@ -80,8 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.serve", description=__doc__)
-    parser.add_argument("--model", help="tiny, 8b, or a folder with a config.json; 8b on a GPU, else tiny")
-    parser.add_argument("--arms", default=",".join(ARMS), type=_arms, help=f"of {','.join(ARMS)}")
+    parser.add_argument("--model", help="tiny, 8b, 70b, or a folder with a config.json; 8b on a GPU, else tiny")
+    parser.add_argument("--arms", type=_arms, help=f"of {','.join(ARMS)}; all, or with --tp those that compile nothing")
     parser.add_argument("--attention", default="auto", help=f"auto, or of {','.join(BACKENDS)}")
     parser.add_argument("--requests", type=int, help="how many; 400 on a GPU, else 12")
     parser.add_argument("--rate", type=float, help="requests a second; inf for all at once; 40 on a GPU, else 20")
@@ -91,11 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _arms(names: str) -> str:
+def _arms(names: str) -> list[str]:
     unknown = [name for name in names.split(",") if name not in ARMS]
     if unknown:
         raise argparse.ArgumentTypeError(f"no arm is called {', '.join(unknown)}; the arms are {', '.join(ARMS)}")
-    return names
+    return names.split(",")
+
+
+def default_arms(tp: int) -> list[str]:
+    """All; on several ranks those that capture a collective as it is called, since what compiles brings its own."""
+    return [name for name, settings in ARMS.items() if tp == 1 or not settings.get("compiled")]
 
 
 def _run(

@@ -123,21 +123,37 @@ def test_the_llama_of_parallelize_module_is_the_same_model_in_eager_and_in_full_
             assert torch.equal(graphed, eager)
 
 
-def generate(rank: int, size: int) -> tuple[list[list[int]], int]:
-    model = build_llama(config(), CACHE, REQUESTS, seed=5, shard=Shard(rank, size))
+def generate(rank: int, size: int, device: str = "cpu") -> tuple[list[list[int]], list[list[int]], int]:
+    """What the engine generates, greedily and drawing without seeds, and how often a graph was replayed."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    model = build_llama(config(), CACHE, REQUESTS, seed=5, device=device, dtype=torch.float32, shard=Shard(rank, size))
     settings = EngineConfig(max_num_seqs=4, max_num_tokens=32, max_model_len=48, num_pages=32, attention="sdpa")
-    engine = Engine(model, settings, RankGroup(timeout=30) if size > 1 else None)
+    engine = Engine(model, settings, RankGroup(timeout=60) if size > 1 else None)
     assert engine.capture().failed == {}
     prompts = [[(3 * index + step) % 97 for step in range(1, 4 + index)] for index in range(5)]
     tokens = engine.generate(prompts, SamplingParams(max_tokens=8))
-    return tokens, engine.runner.manager.stats.replays
+    drawn = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=1.5))
+    replays = engine.runner.manager.stats.replays
+    engine.runner.manager.reset()  # before the process group goes
+    return tokens, drawn, replays
+
+
+def check_generated(results: list[Any], expected: list[list[int]]) -> None:
+    """Each rank's of `generate`, beside one rank's greedy tokens."""
+    (first, drawn, _), *_ = values(results)
+    assert len({token for row in first for token in row}) > 8  # not one token over and over
+    assert drawn != first
+    for tokens, drawn_here, replays in results:
+        assert tokens == expected
+        assert drawn_here == drawn  # else the ranks would run other steps from here on
+        assert replays >= 16
 
 
 def test_the_engine_generates_the_same_tokens_on_two_ranks() -> None:
-    expected, _ = generate(0, 1)
-    for tokens, replays in values(run_ranks(generate, 2)):
-        assert tokens == expected
-        assert replays >= 8
+    expected, *_ = generate(0, 1)
+    check_generated(run_ranks(generate, 2), expected)
 
 
 def torchrun(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:

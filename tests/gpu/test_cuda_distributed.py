@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 
 import simplegraph as sg
+from simplegraph.attention import FlashAttentionBackend, FlashInferBackend, SDPABackend
+from simplegraph.attention.flash_attention import MODULES, problem_of
+from tests.distributed import sharing
 from tests.distributed.launch import Failed, run_ranks, values
 
 ROOT = Path(__file__).parent.parent.parent
@@ -297,6 +301,82 @@ def destroy(rank: int, size: int) -> str:
 def test_a_group_that_is_destroyed_under_live_graphs_is_named_on_every_rank() -> None:
     for text in values(run_ranks(destroy, 2, backend=BOTH)):
         assert "process group that the graphs' collectives belong to was destroyed" in text
+
+
+HAS_FA3 = any(problem_of(name, 3) is None for name in MODULES)
+BACKENDS = [
+    pytest.param(FlashAttentionBackend, marks=pytest.mark.skipif(not HAS_FA3, reason="needs FlashAttention-3")),
+    pytest.param(
+        FlashInferBackend,
+        marks=pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer"),
+    ),
+    SDPABackend,
+]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("shard_heads", [False, True])
+@pytest.mark.parametrize("make", BACKENDS)
+def test_ranks_that_share_a_context_give_attention_over_all_of_it(make: Any, shard_heads: bool) -> None:
+    long = make is not SDPABackend  # which gathers every page a request could have
+    settings = {
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "page_size": 16,
+        "dtype": torch.bfloat16,
+        "max_len": 4096 if long else 512,
+        "num_pages": 2200 if long else 300,
+        "max_reqs": 16,
+        "capture_sizes": [1, 4, 16],
+        "shard_heads": shard_heads,
+    }
+    found = run_ranks(sharing.serve, 2, make, "cuda", 30, settings, backend=BOTH, limit=300)
+    for seen, error, replays in values(found):
+        assert (seen, replays) == ({"FULL"}, 31)
+        assert error < 5e-3
+
+
+def test_the_engine_generates_one_gpus_tokens_on_two() -> None:
+    pytest.importorskip("transformers")
+    from tests.distributed.test_bench import check_generated, generate
+
+    expected, *_ = generate(0, 1, "cuda")
+    check_generated(run_ranks(generate, 2, "cuda", backend=BOTH, limit=180), expected)
+
+
+def llama_on_dtensors(rank: int, size: int) -> list[tuple[bool, bool, float]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from bench.models.dtensor import with_dtensors
+    from bench.models.parallel import Shard
+    from bench.workload import INPUT_NAMES, Workload
+
+    torch.cuda.set_device(rank)
+    workload = Workload("8b", (1, 8), torch.device("cuda", rank), layers=4, shard=Shard(rank, size))
+    plain = workload.build()
+    model = with_dtensors(plain, init_device_mesh("cuda", (size,)))
+    dims = dict.fromkeys(INPUT_NAMES, 0)
+    graphed = sg.wrap(model, capture_sizes=[1, 8], batch_dims=dims, ranks=sg.RankGroup(timeout=60), progress=False)
+    found = []
+    with torch.inference_mode():
+        assert graphed.capture_graphs(*workload.batch(8, plain.config.vocab_size)).failed == {}
+        for step in range(10):
+            batch = workload.batch((1, 8)[step % 2], plain.config.vocab_size, start=97 * step, mixed_lengths=True)
+            expected, eager, replayed = (run(*batch).clone() for run in (plain, model, graphed))
+            error = float((eager.double() - expected.double()).norm() / expected.double().norm())
+            found.append((torch.equal(replayed, eager), bool(replayed.isfinite().all()), error))
+        assert graphed.graph_stats.replays == 10
+        graphed.reset_graphs()
+    torch.cuda.synchronize()
+    return found
+
+
+def test_a_llama_of_dtensors_replays_what_it_computes_eagerly_to_the_bit() -> None:
+    pytest.importorskip("transformers")
+    for found in values(run_ranks(llama_on_dtensors, 2, backend=BOTH, limit=180)):
+        assert all(equal and finite for equal, finite, _ in found), found
+        assert max(error for *_, error in found) < 1e-2, found  # of eager on plain tensors
 
 
 @pytest.mark.timeout(600)
