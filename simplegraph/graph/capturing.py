@@ -1,4 +1,4 @@
-"""What torch does not offer of captures: a stream for them alone, how many operations they hold, where they forked."""
+"""What torch does not offer of captures: a stream for them alone, what they hold and wait for, where they forked."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import linecache
 import os
 import threading
 import traceback
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_COMPUTES = (0, 1, 2, 4)  # CU_GRAPH_NODE_TYPE_KERNEL, MEMCPY, MEMSET and GRAPH; others are events and the like
 
 
 def captured_nodes(stream: int) -> int | None:
@@ -29,6 +31,71 @@ def captured_nodes(stream: int) -> int | None:
     if failed or status.value != _ACTIVE:
         return None
     return None if driver.cuGraphGetNodes(graph, None, ctypes.byref(count)) else count.value
+
+
+def unjoined_operations(stream: int) -> int:
+    """Operations captured so far that a stream (a raw handle) does not wait for; 0 where the driver does not say.
+
+    To end a capture that has some is an error of CUDA's, but not if a library has set what its streams wait for, as
+    NCCL does: a collective on a stream of its own that nobody waited for would run beside what reads its result.
+    """
+    driver = _driver()
+    if driver is None or not hasattr(driver, "cuStreamGetCaptureInfo_v3") or not hasattr(driver, "cuGraphGetEdges_v2"):
+        return 0
+    status, identity, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    ends, count, data = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t(), ctypes.c_void_p()
+    outputs = (ctypes.byref(one) for one in (status, identity, graph, ends, data, count))
+    if driver.cuStreamGetCaptureInfo_v3(ctypes.c_void_p(stream), *outputs) or status.value != _ACTIVE:
+        return 0
+    waited_for = [ends[index] for index in range(count.value)]
+    nodes, (starts, targets) = _nodes(driver, graph), _edges(driver, graph)
+    if set(nodes).difference(starts) <= set(waited_for):
+        return 0  # every path ends there; a walk takes a millisecond
+    reached = reaching(waited_for, starts, targets)
+    return sum(_computes(driver, node) for node in nodes if node not in reached)
+
+
+def reaching(ends: Iterable[Any], starts: Sequence[Any], targets: Sequence[Any]) -> set[Any]:
+    """The nodes from which a path leads to one of `ends`, these included.
+
+    Args:
+        ends: nodes.
+        starts: of each edge.
+        targets: of each edge.
+    """
+    before: dict[Any, list[Any]] = {}
+    for start, target in zip(starts, targets, strict=True):
+        before.setdefault(target, []).append(start)
+    found, left = set(ends), list(ends)
+    while left:
+        new = [node for node in before.get(left.pop(), ()) if node not in found]
+        found.update(new)
+        left += new
+    return found
+
+
+def _nodes(driver: Any, graph: Any) -> list[int]:
+    count = ctypes.c_size_t()
+    driver.cuGraphGetNodes(graph, None, ctypes.byref(count))
+    nodes = (ctypes.c_uint64 * count.value)()
+    driver.cuGraphGetNodes(graph, nodes, ctypes.byref(count))
+    return list(nodes)
+
+
+def _edges(driver: Any, graph: Any) -> tuple[list[int], list[int]]:
+    """The start of each edge, and its target."""
+    count = ctypes.c_size_t()
+    driver.cuGraphGetEdges_v2(graph, None, None, None, ctypes.byref(count))
+    # The third are 8 bytes of data, without a place for which the driver refuses edges that have some.
+    starts, targets, data = ((ctypes.c_uint64 * count.value)() for _ in range(3))
+    driver.cuGraphGetEdges_v2(graph, starts, targets, data, ctypes.byref(count))
+    return list(starts), list(targets)
+
+
+def _computes(driver: Any, node: int) -> bool:
+    kind = ctypes.c_int(-1)
+    driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
+    return kind.value in _COMPUTES
 
 
 def new_stream() -> int | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import ConfigError
-from simplegraph.graph.capturing import Forks, captured_nodes, new_stream
+from simplegraph.graph.capturing import Forks, captured_nodes, new_stream, unjoined_operations
 from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
 
 logger = logging.getLogger("simplegraph")
@@ -209,6 +209,7 @@ class CudaDevice:
             with torch._C._DisableTorchDispatch():
                 if num_nodes == 0:
                     self._something.zero_()  # torch warns of empty graphs
+                self._refuse_unjoined()
                 capture.graph.capture_end()
         except RuntimeError as error:
             raise self._forks.explained(error) from error
@@ -218,6 +219,15 @@ class CudaDevice:
             _Owned(capture.graph).reset()
             return None
         return CudaSegment(capture.graph, capture.pool, num_nodes)
+
+    def _refuse_unjoined(self) -> None:
+        """What CUDA refuses by itself, but for the collectives of NCCL."""
+        unjoined = unjoined_operations(self.current_stream()) if _communicates() else 0
+        if unjoined:
+            raise RuntimeError(
+                f"unjoined work: {unjoined} operations on other streams, such as a collective with async_op=True whose "
+                "work nobody waited for"
+            )
 
     def abandon(self) -> None:
         capture: _Capture | None = getattr(self._thread, "capture", None)
@@ -306,6 +316,10 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
         return stream
     own: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
     return own
+
+
+def _communicates() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 # Private to torch, so owned memory stands in where they are absent.
