@@ -355,6 +355,67 @@ def test_with_debug_a_rank_that_replays_alone_is_told_who_is_missing() -> None:
     assert seconds < BOUND
 
 
+class BreakThatDies(InPlace):
+    """A collective on either side of a break in which the last rank's process ends, once it is told to."""
+
+    dies = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = end_if(super().forward(x), self)
+        dist.all_reduce(y)
+        return y
+
+
+@sg.eager_break
+def end_if(y: Tensor, module: BreakThatDies) -> Tensor:
+    if module.dies:
+        os._exit(1)
+    return y * 1
+
+
+def die_in_a_replay(rank: int, size: int, where: str) -> list[tuple[str, str, float]]:
+    module = (BreakThatDies if where == "in" else InPlace)(rank, size)
+    mode = "PIECEWISE" if where == "in" else "FULL"
+    model = sg.wrap(module.eval(), capture_sizes=SIZES, ranks=sg.RankGroup(timeout=WAIT), progress=False, mode=mode)
+    with torch.inference_mode():
+        model.capture_graphs(batch(3))
+        model(batch(4))
+        if rank == size - 1:
+            if where == "before":
+                os._exit(1)
+            module.dies = True
+        found = [timed_error(lambda: model(batch(4))) for _ in range(2)]
+        assert model.graph_stats.replays == 1  # what failed is not counted as one
+    return [*found, timed_error(model.reset_graphs)]
+
+
+@pytest.mark.parametrize(("where", "size"), [("before", 2), ("in", 2), ("in", 4)])
+def test_a_rank_that_dies_before_or_in_a_replay_is_an_error_of_it_on_every_other(where: str, size: int) -> None:
+    *left, dead = run_ranks(die_in_a_replay, size, where)
+    assert dead.text == GONE
+    for first, second, dropped in values(left):
+        assert "nothing" not in (first[0], second[0])
+        assert max(first[2], second[2]) < BOUND
+        assert dropped[0] == "nothing"  # graphs can be given up without the rank that is gone
+
+
+def destroy_everything(rank: int, size: int) -> list[tuple[str, str, float]]:
+    model = sg.wrap(InPlace(rank, size).eval(), capture_sizes=SIZES, ranks=sg.RankGroup(), progress=False)
+    with torch.inference_mode():
+        model.capture_graphs(batch(3))
+        model(batch(4))
+        dist.destroy_process_group()
+        calls = (lambda: model(batch(4)), lambda: model.capture_graphs(batch(3)), sg.RankGroup, model.reset_graphs)
+        return [timed_error(call) for call in calls]
+
+
+def test_when_all_groups_are_destroyed_under_live_graphs_every_rank_is_told_and_may_drop_them() -> None:
+    for replay, capture, made, dropped in values(run_ranks(destroy_everything, 2)):
+        assert {replay[0], capture[0]} == {"ReplayError"}
+        assert made[0] == "ConfigError"
+        assert dropped[0] == "nothing"
+
+
 def move_a_dtensor(rank: int, size: int) -> tuple[Tensor, int]:
     module = dtensor_mlp(size).eval()
     model = sg.wrap(module, capture_sizes=SIZES, ranks=sg.RankGroup(timeout=30), progress=False)

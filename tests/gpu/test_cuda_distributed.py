@@ -72,6 +72,29 @@ class Forgetful(Layer):
         return x + y
 
 
+class OnASideStream(Layer):
+    """Its collective is on a stream that the forward forks to, and joins; `Lost` does not join it in a capture."""
+
+    joins_in_captures = True
+
+    def __init__(self, rank: int, size: int, index: int) -> None:
+        super().__init__(rank, size, index)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x @ self.up.T) @ self.down.T
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            dist.all_reduce(y)
+        if self.joins_in_captures or not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().wait_stream(self.side)
+        return x + y
+
+
+class Lost(OnASideStream):
+    joins_in_captures = False
+
+
 class FailsOnRankOne(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if dist.get_rank() == 1 and len(x) == 4 and torch.cuda.is_current_stream_capturing():
@@ -146,7 +169,7 @@ def serve(rank: int, size: int, kind: Any, settings: dict[str, Any]) -> tuple[li
 
 
 @pytest.mark.parametrize("backend", ["nccl", BOTH])
-@pytest.mark.parametrize("kind", [Layer, Functional, "dtensor"])
+@pytest.mark.parametrize("kind", [Layer, Functional, OnASideStream, "dtensor"])
 def test_full_graphs_with_collectives_equal_eager_on_every_rank(kind: Any, backend: str) -> None:
     results = values(run_ranks(serve, 2, kind, {"capture": "upfront"}, backend=backend, limit=180))
     exact = whole_without_residual if kind == "dtensor" else whole
@@ -194,8 +217,9 @@ def test_a_size_that_fails_on_one_rank_runs_eagerly_on_both() -> None:
         assert (stats["captures"], stats["replays"], stats["eager"]) == (2, 5, {"capture_failed": 3}), stats
 
 
-def test_a_collective_that_is_not_joined_fails_on_both_and_eager_goes_on() -> None:
-    for failed, found, _ in values(run_ranks(fail_together, 2, Forgetful, backend=BOTH)):
+@pytest.mark.parametrize("kind", [Forgetful, Lost])
+def test_a_collective_that_is_not_joined_fails_on_both_and_eager_goes_on(kind: type[Layer]) -> None:
+    for failed, found, _ in values(run_ranks(fail_together, 2, kind, backend=BOTH)):
         for rows, y in zip(ROWS, found, strict=True):
             torch.testing.assert_close(y.double(), whole(batch(rows)), rtol=2e-2, atol=2e-2)
         assert sorted(failed) == ["batch size 1", "batch size 16", "batch size 4"]
