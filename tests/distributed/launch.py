@@ -19,6 +19,10 @@ GONE = "the process ended without a word"
 PRELOADED = ["torch.distributed.tensor.parallel", "simplegraph.attention", "pytest", "transformers", "hypothesis"]
 
 
+# Asking whether there is a GPU must not start CUDA in the server: what is forked from it then could not.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
 class RanksHung(AssertionError):
     pass
 

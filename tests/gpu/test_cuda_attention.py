@@ -22,6 +22,7 @@ from simplegraph.attention import (
 )
 from simplegraph.attention.flash_attention import MODULES, problem_of
 from simplegraph.attention.selftest import AttentionEngine
+from tests.attention.test_lse import check_lse
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
 HAS_FA3 = any(problem_of(name, 3) is None for name in MODULES) and torch.cuda.is_available()
@@ -58,6 +59,12 @@ def engine(make: Any, *, max_reqs: int, max_len: int = 4096, num_pages: int = 30
     return AttentionEngine(
         make, torch.device("cuda"), max_reqs=max_reqs, max_len=max_len, num_pages=num_pages, **SHAPE, **settings
     )
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+def test_the_log_sum_exp_is_that_of_the_scores_to_the_base_e(make: Any) -> None:
+    shape = {name: SHAPE[name] for name in ("num_heads", "num_kv_heads", "head_dim", "page_size")}
+    check_lse(make, torch.device("cuda", 0), torch.bfloat16, 2e-2, **shape)
 
 
 @pytest.mark.parametrize("query_len", [1, 4])
