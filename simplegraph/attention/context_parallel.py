@@ -33,7 +33,8 @@ class ContextParallelBackend(AttentionBackend):
 
     Args:
         backend: of this rank's cache; its metadata has the rank's `ContextShare`, and its heads are those of all ranks.
-        group: a `torch.distributed` process group of the ranks; None for all ranks.
+        group: a `torch.distributed` process group of the ranks; None for all ranks. The manager's `RankGroup` must know it
+            (`communicators=[group]`).
         shard_heads: whether a rank's queries are some of the heads, as tensor parallel ranks have them: in the order of
             ranks they are gathered, and each rank gets its own back. Otherwise all ranks have all heads.
 
@@ -84,8 +85,7 @@ class ContextParallelBackend(AttentionBackend):
         lse = self._backend.run_with_lse(layer, q, out, metadata)
         # Padding and requests of which this rank holds nothing: kernels leave anything there, NaN too.
         held = _held(metadata)[:, None]
-        lse = torch.where(held, lse, -torch.inf)
-        weight = (lse - self._gathered(lse).logsumexp(dim=0)).exp()
+        weight = self._gathered(torch.where(held, lse, -torch.inf)).softmax(dim=0)[self._rank]
         parts = torch.where(held[..., None], out * weight[..., None], 0)  # in float32
         dist.all_reduce(parts, group=self._group)
         out.copy_(parts)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-COLLECTIVE_TIMEOUT = 8.0  # of the process group: what bounds a collective whose peer never comes
+COLLECTIVE_TIMEOUT = 6.0  # of the process group: what bounds a collective whose peer never comes
 GONE = "the process ended without a word"
 # Imported once, by the server that ranks are forked from; none of it touches a device.
 PRELOADED = ["torch.distributed.tensor.parallel", "simplegraph.attention", "pytest", "transformers", "hypothesis"]

@@ -145,3 +145,10 @@ def serve(rank: int, size: int, make: Callable[..., Any], device: str, steps: in
         replays = engine.manager.stats.replays
         engine.manager.reset()
     return seen, max(worst, error), replays
+
+
+def serve_both(
+    rank: int, size: int, make: Callable[..., Any], device: str, steps: int, settings: dict[str, Any]
+) -> Any:
+    """`serve` with all heads on all ranks, and with some on each; in one process, since starting CUDA takes seconds."""
+    return [serve(rank, size, make, device, steps, settings | {"shard_heads": shard}) for shard in (False, True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -339,9 +340,8 @@ BACKENDS = [
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("shard_heads", [False, True])
 @pytest.mark.parametrize("make", BACKENDS)
-def test_ranks_that_share_a_context_give_attention_over_all_of_it(make: Any, shard_heads: bool) -> None:
+def test_ranks_that_share_a_context_give_attention_over_all_of_it(make: Any) -> None:
     long = make is not SDPABackend  # which gathers every page a request could have
     settings = {
         "num_heads": 32,
@@ -353,10 +353,9 @@ def test_ranks_that_share_a_context_give_attention_over_all_of_it(make: Any, sha
         "num_pages": 2200 if long else 300,
         "max_reqs": 16,
         "capture_sizes": [1, 4, 16],
-        "shard_heads": shard_heads,
     }
-    found = run_ranks(sharing.serve, 2, make, "cuda", 30, settings, backend=BOTH, limit=300)
-    for seen, error, replays in values(found):
+    found = run_ranks(sharing.serve_both, 2, make, "cuda", 30, settings, backend=BOTH, limit=300)
+    for seen, error, replays in itertools.chain.from_iterable(values(found)):
         assert (seen, replays) == ({"FULL"}, 31)
         assert error < 5e-3
 
