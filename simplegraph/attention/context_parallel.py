@@ -33,8 +33,8 @@ class ContextParallelBackend(AttentionBackend):
 
     Args:
         backend: of this rank's cache; its metadata has the rank's `ContextShare`, and its heads are those of all ranks.
-        group: a `torch.distributed` process group of the ranks; None for all ranks. The manager's `RankGroup` must know it
-            (`communicators=[group]`).
+        group: a `torch.distributed` process group of the ranks; None for all ranks. The manager's `RankGroup` must know
+            it (`communicators=[group]`).
         shard_heads: whether a rank's queries are some of the heads, as tensor parallel ranks have them: in the order of
             ranks they are gathered, and each rank gets its own back. Otherwise all ranks have all heads.
 
