@@ -43,7 +43,8 @@ def heading(results: dict[str, Result]) -> str:
             machine = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"CPU, {where['cores']} cores"
             return (
                 f"{machine}; torch {where['torch']}, Python {where['python']}, commit {where['commit'][:12]}\n"
-                f"{result['model']} ({_count(result['parameters'])} parameters{_ranks(result)}, {result['dtype']}), "
+                f"{result['model']} ({_layers(result)}{_count(result['parameters'])} parameters{_ranks(result)}, "
+                f"{result['dtype']}), "
                 f"{len(result['sizes'])} sizes to {max(result['sizes'])}, contexts of {result['context']} tokens, "
                 f"{result['attention']}"
             )
@@ -52,6 +53,10 @@ def heading(results: dict[str, Result]) -> str:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+
+
+def _layers(result: Result) -> str:
+    return f"{result['layers']} layers, " if "layers" in result else ""
 
 
 def _ranks(result: Result) -> str:
