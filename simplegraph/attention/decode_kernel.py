@@ -13,11 +13,15 @@ BLOCK = 64  # keys that are read at a time, and the least that a part has
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit
-def _store_mean(target, result, total, used):  # type: ignore[no-untyped-def]
-    """What a row saw, by its weight; zeros if it saw nothing."""
-    mean = result / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(target, mean.to(target.dtype.element_ty), used)
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(  # type: ignore[no-untyped-def]
+    target, used, result, top, total, lse_target, exists, WITH_LSE: tl.constexpr
+):
+    """The mean of what a row saw, zeros if that was nothing, and the log-sum-exp of its scores to the base e."""
+    total = tl.where(total > 0, total, 1.0)
+    tl.store(target, (result / total[:, None]).to(target.dtype.element_ty), used)
+    if WITH_LSE:
+        tl.store(lse_target, (top + tl.log2(total)) * 0.6931471805599453, exists)
 
 
 @triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator]
@@ -28,6 +32,7 @@ def _decode(  # type: ignore[no-untyped-def]
     table_ptr,
     lengths_ptr,
     out_ptr,
+    lse_ptr,
     parts_ptr,
     arrived_ptr,
     scale,
@@ -48,6 +53,7 @@ def _decode(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     IN_PARTS: tl.constexpr,
+    WITH_LSE: tl.constexpr,
 ):
     """One program for each request, key head and part of the sequence; the last part to arrive adds them all up.
 
@@ -63,7 +69,8 @@ def _decode(  # type: ignore[no-untyped-def]
         return
     row, column, key = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
     inside = (column < HEAD_DIM)[None, :]
-    used = (row < QUERY_LEN * GROUP)[:, None] & inside
+    exists = row < QUERY_LEN * GROUP
+    used = exists[:, None] & inside
     token = request * QUERY_LEN + row // GROUP
     q_heads = head * GROUP + row % GROUP
     seen = length - QUERY_LEN + 1 + row // GROUP  # keys that a row sees: its own and those before it
@@ -75,14 +82,14 @@ def _decode(  # type: ignore[no-untyped-def]
     result = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(start, tl.minimum(start + part, length), BLOCK):
         place = first + key
-        exists = place < length
-        page = tl.load(table_ptr + request * table_row + place // PAGE_SIZE, exists, 0).to(tl.int64)
+        there = place < length
+        page = tl.load(table_ptr + request * table_row + place // PAGE_SIZE, there, 0).to(tl.int64)
         address = page * page_stride + (place % PAGE_SIZE) * offset_stride + head * head_stride
         # Masked, not multiplied by zero: pages may hold NaN where nothing was written.
-        taken = exists[:, None] & inside
+        taken = there[:, None] & inside
         keys = tl.load(keys_ptr + address[:, None] + column[None, :], taken, 0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where((place[None, :] < seen[:, None]) & exists[None, :], scores, float("-inf"))
+        scores = tl.where((place[None, :] < seen[:, None]) & there[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         faded = tl.exp2(top - higher)
@@ -95,8 +102,9 @@ def _decode(  # type: ignore[no-untyped-def]
     if IN_PARTS:
         parts = tl.cdiv(length, part)
     target = out_ptr + (token * out_row + q_heads * out_head)[:, None] + column[None, :]
+    lse_target = lse_ptr + token * (tl.num_programs(1) * GROUP) + q_heads
     if parts == 1:
-        _store_mean(target, result, total, used)
+        _store(target, used, result, top, total, lse_target, exists, WITH_LSE)
     else:
         place = request * tl.num_programs(1) + head
         size = ROWS * COLUMNS + 2 * ROWS
@@ -123,7 +131,7 @@ def _decode(  # type: ignore[no-untyped-def]
                 total = total * faded + its_total * weight
                 result = result * faded[:, None] + its_result * weight[:, None]
                 top = higher
-            _store_mean(target, result, total, used)
+            _store(target, used, result, top, total, lse_target, exists, WITH_LSE)
 
 
 def rows_of(query_len: int, group: int) -> int:
@@ -147,6 +155,7 @@ def decode(
     query_len: int,
     scale: float,
     layout: str,
+    lse: Tensor | None = None,
     num_splits: int,
     parts: Tensor,
     arrived: Tensor,
@@ -163,6 +172,7 @@ def decode(
         query_len: tokens of each request.
         scale: factor on the scores.
         layout: NHD or HND.
+        lse: (T, num_heads) float32, contiguous, where the log-sum-exp of each row's scores goes, to the base e.
         num_splits: the most parts of a sequence that programs share.
         parts: float32, ``num_reqs * num_kv_heads * num_splits * part_size(...)`` at least, unless `num_splits` is 1.
         arrived: (at least num_reqs * num_kv_heads,) int32 zeros; zeros afterwards.
@@ -178,6 +188,7 @@ def decode(
         block_table,
         seq_lens,
         out,
+        out if lse is None else lse,
         parts,
         arrived,
         scale * _LOG2E,
@@ -198,6 +209,7 @@ def decode(
         COLUMNS=triton.next_power_of_2(head_dim),
         BLOCK=BLOCK // 2 if wide else BLOCK,
         IN_PARTS=num_splits > 1,
+        WITH_LSE=lse is not None,
         num_warps=4,
         num_stages=2,
     )

@@ -96,13 +96,32 @@ class TritonDecodeBackend(AttentionBackend):
         if variant not in self._compiled:
             shape = (metadata.num_reqs * query_len, self.num_heads, self.cache.head_dim)
             q = torch.zeros(shape, dtype=self.cache.dtype, device=self.cache.device)
-            self.run(0, q, torch.empty_like(q), metadata)
+            self._decode(query_len, 0, q, torch.empty_like(q), metadata)
             self._compiled.add(variant)
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
         if self._query_len is None:
             self.mixed.run(layer, q, out, metadata)
-            return
+        else:
+            self._decode(self._query_len, layer, q, out, metadata)
+
+    def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
+        if self._query_len is None:
+            return self.mixed.run_with_lse(layer, q, out, metadata)
+        lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
+        self._decode(self._query_len, layer, q, out, metadata, lse=lse)
+        return lse
+
+    def _decode(
+        self,
+        query_len: int,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        metadata: CommonMetadata,
+        *,
+        lse: Tensor | None = None,
+    ) -> None:
         self._kernel.decode(
             q,
             self.cache.keys(layer),
@@ -110,9 +129,10 @@ class TritonDecodeBackend(AttentionBackend):
             metadata.block_table,
             metadata.seq_lens,
             out,
-            query_len=self._query_len,
+            query_len=query_len,
             scale=self.scale,
             layout=self.cache.layout,
+            lse=lse,
             num_splits=self._num_splits(metadata.num_reqs),
             parts=self._parts,
             arrived=self._arrived,

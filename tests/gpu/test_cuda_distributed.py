@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 
 import simplegraph as sg
-from simplegraph.attention import FlashAttentionBackend, FlashInferBackend, SDPABackend
+from simplegraph.attention import FlashAttentionBackend, FlashInferBackend, SDPABackend, TritonDecodeBackend
 from simplegraph.attention.flash_attention import MODULES, problem_of
 from tests.distributed import sharing
 from tests.distributed.launch import Failed, run_ranks, values
@@ -335,6 +335,7 @@ BACKENDS = [
         FlashInferBackend,
         marks=pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer"),
     ),
+    TritonDecodeBackend,
     SDPABackend,
 ]
 
