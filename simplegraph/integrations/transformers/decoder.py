@@ -41,6 +41,7 @@ class Decoder:
         max_source_length: tokens of the longest encoder output.
         capture_sizes: batch sizes to capture.
         pool: graph memory to share with others; None for its own.
+        fused_norms: whether steps run RMS norms as one kernel each.
 
     Attributes:
         ids_name: the argument that a step's tokens are passed in.
@@ -58,6 +59,7 @@ class Decoder:
         max_source_length: int,
         capture_sizes: Sequence[int],
         pool: GraphPool | None,
+        fused_norms: bool,
     ) -> None:
         self.stats = GraphStats(type(model).__name__)
         self.ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
@@ -69,7 +71,7 @@ class Decoder:
         self._rows, self._length, self._source_length = max(max_batch_size, *sizes), max_length, max_source_length
         self._spans = doubling(_SMALLEST_SPAN, max_length)
         self._sources = doubling(_SMALLEST_SOURCE, max_source_length) if masks_source(model) else []
-        self._sizes, self._pool = capture_sizes, pool
+        self._sizes, self._pool, self._fused_norms = capture_sizes, pool, fused_norms
         self._step: Any = None  # a wrapped DecodeStep, made for the first cache that comes
         self._session: Session | None = None
         self._busy = threading.Lock()
@@ -236,8 +238,9 @@ class Decoder:
         return known
 
     def _wrapped(self, store: Store) -> Any:
+        kind = named(DecodeStep, type(self._model).__name__)
         step: Any = wrap(
-            named(DecodeStep, type(self._model).__name__)(self._model, self._forward, store),
+            kind(self._model, self._forward, store, fused_norms=self._fused_norms),
             pool=self._pool,
             capture_sizes=self._sizes,
             batch_dims=ROW_INPUTS,

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from simplegraph.config import BatchDim
+from simplegraph.integrations.transformers.attention import grouped_heads
+from simplegraph.integrations.transformers.norms import fused, rms_norms
 from simplegraph.integrations.transformers.store import Store
 
 # Arguments of a step that have one entry for every row; the batch is their first dimension.
@@ -28,18 +30,20 @@ class DecodeStep(nn.Module):
         model: the model.
         forward: its own forward, called with the model first.
         store: what it decodes from.
+        fused_norms: whether RMS norms are one kernel each.
 
     Attributes:
         ran: whether the forward ran, as it does in every call that is not a replay.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], store: Store) -> None:
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], store: Store, *, fused_norms: bool) -> None:
         super().__init__()
         self.model = model
         self.store = store
         self.ran = False
         self._forward = functools.partial(forward, model)
         self._masks = masks_taken(model, forward)
+        self._fused_norms = fused_norms
         self.training = False  # the model itself says whether it is
 
     def forward(self, span: int, source: int, **inputs: Any) -> Tensor:
@@ -57,7 +61,8 @@ class DecodeStep(nn.Module):
         inputs |= {name: getattr(view, part) for name, part in self._masks.items()}
         if view.hidden is not None:
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=view.hidden)
-        outputs = self._forward(past_key_values=view.cache, **(inputs | {"return_dict": True}))
+        with grouped_heads(), fused(rms_norms(self.model) if self._fused_norms else []):
+            outputs = self._forward(past_key_values=view.cache, **(inputs | {"return_dict": True}))
         logits: Tensor = outputs.logits
         return logits
 

@@ -1,0 +1,93 @@
+"""RMS norms as one kernel: `torch.nn.functional.rms_norm` for those that are written as seven operators.
+
+A model writes its norm as a module of its own, and most are copies of one text. A norm is known by its forward being,
+instruction for instruction, a text below: whatever else it is called or does stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _as_llama(self: Any, hidden_states: Any) -> Any:
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype)
+
+
+def _as_olmo(self: Any, hidden_states: Any) -> Any:
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return (self.weight * hidden_states).to(input_dtype)
+
+
+def rms_norms(model: nn.Module) -> list[nn.Module]:
+    """The norms below a model that one kernel can stand in for."""
+    return [module for module in model.modules() if _is_rms_norm(type(module))]
+
+
+@contextlib.contextmanager
+def fused(norms: list[nn.Module]) -> Iterator[None]:
+    """In here these norms, when this thread calls them, are one kernel each.
+
+    It rounds once, where the text in half precision may round twice: results differ by a unit in the last place.
+    """
+    thread = threading.get_ident()
+    taken = []
+    try:
+        for norm in norms:
+            attributes = vars(norm)
+            if "forward" not in attributes:  # else somebody gave it another
+                attributes["forward"] = functools.partial(_forward, norm, thread)
+                taken.append(attributes)
+        yield
+    finally:
+        for attributes in taken:
+            attributes.pop("forward", None)
+
+
+def _forward(norm: Any, thread: int, hidden_states: Tensor) -> Tensor:
+    weight = norm.weight
+    if threading.get_ident() != thread or not _fits(hidden_states, weight):
+        original: Tensor = type(norm).forward(norm, hidden_states)
+        return original
+    return nn.functional.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)
+
+
+def _fits(hidden_states: Tensor, weight: Tensor) -> bool:
+    """Whether one kernel gives what the text gives.
+
+    Autocast, or a weight of another dtype, would change the dtype; the text computes in float32 even in float64.
+    """
+    dtype = hidden_states.dtype
+    alike = dtype is weight.dtype and dtype is not torch.float64 and hidden_states.shape[-1:] == weight.shape
+    return alike and not torch.is_autocast_enabled(hidden_states.device.type)
+
+
+def _is_rms_norm(kind: Any) -> bool:
+    forward = kind.forward
+    if not isinstance(forward, FunctionType) or forward.__globals__.get("torch") is not torch:
+        return False
+    return _instructions(forward.__code__) in _KNOWN
+
+
+def _instructions(code: CodeType) -> tuple[Any, ...]:
+    """What a function does: all of its code but names, lines and docstring."""
+    docstring, *constants = code.co_consts
+    first = None if isinstance(docstring, str) else docstring
+    return code.co_code, code.co_names, first, *constants, code.co_argcount, code.co_varnames, code.co_freevars
+
+
+_KNOWN = frozenset(_instructions(known.__code__) for known in (_as_llama, _as_olmo))
