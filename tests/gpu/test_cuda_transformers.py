@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +115,64 @@ def test_an_encoder_padded_in_two_dimensions() -> None:
         assert not graphs.stats.failures
         assert graphs.stats.replays >= 8
         assert Reason.LENGTH_PADDING not in graphs.stats.eager
+
+
+def syncs(generate: Any) -> int:
+    """How often a call waits for the device, as torch tells."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            generate()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def test_the_host_does_not_wait_for_every_token() -> None:
+    plain, model = pair("llama")
+    batch = tiny.prompts([6, 4], CUDA)
+    endless = {"do_sample": False, "eos_token_id": None}
+    with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
+        model.generate(**batch, **endless, max_new_tokens=64)
+        counts = [syncs(lambda n=n: model.generate(**batch, **endless, max_new_tokens=n)) for n in (16, 64)]
+        assert counts[0] == counts[1]
+        waits = [syncs(lambda n=n: plain.generate(**batch, **endless, max_new_tokens=n)) for n in (16, 64)]
+        assert waits[1] - waits[0] >= 48  # so the count does see them
+        for _ in range(3):
+            found, expected = (one.generate(**batch, **endless, max_new_tokens=64) for one in (model, plain))
+            assert torch.equal(found, expected)
+        end = int(expected[0, 6 + 20])
+        settings = {"do_sample": False, "eos_token_id": end, "max_new_tokens": 64}
+        assert torch.equal(model.generate(**batch, **settings), plain.generate(**batch, **settings))
+        assert not graphs.stats.failures
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fewer_kernels_a_step_and_the_same_logits(dtype: torch.dtype) -> None:
+    models = [middle().to(dtype) for _ in range(3)]
+    batch = tiny.prompts([6, 4], CUDA)
+    forced = tiny.prompts([6, 6], CUDA, 5)["input_ids"]  # the same tokens for all, whatever they would have chosen
+
+    def follow(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(scores).scatter_(1, forced[:, ids.shape[1] % 6, None], 1.0)
+
+    def logits(model: Any) -> torch.Tensor:
+        result = model.generate(**batch, **GREEDY, **LOGITS, logits_processor=[follow])
+        return torch.stack(result.logits)
+
+    expected = logits(models[0])
+    exact = logits(models[0].double())
+    tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    for model, fused_norms in zip(models[1:], (True, False), strict=True):
+        with graph_generation(model, max_batch_size=2, max_length=128, fused_norms=fused_norms) as graphs:
+            logits(model)
+            found = logits(model)
+            assert graphs.stats.replays == 2 * (TOKENS - 1) - 1
+        # Against float64, replays are as good as eager, but for another order of sums.
+        error, allowed = (found - exact).abs().max(), (expected - exact).abs().max()
+        assert error <= 1.5 * allowed + tolerance
 
 
 def test_generation_on_a_side_stream_and_back() -> None:

@@ -80,8 +80,8 @@ class Decoder:
     # Around a generation.
 
     @contextlib.contextmanager
-    def decoding(self, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> Iterator[None]:
-        """In here the model's steps go through graphs, if they can.
+    def decoding(self, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> Iterator[bool]:
+        """In here the model's steps go through graphs, if they can; whether they are to is what it yields.
 
         Args:
             config: the generation config.
@@ -89,7 +89,7 @@ class Decoder:
             cache_is_kept: whether anybody looks at the cache afterwards.
         """
         if not self._taken_for(config, kwargs):
-            yield
+            yield False
             return
         with contextlib.ExitStack() as stack:
             stack.callback(self._release)
@@ -97,7 +97,7 @@ class Decoder:
             self._drop_if_chosen_otherwise()
             session = self._session = Session(self, kwargs["past_key_values"], kept=cache_is_kept)
             stack.callback(session.close)
-            yield
+            yield True
 
     def _drop_if_chosen_otherwise(self) -> None:
         before, self._choices = self._choices, choices(self._model)

@@ -11,6 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from simplegraph.batch.reasons import Reason
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
+from simplegraph.integrations.transformers.ahead import may_run_late, with_late_check
 from simplegraph.integrations.transformers.decoder import Decoder, doubling
 from simplegraph.integrations.transformers.swap import give_methods, owner_of, take_back
 from simplegraph.report import GraphReport
@@ -66,8 +67,9 @@ class GraphedGeneration:
         self._call.sampled = True
         config = kwargs.get("generation_config")
         kept = getattr(config, "return_dict_in_generate", True) or getattr(self._call, "cache_is_kept", True)
-        with self._decoder.decoding(config, kwargs, cache_is_kept=kept):
-            return sample(*args, **kwargs)
+        with self._decoder.decoding(config, kwargs, cache_is_kept=kept) as served:
+            late = served and may_run_late(self.model, config, kwargs, cache_is_kept=kept)
+            return (with_late_check(sample) if late else sample)(*args, **kwargs)
 
     def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model: a step of a generation, or anything else."""

@@ -1,0 +1,99 @@
+"""Decoding without waiting for each token: `generate` learns one step late that it is over, where nobody can tell.
+
+`generate` reads back after every token whether a sequence is unfinished. When it has read that, the GPU is idle until
+Python has prepared the next step. transformers has a check that lags one step behind, and undoes the step too many, but
+uses it on one kind of device only; here generations through graphs are given one.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+_CHECK = "DeferredStopCheck"
+
+
+class LateCheck:
+    """Takes the place of transformers' `DeferredStopCheck`, without a streamer and without a cache to undo.
+
+    Args:
+        input_ids: (rows, tokens), the prompts.
+        max_length: tokens at which all rows are over, which needs no look at the device.
+    """
+
+    def __init__(self, input_ids: Tensor, max_length: int | None, *_: Any) -> None:
+        self._max_length = max_length
+        self._is_cuda = input_ids.is_cuda
+        # Two of each, since one is written while the other is read.
+        self._over = [torch.zeros((), dtype=torch.bool, pin_memory=self._is_cuda) for _ in range(2)]
+        self._written = [torch.cuda.Event() for _ in range(2)] if self._is_cuda else []  # type: ignore[no-untyped-call]
+        self._steps = 0
+        self._steps_to_undo = 0
+
+    @staticmethod
+    def is_supported(*_: Any, **__: Any) -> bool:
+        return True
+
+    def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
+        """Whether the step before this one was the last, or this one is by its length."""
+        this, before = self._steps % 2, (self._steps + 1) % 2
+        self._over[this].copy_(unfinished_sequences.max() == 0, non_blocking=True)
+        if self._is_cuda:
+            self._written[this].record()
+        self._steps += 1
+        if self._steps > 1:
+            if self._is_cuda:
+                self._written[before].synchronize()
+            self._steps_to_undo = int(self._over[before])
+        return bool(self._steps_to_undo) or (self._max_length is not None and length >= self._max_length)
+
+    def finish(self) -> int:
+        """Steps too many, which the caller undoes."""
+        if self._is_cuda and self._steps:
+            # The next generation may be on another stream, and writes where the steps of this one read.
+            self._written[(self._steps - 1) % 2].synchronize()
+        return self._steps_to_undo
+
+
+def may_run_late(model: Any, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> bool:
+    """Whether a generation, and everything that it calls, is the same if one more step runs at its end.
+
+    Args:
+        model: the model.
+        config: the generation config.
+        kwargs: what `_sample` was passed.
+        cache_is_kept: whether anybody looks at the cache afterwards.
+    """
+    if cache_is_kept or kwargs.get("streamer") is not None or kwargs.get("synced_gpus"):
+        return False
+    criteria = [type(criterion) for criterion in kwargs.get("stopping_criteria") or ()]
+    if all(kind is MaxLengthCriteria for kind in criteria):
+        return bool(criteria)  # no step too many
+    # Whoever is told of a step, or draws random numbers in it, could tell.
+    told = model._forward_hooks or model._forward_pre_hooks
+    if getattr(config, "do_sample", True) or told or not _all_of_transformers(kwargs.get("logits_processor") or ()):
+        return False
+    return all(kind in (MaxLengthCriteria, EosTokenCriteria) for kind in criteria)
+
+
+def _all_of_transformers(processors: Any) -> bool:
+    return all(type(processor).__module__.startswith("transformers.") for processor in processors)
+
+
+def with_late_check(sample: functools.partial[Any]) -> Any:
+    """The `_sample` of transformers, bound to a model, but with `LateCheck`; any other is returned as it is."""
+    function = sample.func
+    if function is not GenerationMixin._sample or _CHECK not in function.__code__.co_names:
+        return sample
+    # The same code in a copy of its module's names: nobody else's generation is changed.
+    names = {**function.__globals__, _CHECK: LateCheck}
+    late = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    late.__kwdefaults__ = function.__kwdefaults__
+    return functools.partial(late, *sample.args)
