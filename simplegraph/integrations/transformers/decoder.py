@@ -138,7 +138,7 @@ class Decoder:
     @property
     def first(self) -> int:
         """The layer of self-attention that stands for all."""
-        return int(self._step.store.layout.first)
+        return int(self._step.store.first)
 
     def load(self, cache: Any, rows: int, length: int, kwargs: Mapping[str, Any]) -> int:
         """Take over a prefilled cache; returns the padded length of the encoder's outputs, 0 without an encoder.
@@ -194,8 +194,7 @@ class Decoder:
 
     def show_length(self, cache: Any, rows: int, length: int) -> Any:
         """Let the cache say how long the sequence is; returns what the first layer holds from now on."""
-        self._step.store.show_length(cache, rows, length)
-        return cache.layers[self.first].keys
+        return self._step.store.show_length(cache, rows, length)
 
     def hand_back(self, cache: Any, rows: int, length: int) -> None:
         """Fill the cache with the tokens up to `length`."""

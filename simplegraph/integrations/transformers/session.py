@@ -69,7 +69,9 @@ class Session:
 
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
         ids = kwargs.get(self._decoder.ids_name)
-        return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and self._own.get_seq_length() > 0
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
+            return False
+        return self._length is not None or self._own.get_seq_length() > 0
 
     def _step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         inputs = _inputs(kwargs, kwargs[self._decoder.ids_name].shape[0])

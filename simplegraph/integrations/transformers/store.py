@@ -153,6 +153,7 @@ class Store:
 
     Attributes:
         position: (1,) int64, where the next token goes.
+        first: the layer of self-attention that stands for all.
     """
 
     def __init__(self, layout: Layout, rows: int, length: int, source_length: int) -> None:
@@ -170,6 +171,10 @@ class Store:
             elements, dtype = layout.hidden or (0, torch.float32)
             self._hidden = torch.zeros(rows, source_length, elements, dtype=dtype, device=device)
         self._views: dict[tuple[int, int, int], View] = {}
+        self.first = layout.first
+        # Of what is looked at between all steps.
+        pair, kind = self._pairs[self.first], layout.layers[self.first]
+        self._first_keys = pair[0] if pair is not None and kind is not None and kind.window is None else None
 
     def view(self, rows: int, span: int, source: int) -> View:
         """What a step reads of the first `rows` rows, `span` positions and `source` positions of the encoder."""
@@ -246,15 +251,15 @@ class Store:
         self._hidden[:rows, :source] = hidden
         self._hidden[:rows, source:] = 0
 
-    def show_length(self, cache: Any, rows: int, length: int) -> None:
-        """Let the first layer say the length: it is the one that models ask between steps."""
-        layer = cache.layers[self.layout.first]
-        if isinstance(layer, DynamicSlidingWindowLayer):
+    def show_length(self, cache: Any, rows: int, length: int) -> Any:
+        """Let the first layer say the length: it is the one that models ask between steps. Returns its keys."""
+        layer = cache.layers[self.first]
+        if self._first_keys is None:  # its layer has a window
             layer.cumulative_length = length
-            return
-        pair = self._pairs[self.layout.first]
-        if pair is not None:
-            layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in pair)
+        else:
+            # Values stay those of the prefill until `hand_back`: nobody asks them for a length, and a view costs time.
+            layer.keys = self._first_keys[:rows].narrow(2, 0, length)
+        return layer.keys
 
     def hand_back(self, cache: Any, rows: int, length: int) -> None:
         """Fill `cache` with the tokens up to `length`, as if every step had been its own."""
