@@ -1,8 +1,9 @@
-"""Vision and diffusion models: how soon do they answer, what does a call cost, and what memory is kept?
+"""Vision, diffusion and encoder models: how soon do they answer, what does a call cost, and what memory is kept?
 
-``python -m bench.models_first_call``: every model and arm in a fresh process. ``first``: the first result, from
-the built model. ``ready``: three calls, after which every arm has compiled or captured what it will. Every arm's
-answer to an input that it has not seen is compared with eager's.
+``python -m bench.models_first_call``: every model and arm in a fresh process; ``--models`` and ``--arms`` choose.
+``first``: the first result, from the built model. ``ready``: three calls, after which every arm has compiled or
+captured what it will. Every arm's answer to an input that it has not seen is compared with eager's. What compiles takes
+a minute and more for each model, so it runs only where ``--arms`` names it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from bench import environment
+from bench import environment, fresh
 from bench.arms.base import NotAvailable
 from bench.measure import Memory, Timeline, say, step_milliseconds, synchronize
 from bench.zoo import ZOO, available
@@ -57,8 +55,8 @@ class Plan:
 
 
 def default_plan(device: torch.device) -> Plan:
-    """All models installed, at real shapes on a GPU; tiny on a CPU, where times are not speed."""
-    return Plan(tuple(available()), tuple(ARMS), tiny=device.type != "cuda")
+    """All models installed and the arms that compile nothing, at real shapes on a GPU; tiny ones on a CPU."""
+    return Plan(tuple(available()), QUICK, tiny=device.type != "cuda")
 
 
 # The arms: each makes a callable of a module; the second argument is a call's tensors.
@@ -78,6 +76,9 @@ def _simplegraph_static(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
 
 def _compiled(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
     _needs_gpu(inputs)
+    import torch._inductor.config
+
+    torch._inductor.config.force_disable_caches = True  # a first call is a cold one
     compiled: Step = torch.compile(module, mode="reduce-overhead")
     return compiled
 
@@ -101,12 +102,14 @@ ARMS: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Step]] = {
     "compiled-reduce-overhead": _compiled,
     "make-graphed-callables": _graphed_callables,
 }
+QUICK = tuple(arm for arm in ARMS if not arm.startswith("compiled"))
+OURS = ("eager", "simplegraph", "simplegraph-static")  # which have to work
 
 
 # In the process of an arm.
 
 
-def run_arm(model: str, arm: str, device: torch.device, *, tiny: bool) -> Figures:
+def run_arm(model: str, arm: str, device: torch.device, tiny: bool) -> Figures:
     """The figures of one arm on one model; `skipped` says why there are none.
 
     Raises:
@@ -114,7 +117,9 @@ def run_arm(model: str, arm: str, device: torch.device, *, tiny: bool) -> Figure
     """
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    module = ZOO[model].build(tiny).to(device, dtype).eval().requires_grad_(False)
+    with device:
+        module = ZOO[model].build(tiny)
+    module = module.to(device, dtype).eval().requires_grad_(False)
     inputs, others = ([_placed(tensor, device, dtype) for tensor in ZOO[model].inputs(tiny)] for _ in range(2))
     with torch.no_grad():
         before, timeline = Memory.now(device), Timeline(device)
@@ -181,31 +186,25 @@ def measure(plan: Plan, device: torch.device) -> Figures:
 
 
 def _measure_arm(plan: Plan, model: str, arm: str, device: torch.device) -> Figures:
-    try:
-        runs = [_in_process(plan, model, arm, device) for _ in range(plan.processes)]
-    except subprocess.TimeoutExpired:
-        return {"skipped": f"took more than {plan.timeout} s"}
+    say(f"{model}, {arm}")
+    runs: list[Figures] = []
+    for _ in range(plan.processes):
+        try:
+            runs.append(fresh.call(run_arm, model, arm, device, plan.tiny, seconds=plan.timeout))
+        except TimeoutError as error:
+            return {"skipped": str(error)}
+        except fresh.ProcessFailed as error:
+            say(str(error))
+            return {"failed": str(error)}
     if "skipped" in runs[0]:
         return runs[0]
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]} | {"runs": runs}
 
 
-def _in_process(plan: Plan, model: str, arm: str, device: torch.device) -> Figures:
-    say(f"{model}, {arm}")
-    command = [sys.executable, "-m", "bench.models_first_call", f"--model={model}", f"--arm={arm}"]
-    command += [f"--device={device.type}", *(["--tiny"] if plan.tiny else [])]
-    answer = subprocess.run(
-        command,
-        cwd=environment.ROOT,
-        env=os.environ | {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},  # a first call is a cold one
-        capture_output=True,
-        text=True,
-        timeout=plan.timeout,
-    )
-    if answer.returncode:
-        raise RuntimeError(f"{arm} of {model} failed:\n{answer.stderr[-4000:]}")
-    figures: Figures = json.loads(answer.stdout.splitlines()[-1])
-    return figures
+def failures(figures: Figures) -> list[str]:
+    """Models and arms that had to work and did not; what others' arms cannot do is among their figures."""
+    arms = [(model, arm, found) for model, arms in figures["models"].items() for arm, found in arms.items()]
+    return [f"{arm} of {model}:\n{found['failed']}" for model, arm, found in arms if "failed" in found and arm in OURS]
 
 
 _COLUMNS = {
@@ -215,43 +214,50 @@ _COLUMNS = {
     "kernel_ms": "kernels ms",
     "busy_share": "GPU busy",
     "reserved_mib": "kept MiB",
+    "difference": "error",
 }
 
 
 def render(figures: Figures) -> str:
     """The figures as a table."""
     lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
-    lines.append(f"{'':>46}" + "".join(f"{title:>12}" for title in _COLUMNS.values()))
+    lines.append(f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "of eager")))
     for model, arms in figures["models"].items():
         for arm, found in arms.items():
-            cells = [f"{found[name]:.3f}" if name in found else "-" for name in _COLUMNS]
-            text = found["skipped"] if "skipped" in found else "".join(f"{cell:>12}" for cell in cells)
-            lines.append(f"{model:>20}  {arm:>24}{'  ' * ('skipped' in found)}{text}")
+            lines.append(f"{model:>20}  {arm:>24}{_cells(found, arms.get('eager', {}))}")
     return "\n".join(lines)
 
 
+def _cells(found: Figures, eager: Figures) -> str:
+    if "ms" not in found:
+        return f"    {found.get('skipped') or 'failed: ' + found['failed'].splitlines()[-1]}"
+    cells = [
+        format(found[name], ".2g" if name == "difference" else ".3f") if name in found else "-" for name in _COLUMNS
+    ]
+    cells.append(format(found["ms"] / eager["ms"], ".3f") if "ms" in eager else "-")
+    return "".join(f"{cell:>12}" for cell in cells)
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Measure all, or, with ``--arm``, be the process of one arm and model."""
+    """Measure, print the table, and write the figures where ``--json`` says."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(prog="python -m bench.models_first_call", description=__doc__)
-    parser.add_argument("--model", choices=list(ZOO), help="this one alone")
-    parser.add_argument("--arm", choices=list(ARMS), help="be the process of one arm; needs --model")
+    parser.add_argument("--models", nargs="+", choices=available(), help="these alone")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help=f"these; otherwise {' '.join(QUICK)}")
     parser.add_argument("--device", default=device)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
     parser.add_argument("--processes", type=int, help="of each arm and model")
+    parser.add_argument("--timeout", type=int, help="seconds that a process may take")
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args(argv)
-    plan = default_plan(torch.device(given.device))
-    plan = dataclasses.replace(plan, tiny=plan.tiny or given.tiny, processes=given.processes or plan.processes)
-    if given.model:
-        plan = dataclasses.replace(plan, models=(given.model,))
-    if given.arm:
-        print(json.dumps(run_arm(given.model, given.arm, torch.device(given.device), tiny=plan.tiny)))
-        return
+    chosen = {name: value for name, value in vars(given).items() if value and name not in ("device", "json")}
+    plan = dataclasses.replace(default_plan(torch.device(given.device)), **chosen)
     figures = measure(plan, torch.device(given.device))
     print(render(figures))
     if given.json:
         given.json.write_text(json.dumps(figures | {"environment": environment.describe()}, indent=2))
+    if failures(figures):
+        raise SystemExit("\n\n".join(failures(figures)))
 
 
 if __name__ == "__main__":

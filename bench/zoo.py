@@ -87,6 +87,18 @@ class Sample(nn.Module):
         return sample
 
 
+class LastHidden(nn.Module):
+    """An encoder of transformers that gives its last hidden states alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.model(input_ids=input_ids).last_hidden_state
+        return hidden
+
+
 def _convnet(tiny: bool) -> nn.Module:
     channels, depth = (8, 2) if tiny else (128, 16)
     blocks = [Residual(channels) for _ in range(depth)]
@@ -153,6 +165,13 @@ def _dit(tiny: bool) -> nn.Module:
     return Sample(model, "hidden_states", "timestep", "class_labels")
 
 
+def _bert(tiny: bool) -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return LastHidden(BertModel(BertConfig(**(shape if tiny else {}))))  # the larger is BERT-base
+
+
 def _images(tiny: bool) -> tuple[Tensor, ...]:
     return (torch.randn(2, 3, *(2 * [32 if tiny else 224])),)
 
@@ -187,6 +206,7 @@ ZOO: dict[str, Entry] = {
         lambda tiny: (_latents(2, 8 if tiny else 32), torch.tensor([500, 500]), torch.tensor([3, 1000 - 1])),
         "diffusers",
     ),
+    "transformers bert": Entry(_bert, lambda tiny: (torch.randint(1, 1000, (2, 16 if tiny else 128)),), "transformers"),
 }
 
 

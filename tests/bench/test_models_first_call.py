@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
-from bench import models_first_call, zoo
+from bench import fresh, models_first_call, zoo
 
 CPU = torch.device("cpu")
 MODELS = zoo.available()
@@ -32,8 +38,37 @@ def test_a_wrong_answer_fails_the_arm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_has_every_arm_and_says_that_a_cpu_is_no_speed() -> None:
     plan = models_first_call.Plan(("unet",), tuple(models_first_call.ARMS), tiny=True, processes=1)
-    table = models_first_call.render(models_first_call.measure(plan, CPU))
+    figures = models_first_call.measure(plan, CPU)
+    assert not models_first_call.failures(figures)
+    table = models_first_call.render(figures)
     assert models_first_call.NOT_SPEED in table
     lines = [line for line in table.splitlines() if line.split()[:1] == ["unet"]]
     assert [line.split()[1] for line in lines] == list(models_first_call.ARMS)
     assert sum("needs a GPU" in line for line in lines) == 2
+    assert lines[0].split()[-1] == "1.000"  # of eager
+
+
+def test_an_arm_of_ours_that_fails_is_told_and_one_of_others_is_a_figure() -> None:
+    plan = models_first_call.Plan(("no such model",), ("eager", "make-graphed-callables"), tiny=True)
+    figures = models_first_call.measure(plan, CPU)
+    (told,) = models_first_call.failures(figures)
+    assert told.startswith("eager of no such model")
+    assert models_first_call.render(figures).count("failed: KeyError: 'no such model'") == 2
+
+
+def test_choosing_models_and_arms(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    models_first_call.main(["--models", "convnet", "--arms", "eager", "--device", "cpu", "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert {model: list(arms) for model, arms in figures["models"].items()} == {"convnet": ["eager"]}
+    assert figures["environment"]["commit"]
+
+
+def test_a_process_that_dies_or_takes_too_long_is_told() -> None:
+    assert fresh.call(abs, -3, seconds=60) == 3
+    with pytest.raises(fresh.ProcessFailed, match="exit code 7"):
+        fresh.call(os._exit, 7, seconds=60)
+    with pytest.raises(fresh.ProcessFailed, match="ValueError: math domain error"):
+        fresh.call(math.sqrt, -1, seconds=60)
+    with pytest.raises(TimeoutError, match=r"more than 0\.2 s"):
+        fresh.call(time.sleep, 60, seconds=0.2)
