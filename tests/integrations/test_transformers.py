@@ -408,6 +408,52 @@ def test_a_model_of_another_dtype_gets_another_cache(llama: Any, plain: Any, dev
         assert graphs.stats.replays == 2 * (TOKENS - 2)
 
 
+class Int8Linear(torch.nn.Module):
+    """A linear layer of int8 weights with a scale for each row, both in buffers, as libraries for it have them."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty_like(linear.weight, dtype=torch.int8))
+        self.register_buffer("scales", torch.empty_like(linear.weight[:, :1]))
+        self.quantise(linear.weight)
+
+    def quantise(self, weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.scales.copy_(weight.abs().amax(1, keepdim=True) / 127)
+            self.weight.copy_((weight / self.scales).round())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scales)
+
+
+def test_quantised_layers_requantised_in_place_and_replaced(llama: Any, plain: Any, device: torch.device) -> None:
+    batch = tiny.prompts([6, 4], device)
+    unquantised = plain.generate(**batch, **GREEDY)
+    for layer in (layer for model in (llama, plain) for layer in model.model.layers):
+        layer.mlp.down_proj = Int8Linear(layer.mlp.down_proj)
+    with graphed(llama) as graphs:
+
+        def same() -> torch.Tensor:
+            found, expected = (model.generate(**batch, **GREEDY) for model in (llama, plain))
+            assert torch.equal(found, expected)
+            return expected
+
+        seen = [unquantised, same()]
+        for change in ("in place", "replaced"):
+            torch.manual_seed(len(change))
+            weight = torch.randn(llama.config.hidden_size, llama.config.intermediate_size, device=device)
+            for layer in (layer for model in (llama, plain) for layer in model.model.layers):
+                if change == "in place":
+                    layer.mlp.down_proj.quantise(weight)
+                else:
+                    layer.mlp.down_proj.weight = -layer.mlp.down_proj.weight
+            seen.append(same())
+        assert not any(torch.equal(seen[-1], earlier) for earlier in seen[:-1])
+        assert not torch.equal(seen[1], seen[2])
+        assert graphs.stats.replays >= 3 * (TOKENS - 3)
+        assert graphs.stats.captures == 2  # in place, the graph reads the new numbers
+
+
 def test_a_generation_after_one_that_failed(llama: Any, plain: Any, device: torch.device) -> None:
     def breaks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if ids.shape[1] == 9:
