@@ -20,7 +20,8 @@ from torch.autograd import DeviceType
 from bench import text
 from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.spec import SpecEngine
-from bench.engine.spec_runner import RoundPlan, SpecConfig
+from bench.engine.spec_config import SpecConfig
+from bench.engine.spec_scheduler import RoundPlan
 from bench.measure import host_microseconds, say, step_milliseconds, synchronize
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
@@ -211,7 +212,7 @@ def _drafting(engine: SpecEngine, drafted: RoundPlan) -> Callable[[], None]:
 
     def draft() -> None:
         runner.metadata.repeat()
-        drafter.draft(reqs * (count + 1), reqs, count + 1, drafted.block_table, lengths)
+        drafter.draft(reqs * (count + 1), reqs, count + 1, lengths)
 
     return draft
 

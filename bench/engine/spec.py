@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from bench.engine.engine import Engine, Output
 from bench.engine.pages import PageAllocator
 from bench.engine.request import FinishReason, Request, RequestError, SamplingParams
 from bench.engine.runner import require
-from bench.engine.scheduler import Scheduler, StepPlan
-from bench.engine.spec_runner import RoundPlan, SpecConfig, SpecRunner
+from bench.engine.scheduler import StepPlan
+from bench.engine.spec_config import SpecConfig
+from bench.engine.spec_runner import SpecRunner
+from bench.engine.spec_scheduler import RoundPlan, SpecScheduler
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
+from simplegraph.graph.device import GraphPool
 
 
 @dataclasses.dataclass
@@ -30,78 +32,48 @@ class Acceptance:
     """What became of the drafts.
 
     Attributes:
-        drafts: rounds of all requests; draft_tokens: tokens drafted; accepted: how many of them were taken.
-        per_position: how often the draft in each place was taken.
+        draft_tokens: tokens drafted, of all requests; width: the most of one round.
+        rounds: how many rounds had so many drafts taken.
     """
 
-    drafts: int = 0
     draft_tokens: int = 0
-    accepted: int = 0
-    per_position: list[int] = dataclasses.field(default_factory=list)
+    width: int = 0
+    rounds: Counter[int] = dataclasses.field(default_factory=Counter)
 
-    def count(self, drafted: int, taken: int) -> None:
-        """Add one request's round."""
-        self.drafts += 1
-        self.draft_tokens += drafted
-        self.accepted += taken
-        self.per_position += [0] * (drafted - len(self.per_position))
-        for place in range(taken):
-            self.per_position[place] += 1
+    def count(self, drafted: int, taken: Sequence[int]) -> None:
+        """Add a round.
+
+        Args:
+            drafted: tokens for each request; taken: for each request, how many of them.
+        """
+        self.draft_tokens += drafted * len(taken)
+        self.width = max(self.width, drafted)
+        self.rounds.update(taken)
+
+    @property
+    def drafts(self) -> int:
+        """Rounds of all requests."""
+        return self.rounds.total()
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that were taken."""
+        return sum(taken * rounds for taken, rounds in self.rounds.items())
+
+    @property
+    def per_position(self) -> list[int]:
+        """How often the draft in each place was taken."""
+        return [sum(rounds for taken, rounds in self.rounds.items() if taken > place) for place in range(self.width)]
 
     @property
     def mean_length(self) -> float:
         """Tokens a round, the target's own included; 0 before the first."""
-        return 1 + self.accepted / self.drafts if self.drafts else 0.0
+        return 1 + self.accepted / self.drafts if self.rounds else 0.0
 
     @property
     def rates(self) -> list[float]:
         """The share of rounds in which the draft in each place was taken."""
         return [taken / self.drafts for taken in self.per_position]
-
-
-class SpecScheduler(Scheduler):
-    """Prompts as the base class schedules them, and rounds of the requests whose prompts are computed.
-
-    Args:
-        pages: the cache's.
-        config: of the engine.
-
-    Attributes:
-        drafted: requests that have drafts.
-    """
-
-    def __init__(self, pages: PageAllocator, config: SpecConfig) -> None:
-        super().__init__(pages, config.page_size, config.max_num_seqs, config.max_num_tokens)
-        self.drafted: set[Request] = set()
-        # Drafts are written behind what is verified.
-        self._ahead = max(config.drafts) - 1
-
-    def _scheduled_elsewhere(self, request: Request) -> bool:
-        return request in self.drafted
-
-    def schedule_round(self, num_draft_tokens: int) -> RoundPlan | None:
-        """A round of everyone who has drafts; None if there is nobody."""
-        requests = [
-            request
-            for request in list(self.running)
-            if request in self.drafted and self._make_room(request, num_draft_tokens + 1 + self._ahead)
-        ]
-        if not requests:
-            return None
-        slots = np.array([request.slot for request in requests], np.int64)
-        width = max(request.num_pages for request in requests)
-        return RoundPlan(
-            requests,
-            num_draft_tokens,
-            np.array([request.output[-1] for request in requests], np.int64),
-            np.array([request.num_computed for request in requests], np.int64),
-            slots,
-            self.pages.table[slots, :width],
-        )
-
-    def _release(self, request: Request) -> None:
-        super()._release(request)
-        self.drafted.discard(request)
 
 
 class SpecEngine(Engine):
@@ -111,6 +83,7 @@ class SpecEngine(Engine):
         llama: the target, on its device, with lm_head.
         draft: made for it; see `bench.models.eagle`.
         config: what it can hold, and how it runs.
+        pool: memory to share with other engines of this process, whose steps then never run at the same time.
 
     Attributes:
         acceptance: what became of the drafts.
@@ -124,9 +97,15 @@ class SpecEngine(Engine):
     runner: SpecRunner  # type: ignore[assignment]
     scheduler: SpecScheduler
 
-    def __init__(self, llama: Llama, draft: Eagle | Eagle3, config: SpecConfig | None = None) -> None:
+    def __init__(
+        self,
+        llama: Llama,
+        draft: Eagle | Eagle3,
+        config: SpecConfig | None = None,
+        pool: GraphPool | None = None,
+    ) -> None:
         self.config = config or SpecConfig()
-        self.runner = SpecRunner(llama, draft, self.config)
+        self.runner = SpecRunner(llama, draft, self.config, pool)
         blocks = self.runner.metadata.max_blocks
         pages = PageAllocator(self.config.num_pages, self.config.max_num_seqs, blocks)
         self.scheduler = SpecScheduler(pages, self.config)
@@ -192,17 +171,21 @@ class SpecEngine(Engine):
         return outputs
 
     def _round(self, plan: RoundPlan) -> list[Output]:
-        tokens = self.runner.wait(self.runner.launch_round(plan))[:, : plan.num_draft_tokens + 1]
-        outputs = []
-        for request, row in zip(plan.requests, tokens.tolist(), strict=True):
-            found = [token for token in row if token >= 0]
-            self.acceptance.count(plan.num_draft_tokens, len(found) - 1)
+        rows = self.runner.wait(self.runner.launch_round(plan))[:, : plan.num_draft_tokens + 1].tolist()
+        outputs, taken = [], []
+        for request, row in zip(plan.requests, rows, strict=True):
+            found = row if row[-1] >= 0 else row[: row.index(-1)]
+            taken.append(len(found) - 1)
             request.num_computed += len(found)
             outputs += self._grow(request, found)
+        self.acceptance.count(plan.num_draft_tokens, taken)
         return outputs
 
     def _grow(self, request: Request, tokens: Sequence[int]) -> list[Output]:
         """Give a request its tokens, up to where it ends."""
+        if len(request.output) + len(tokens) < request.params.max_tokens and not request.params.stop_token_ids:
+            request.output += tokens  # as most rounds are: no token can be the last
+            return [Output(request, token, None) for token in tokens]
         outputs: list[Output] = []
         for token in tokens:
             request.output.append(token)

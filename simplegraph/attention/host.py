@@ -19,6 +19,7 @@ Pages = Sequence[Ints] | Tensor | npt.NDArray[Any]
 
 _Int32s = npt.NDArray[np.int32]
 _Int64s = npt.NDArray[np.int64]
+_INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +110,11 @@ class Request:
         max_query_len, max_seq_len: the longest.
     """
 
-    def __init__(
-        self, step: Step, queries: _Int64s, needed: _Int64s, max_query_len: int, max_seq_len: int, limits: Limits
-    ) -> None:
+    def __init__(self, step: Step, queries: _Int64s, max_query_len: int, max_seq_len: int, limits: Limits) -> None:
         self.step = step
         self.num_reqs, self.num_tokens = len(queries), len(step.slots)
         self.max_query_len, self.max_seq_len = max_query_len, max_seq_len
-        self._queries, self._needed, self._limits = queries, needed, limits
+        self._queries, self._limits = queries, limits
 
     def check_pages(self, num_pages: int | None) -> None:
         """Refuse page ids that the cache does not have.
@@ -124,8 +123,9 @@ class Request:
             InputError: there is one.
         """
         pages = self.step.pages
-        end = np.iinfo(np.int32).max if num_pages is None else num_pages
-        if pages.min() < 0 or pages.max() >= end:
+        end = _INT32_MAX if num_pages is None else num_pages
+        # Read without a sign, ids below 0 are the largest: one pass finds both.
+        if np.maximum.reduce(pages.view(np.uint32), axis=None) >= end:
             row, column = (int(i) for i in np.argwhere((pages < 0) | (pages >= end))[0])
             last = "the cache's last" if num_pages is None else num_pages - 1
             raise InputError(
@@ -167,85 +167,99 @@ class Request:
             raise InputError(f"a request has page {page} twice in its row of block_table; give it another one.")
 
 
-def read_requests(query_lens: Ints, seq_lens: Ints, block_table: Pages, limits: Limits) -> Request:
+def read_requests(query_lens: Ints, seq_lens: Ints, block_table: Pages, limits: Limits, ahead: int = 0) -> Request:
     """What an engine says of a step, as arrays of its own; see `BatchMetadata.set`.
 
     Raises:
         CaptureSizeError: there is no request, or more tokens or requests than the limits.
         InputError: the lengths or pages do not fit each other.
     """
+    # The least number of numpy calls: each costs a microsecond, a hundred would be a tenth of a step.
     queries, lengths = _ints("query_lens", query_lens), _ints("seq_lens", seq_lens)
-    longest = _check_lengths(queries, lengths, limits)
+    before = _check_lengths(queries, lengths, limits)
+    longest, most = int(np.maximum.reduce(lengths)), int(np.maximum.reduce(queries))
     starts = np.zeros(len(queries) + 1, np.int64)
-    np.cumsum(queries, out=starts[1:])
-    limits.check_shape(int(starts[-1]), len(queries))
-    needed = (lengths + (limits.page_size - 1)) // limits.page_size
-    pages = _needed_pages(block_table, needed, limits)
-    slots = _slots(queries, lengths, starts, pages, limits)
+    np.add.accumulate(queries, out=starts[1:])
+    num_tokens = int(starts[-1])
+    limits.check_shape(num_tokens, len(queries))
+    reach = np.minimum(lengths + ahead, limits.max_model_len) if ahead else lengths
+    needed = (reach + (limits.page_size - 1)) // limits.page_size
+    width = -(-min(longest + ahead, limits.max_model_len) // limits.page_size)
+    pages = _needed_pages(block_table, needed, width, limits)
+    if most * len(queries) == num_tokens:
+        slots = _uniform_slots(before, most, pages, limits)
+    else:
+        slots = _slots(queries, before, starts, pages, limits)
     step = Step(slots, starts.astype(np.int32), lengths.astype(np.int32), pages)
-    return Request(step, queries, needed, int(queries.max()), longest, limits)
+    return Request(step, queries, most, longest, limits)
 
 
-def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> int:
-    """The longest request."""
+def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> _Int64s:
+    """Tokens that each request has in the cache already."""
     if len(queries) == 0:
         raise CaptureSizeError("the batch is empty; a step needs at least one request (set_dummy runs without).")
     if len(queries) != len(lengths):
         raise InputError(
             f"query_lens has {len(queries)} entries and seq_lens {len(lengths)}; expected one for each request."
         )
-    if queries.min() < 1:
+    if np.minimum.reduce(queries) < 1:
         worst = int(queries.argmin())
         raise InputError(
             f"query_lens[{worst}] is {queries[worst]}; a request in a batch has at least one token. Leave it out."
         )
-    short = lengths < queries
-    if short.any():
-        worst = int(short.argmax())
+    before = lengths - queries
+    if np.minimum.reduce(before) < 0:
+        worst = int((before < 0).argmax())
         raise InputError(
             f"seq_lens[{worst}] is {lengths[worst]}, below query_lens[{worst}]={queries[worst]}; "
             "seq_lens counts this step's tokens too."
         )
-    longest = int(lengths.max())
+    longest = int(np.maximum.reduce(lengths))
     if longest > limits.max_model_len:
         raise InputError(
             f"seq_lens[{int(lengths.argmax())}] is {longest}, above max_model_len={limits.max_model_len}; "
             "end the request, or build BatchMetadata with a higher limit."
         )
-    return longest
+    return before
 
 
-def _slots(queries: _Int64s, lengths: _Int64s, starts: _Int64s, pages: _Int32s, limits: Limits) -> _Int64s:
+def _slots(queries: _Int64s, before: _Int64s, starts: _Int64s, pages: _Int32s, limits: Limits) -> _Int64s:
     """Where each token's key and value go: its page's first slot, and its place in the page."""
-    num_reqs, num_tokens = len(queries), int(starts[-1])
-    owner, position = limits.tokens[:num_reqs], lengths - 1
-    if num_reqs != num_tokens:  # not plain decode, where each request's only token is its last
-        owner = np.repeat(owner, queries)
-        position = limits.tokens[:num_tokens] + np.repeat(lengths - starts[1:], queries)
-    page = position // limits.page_size
-    place = position - page * limits.page_size
-    found: _Int64s = pages[owner, page] * np.int64(limits.page_size) + place
+    rows = limits.tokens[: len(queries)] * pages.shape[1]
+    position = limits.tokens[: starts[-1]] + np.repeat(before - starts[:-1], queries)
+    return _placed(position, np.repeat(rows, queries), pages, limits.page_size)
+
+
+def _uniform_slots(before: _Int64s, query_len: int, pages: _Int32s, limits: Limits) -> _Int64s:
+    """As `_slots`, of requests with as many tokens each."""
+    rows = limits.tokens[: len(before), None] * pages.shape[1]
+    position = before[:, None] + limits.tokens[:query_len]
+    return _placed(position, rows, pages, limits.page_size).ravel()
+
+
+def _placed(position: _Int64s, rows: _Int64s, pages: _Int32s, page_size: int) -> _Int64s:
+    page = position // page_size
+    found: _Int64s = pages.take(rows + page) * np.int64(page_size) + (position - page * page_size)
     return found
 
 
-def _needed_pages(block_table: Pages, needed: _Int64s, limits: Limits) -> _Int32s:
-    """The pages that are needed, (num_reqs, most needed), 0 elsewhere."""
+def _needed_pages(block_table: Pages, needed: _Int64s, width: int, limits: Limits) -> _Int32s:
+    """The pages that are needed, (num_reqs, width), 0 elsewhere; `width` is the most that a request needs."""
     table, counts = _table(block_table)
     if len(table) != len(needed):
         raise InputError(f"block_table has {len(table)} rows for {len(needed)} requests; expected one for each.")
-    short = counts < needed
+    short = counts < (needed if len(counts) > 1 else width)
     if short.any():
-        worst = int(short.argmax())
+        worst = int((counts < needed).argmax())
         have = int(np.broadcast_to(counts, needed.shape)[worst])
         raise InputError(
             f"request {worst} needs {needed[worst]} pages of {limits.page_size} tokens, but its row in block_table "
             f"has {have}; allocate pages before the step."
         )
-    width = int(needed.max())
-    pages = table[:, :width].astype(np.int32)
+    pages = table[:, :width].astype(np.int32, order="C")
     if table.dtype.itemsize > pages.dtype.itemsize and (pages != table[:, :width]).any():
         raise InputError("block_table has page ids beyond int32; expected ids of the cache's pages.")
-    if needed.min() < width:
+    if len(needed) > 1:
         # Engines keep -1 or what is left of other requests there, and some kernels read a row to its end.
         pages *= limits.columns[:width] < needed[:, None]
     return pages

@@ -35,6 +35,7 @@ class BatchState:
             those that are in this rank's.
         block_table: (num_reqs, width) int32, page ids; 0 where a request needs no page.
         padded_tokens, padded_reqs: the shape that the buffers are padded to.
+        ahead: tokens beyond `seq_lens` that each request has pages for, or up to max_model_len.
         version: counts the steps, so that a backend can tell whether it planned for this one.
         capturing: whether it only stands in for a step, in a warmup or a capture.
     """
@@ -48,6 +49,7 @@ class BatchState:
     block_table: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
     padded_tokens: int = 0
     padded_reqs: int = 0
+    ahead: int = 0
     version: int = 0
     capturing: bool = False
 
@@ -130,6 +132,7 @@ class BatchMetadata:
         self.batch = BatchState()
         self.graphs = graph_device(device)
         self.device = self.graphs.torch_device
+        self._one_each = np.arange(max_num_reqs + 1, dtype=np.int32)
         self._staging = Staging(Extent(max_num_tokens, max_num_reqs, self.max_blocks), self.device)
         self._views: dict[tuple[int, int], CommonMetadata] = {}
 
@@ -141,6 +144,7 @@ class BatchMetadata:
         *,
         num_tokens: int | None = None,
         num_reqs: int | None = None,
+        ahead: int = 0,
     ) -> CommonMetadata:
         """Write a step, in the order of the current stream; call once a step, outside the graph, before it runs.
 
@@ -148,9 +152,12 @@ class BatchMetadata:
             query_lens: (num_reqs,) whole numbers, tokens of each request in this step; at least 1.
             seq_lens: (num_reqs,) whole numbers, tokens in each request's KV cache, this step's included.
             block_table: the page ids of each request, in order: a sequence of sequences, or, much quicker for
-                many pages, a (num_reqs, n) array or CPU tensor. What lies past a request's `seq_lens` is ignored.
+                many pages, a (num_reqs, n) array or CPU tensor. What lies past a request's `seq_lens`, and `ahead`, is
+                ignored.
             num_tokens: rows of the graph that will run; by default as many as there are tokens.
             num_reqs: requests of the graph that will run; None as in its descriptor, for a graph that leaves them open.
+            ahead: tokens beyond `seq_lens`, up to max_model_len, whose pages reach the device, too: for steps that
+                follow there, as a draft's do.
 
         Returns:
             The buffers, seen in that shape.
@@ -162,7 +169,7 @@ class BatchMetadata:
         """
         if self.graphs.is_capturing():
             raise InputError("the batch was set inside a capture; set it before the graph is captured or replayed.")
-        request = read_requests(query_lens, seq_lens, block_table, self._limits)
+        request = read_requests(query_lens, seq_lens, block_table, self._limits, ahead)
         shape = self._padded(request, num_tokens, num_reqs)
         request.check_pages(self.num_pages)
         if self.debug:
@@ -170,10 +177,37 @@ class BatchMetadata:
         step, longest = request.step, request.max_seq_len
         if self.share.size > 1:
             request.check_single_tokens()
+            if ahead:
+                raise InputError(f"ahead is {ahead}; no steps follow on the device where ranks share a context.")
             step = self.share.of(step)
             longest = int(step.seq_lens.max())
-        self._put(step, *shape, request.max_query_len, longest)
+        self._put(step, *shape, request.max_query_len, longest, ahead=ahead)
         return self.view(*shape)
+
+    def follow(self, step: BatchState, num_reqs: int) -> None:
+        """Expect a step that the device writes itself: one more token of each request of another metadata's step.
+
+        Only what the host knows of it is set here, lengths and pages as far as they may go. The graph that runs, or the
+        forward, writes the buffers from those of the other step.
+
+        Args:
+            step: what is followed; it was set with `ahead`.
+            num_reqs: rows, and requests, of the graph that will run.
+
+        Raises:
+            CaptureSizeError: num_reqs is above the limits, or below the step's requests.
+        """
+        self._limits.check_shape(num_reqs, num_reqs)
+        if num_reqs < step.num_reqs:
+            raise CaptureSizeError(f"{step.num_reqs} requests are to be followed in a graph of {num_reqs}.")
+        batch, most = self.batch, self.max_model_len
+        batch.num_reqs = batch.num_tokens = step.num_reqs
+        batch.max_query_len, batch.max_seq_len = 1, min(step.max_seq_len + step.ahead, most)
+        batch.query_start_loc = self._one_each[: step.num_reqs + 1]
+        batch.seq_lens, batch.block_table = np.minimum(step.seq_lens + step.ahead, most), step.block_table
+        batch.padded_tokens = batch.padded_reqs = num_reqs
+        batch.ahead, batch.capturing = 0, False
+        batch.version += 1
 
     def set_dummy(
         self, num_tokens: int, num_reqs: int | None = None, query_len: int | None = None, *, capturing: bool = False
@@ -308,6 +342,7 @@ class BatchMetadata:
         max_query_len: int,
         max_seq_len: int,
         *,
+        ahead: int = 0,
         capturing: bool = False,
     ) -> None:
         self._staging.put(step, num_tokens, num_reqs)
@@ -317,4 +352,4 @@ class BatchMetadata:
         batch.query_start_loc, batch.seq_lens, batch.block_table = step.query_start_loc, step.seq_lens, step.pages
         batch.padded_tokens, batch.padded_reqs = num_tokens, num_reqs
         batch.version += 1
-        batch.capturing = capturing
+        batch.ahead, batch.capturing = ahead, capturing

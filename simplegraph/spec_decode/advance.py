@@ -24,7 +24,9 @@ class Upcoming(NamedTuple):
     seq_lens: Tensor
 
 
-def upcoming(positions: Tensor, metadata: CommonMetadata, page_size: int, steps: int, max_model_len: int) -> Upcoming:
+def upcoming(
+    positions: Tensor, limits: Tensor, block_table: Tensor, page_size: int, steps: int, max_model_len: int
+) -> Upcoming:
     """Positions, slots and lengths of the next steps of one token for each request.
 
     A request may not go beyond the length that was set for it on the host, which is what it has pages for. A token
@@ -32,16 +34,35 @@ def upcoming(positions: Tensor, metadata: CommonMetadata, page_size: int, steps:
 
     Args:
         positions: (R,) int64, of each request's last token.
-        metadata: as it was set: seq_lens are the limits, 0 for padding; block_table has the pages up to them.
+        limits: (R,) int32, tokens of each request that there are pages for; 0 for padding.
+        block_table: (R, n) int32, the pages up to them.
         page_size: tokens in a page.
         steps: how many.
         max_model_len: positions are below this.
     """
-    limits = metadata.seq_lens
     ahead = torch.arange(1, steps + 1, device=positions.device)
     after = positions + ahead[:, None]
-    column = (after // page_size).clamp(max=metadata.block_table.shape[1] - 1)
-    page = metadata.block_table.gather(1, column.T).T.long()
+    column = (after // page_size).clamp(max=block_table.shape[1] - 1)
+    page = block_table.gather(1, column.T).T.long()
     slots = torch.where(after < limits, page * page_size + after % page_size, -1)
     seq_lens = torch.minimum(after + 1, limits).int()
     return Upcoming(after.clamp(max=max_model_len - 1), slots, seq_lens)
+
+
+def follow(live: CommonMetadata, step: CommonMetadata, steps: int, max_model_len: int) -> Tensor:
+    """Write the pages and query starts of steps of one token that follow another step.
+
+    Args:
+        live: where they are written.
+        step: what is followed, seen with as many requests.
+        steps: tokens that each request may grow by.
+        max_model_len: no request grows beyond this.
+
+    Returns:
+        (R,) int32, tokens of each request that there are pages for; 0 for padding.
+    """
+    real = step.seq_lens > 0
+    live.block_table.copy_(step.block_table)
+    count = torch.arange(live.num_reqs + 1, dtype=torch.int32, device=real.device)
+    live.query_start_loc.copy_(torch.minimum(count, real.sum(dtype=torch.int32)))
+    return torch.where(real, (step.seq_lens + steps).clamp(max=max_model_len), 0)

@@ -70,13 +70,13 @@ class DraftBuffers:
         """Let a warmup write its drafts to nobody's slot."""
         self.slots.fill_(self._scratch)
 
-    def keep_real(self, seq_lens: Tensor) -> None:
-        """Let padding, whose length is 0, read the first row and write to the scratch slot."""
-        reqs = seq_lens.shape[0]
-        real = seq_lens > 0
-        # A graph larger than the target's has rows here that an earlier batch left.
-        self.last[:reqs].mul_(real)
-        self.slots[:reqs].copy_(torch.where(real, self.slots[:reqs], self._scratch))
+    def finish(self, position: int) -> None:
+        """Let a warmup of the steps that follow begin where no request goes, so that it writes no key."""
+        self.last_positions.fill_(position)
+
+    def last_rows(self, seq_lens: Tensor) -> Tensor:
+        """(R,) int64, where each request's last token is; the first row for padding, whose length is 0."""
+        return self.last[: seq_lens.shape[0]] * (seq_lens > 0)
 
     def begin(self, tokens: Tensor) -> None:
         """Take the first drafts, (R,)."""
@@ -96,9 +96,12 @@ class DraftBuffers:
         torch._foreach_copy_([self.tokens[:reqs], self.last_positions[:reqs]], [tokens, positions])
         self.hidden[:reqs].copy_(hidden)
 
-    def publish(self, reqs: int) -> None:
-        """Write the drafts where the target takes them from."""
-        self._proposals.index_copy_(0, self.slots[:reqs], self._drafts[:reqs])
+    def publish(self, seq_lens: Tensor) -> None:
+        """Write the drafts where the target takes them from; those of padding, whose length is 0, to nobody's slot."""
+        reqs = seq_lens.shape[0]
+        # A graph larger than the target's has rows here that an earlier batch left.
+        slots = torch.where(seq_lens > 0, self.slots[:reqs], self._scratch)
+        self._proposals.index_copy_(0, slots, self._drafts[:reqs])
 
 
 def at_least_one(name: str, value: object) -> None:

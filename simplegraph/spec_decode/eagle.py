@@ -4,8 +4,10 @@ proposals = Proposals(num_slots=64, num_draft_tokens=5, device="cuda")
 drafter = EagleDrafter(draft, prefill, decode, proposals, num_draft_tokens=5)
 drafter.capture()
 ...
+metadata.set(query_lens, seq_lens, block_table, ahead=4, num_tokens=..., num_reqs=...)   # for target and draft
+...
 drafter.load(tokens, positions, states, last, slots)     # in the target's forward: what it verified
-drafter.draft(num_reqs * 6, num_reqs, 6, block_table)    # then proposals.tokens has the next drafts
+drafter.draft(num_reqs * 6, num_reqs, 6)                 # then proposals.tokens has the next drafts
 
 The draft keeps keys and values of its own, on the same pages and slots as the target's. What a refused draft left
 there lies beyond its request's length, and the next round writes over it.
@@ -17,20 +19,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend, attending
-from simplegraph.attention.host import Ints, Pages
+from simplegraph.attention.host import Ints
 from simplegraph.batch.dispatch import BatchDescriptor, Dispatch
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.config import CudaGraphMode
 from simplegraph.errors import ConfigError, InputError
+from simplegraph.graph.breaks import eager_break
 from simplegraph.graph.device import GraphPool
 from simplegraph.jobs import CaptureSummary
 from simplegraph.manager import CudaGraphManager
-from simplegraph.spec_decode.advance import upcoming
+from simplegraph.spec_decode.advance import follow, upcoming
 from simplegraph.spec_decode.buffers import DraftBuffers, Proposals, at_least_one
 from simplegraph.spec_decode.model import DraftModel
 
@@ -51,7 +53,9 @@ class EagleDrafter:
         proposals: where the drafts go.
         num_draft_tokens: K.
         mode: of the graphs: NONE, PIECEWISE, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
-        capture_sizes: in requests; the library's default ones up to the most that there can be.
+        capture_sizes: in requests, of decode steps and of a prefill of K + 1 tokens each; the library's default ones up
+            to the most that there can be.
+        mixed_capture_sizes: in tokens, of a piecewise prefill; the library's default ones.
         pool: memory to share with the target's manager, or with other drafters.
         progress: show a bar while capturing.
 
@@ -73,6 +77,7 @@ class EagleDrafter:
         num_draft_tokens: int,
         mode: CudaGraphMode | str = CudaGraphMode.FULL_AND_PIECEWISE,
         capture_sizes: Sequence[int] | None = None,
+        mixed_capture_sizes: Sequence[int] | None = None,
         pool: GraphPool | None = None,
         progress: bool = False,
     ) -> None:
@@ -83,14 +88,15 @@ class EagleDrafter:
         metadata = prefill.metadata
         self._max_num_reqs = min(metadata.max_num_reqs, proposals.num_slots)
         self._buffers = DraftBuffers(model, metadata.max_num_tokens, self._max_num_reqs, proposals, prefill.cache.dtype)
-        self._ones = np.ones(self._max_num_reqs, np.int64)
         mode = _checked_mode(mode)
-        self.prefill_manager = self._manager(prefill, num_draft_tokens + 1, mode, capture_sizes, pool, progress)
+        self.prefill_manager = self._manager(
+            prefill, num_draft_tokens + 1, mode, capture_sizes, mixed_capture_sizes, pool=pool, progress=progress
+        )
         self.decode_manager: CudaGraphManager | None = None
         if num_draft_tokens > 1:
-            one_token = CudaGraphMode.FULL_DECODE_ONLY if mode.has_full() else mode
+            mode = CudaGraphMode.FULL_DECODE_ONLY if mode.has_full() else mode
             pool = self.prefill_manager.pool
-            self.decode_manager = self._manager(decode, 1, one_token, capture_sizes, pool, progress)
+            self.decode_manager = self._manager(decode, 1, mode, capture_sizes, None, pool=pool, progress=progress)
 
     @property
     def chained(self) -> bool:
@@ -106,15 +112,18 @@ class EagleDrafter:
         self._buffers.forget()
         summaries = [self.prefill_manager.capture(self._prefill)]
         if self.decode_manager is not None:
+            self._buffers.finish(self._metadata.max_model_len)
             summaries.append(self.decode_manager.capture(self._decode))
         return summaries
 
     def dispatch(self, num_tokens: int, num_reqs: int, uniform_query_len: int | None) -> Dispatch:
-        """How the draft's prefill of a batch will run; set the target's metadata to at least its shape.
-
-        Where the descriptor leaves the requests open, that is as many as its tokens could be, up to the most there are.
-        """
+        """How the draft's prefill of a batch will run; set the target's metadata to at least its shape."""
         return self.prefill_manager.dispatch(num_tokens, num_reqs, uniform_query_len)
+
+    def padded_reqs(self, num_reqs: int) -> int:
+        """Requests, padding included, that the draft's decode steps read: set the target's metadata to so many."""
+        manager = self.decode_manager
+        return num_reqs if manager is None else manager.dispatch(num_reqs, num_reqs, 1).descriptor.num_tokens
 
     def load(self, input_ids: Tensor, positions: Tensor, states: Tensor, last: Tensor, slots: Tensor) -> None:
         """Take what the target computed; graph-safe, so that it can be the end of the target's graph.
@@ -146,12 +155,7 @@ class EagleDrafter:
         buffers.states[:tokens].copy_(states)
 
     def draft(
-        self,
-        num_tokens: int,
-        num_reqs: int,
-        uniform_query_len: int | None,
-        block_table: Pages,
-        seq_lens: Ints | None = None,
+        self, num_tokens: int, num_reqs: int, uniform_query_len: int | None, seq_lens: Ints | None = None
     ) -> None:
         """Draft for the batch that was loaded, into `proposals`; waits for nothing.
 
@@ -159,14 +163,12 @@ class EagleDrafter:
             num_tokens: of the target's step, as its dispatcher got it.
             num_reqs: as `num_tokens`.
             uniform_query_len: as `num_tokens`.
-            block_table: the pages of each request, for K - 1 tokens beyond `seq_lens`, or up to max_model_len, which no
-                draft is beyond.
-            seq_lens: (num_reqs,) tokens of each request that count. Where `chained`, they may be more than that, as
-                those of the target's step are, refused drafts included: the default.
+            seq_lens: (num_reqs,) tokens of each request that count, refused drafts not among them; only where not
+                `chained`. By default those of the target's step.
 
         Raises:
-            InputError: the target's step has another shape; a page is missing, or `seq_lens` is where the attention
-                plans on the host.
+            InputError: the target's step has another shape, or was set without room for the drafts; `seq_lens` is
+                missing where the attention plans on the host.
         """
         if seq_lens is None and not self.chained and uniform_query_len is not None:
             raise InputError(
@@ -178,22 +180,25 @@ class EagleDrafter:
                 f"requests of {uniform_query_len} tokens each are to be drafted for, but the target's step has "
                 f"requests of {sorted(live.query_lens)}. Run prompts in a step of their own, without uniform_query_len."
             )
-        batch = self.dispatch(num_tokens, num_reqs, uniform_query_len)
-        needed = self._num_reqs(batch.descriptor)
-        if live.padded_reqs < needed:
+        more, rows = self.num_draft_tokens - 1, self.padded_reqs(num_reqs)
+        if live.ahead < more or (self.chained and live.padded_reqs < rows):
             raise InputError(
-                f"the draft's graph reads {needed} requests, padding included, but the target's step was set for "
-                f"{live.padded_reqs}; pass num_reqs={needed} to BatchMetadata.set."
+                f"the target's step was set with ahead={live.ahead} and {live.padded_reqs} requests, padding included; "
+                f"the draft's steps need ahead={more} and num_reqs={rows} at least. Pass them to BatchMetadata.set."
             )
-        lengths = np.asarray(live.seq_lens if seq_lens is None else seq_lens, np.int64)
-        self.prefill_manager.run(batch, self._prefill)
+        self.prefill_manager.run(self.dispatch(num_tokens, num_reqs, uniform_query_len), self._prefill)
         manager = self.decode_manager
         if manager is None:
             return
         batch = manager.dispatch(num_reqs, num_reqs, 1)
-        more = self.num_draft_tokens - 1
-        for ahead in (more,) if self.chained else range(1, more + 1):
-            self._set(lengths + ahead, block_table, batch)
+        if self.chained:
+            self._metadata.follow(live, rows)
+            manager.run(batch, self._decode)
+            return
+        lengths = np.asarray(live.seq_lens if seq_lens is None else seq_lens, np.int64)
+        for ahead in range(1, more + 1):
+            most = np.minimum(lengths + ahead, self._metadata.max_model_len)
+            self._metadata.set(np.ones_like(most), most, live.block_table, num_tokens=rows, num_reqs=rows)
             manager.run(batch, self._decode)
 
     def reset(self) -> None:
@@ -204,37 +209,36 @@ class EagleDrafter:
     def _managers(self) -> list[CudaGraphManager]:
         return [manager for manager in (self.prefill_manager, self.decode_manager) if manager is not None]
 
-    def _num_reqs(self, descriptor: BatchDescriptor) -> int:
-        """Requests of a graph; where its key leaves them open, as many as there can be."""
-        return descriptor.num_reqs or min(descriptor.num_tokens, self._max_num_reqs)
-
-    def _set(self, lengths: npt.NDArray[np.int64], block_table: Pages, batch: Dispatch) -> None:
-        rows = batch.descriptor.num_tokens
-        most = np.minimum(lengths, self._metadata.max_model_len)
-        self._metadata.set(self._ones[: len(lengths)], most, block_table, num_tokens=rows, num_reqs=rows)
-
     def _prefill(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         buffers, rows = self._buffers, descriptor.num_tokens
-        reqs = self._num_reqs(descriptor)
-        positions = buffers.positions[:rows]
         with attending(self._prefill_backend, mode, descriptor):
             fused = self.model.fuse(buffers.states[:rows])
-            found, hidden = self.model(buffers.input_ids[:rows], positions, fused)
-        buffers.keep_real(self._prefill_backend.metadata.view(rows, reqs).seq_lens)
-        last = buffers.last[:reqs]
+            found, hidden = self.model(buffers.input_ids[:rows], buffers.positions[:rows], fused)
+        self._begin(found, hidden)
+
+    # A piecewise graph does not know how many requests its rows are of.
+    @eager_break
+    def _begin(self, found: Tensor, hidden: Tensor) -> None:
+        """The first drafts, of a full graph's requests or else of the real ones."""
+        buffers, seq_lens = self._buffers, self._prefill_backend.live.seq_lens
+        last = buffers.last_rows(seq_lens)
         tokens = self.model.choose(found.index_select(0, last))
         buffers.begin(tokens)
-        buffers.keep(tokens, positions.index_select(0, last), hidden.index_select(0, last))
-        buffers.publish(reqs)
+        buffers.keep(tokens, buffers.positions.index_select(0, last), hidden.index_select(0, last))
+        buffers.publish(seq_lens)
 
     def _decode(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         buffers, rows = self._buffers, descriptor.num_tokens
         steps = self.num_draft_tokens - 1 if self.chained else 1
         found = []
         with attending(self._decode_backend, mode, descriptor):
-            live, page_size = self._metadata.view(rows, rows), self._metadata.page_size
+            live, most = self._metadata.view(rows, rows), self._metadata.max_model_len
+            limits = live.seq_lens
+            if self.chained:
+                limits = follow(live, self._prefill_backend.metadata.view(rows, rows), steps, most)
+            last, page_size = buffers.last_positions[:rows], self._metadata.page_size
+            ahead = upcoming(last, limits, live.block_table, page_size, steps, most)
             ids, hidden = buffers.tokens[:rows], buffers.hidden[:rows]
-            ahead = upcoming(buffers.last_positions[:rows], live, page_size, steps, self._metadata.max_model_len)
             for step in range(steps):
                 live.slot_mapping.copy_(ahead.slots[step])
                 live.seq_lens.copy_(ahead.seq_lens[step])
@@ -244,7 +248,7 @@ class EagleDrafter:
         buffers.add(torch.stack(found, dim=1))
         if not self.chained:
             buffers.keep(ids, ahead.positions[-1], hidden)
-        buffers.publish(rows)
+        buffers.publish(limits)
 
     def _manager(
         self,
@@ -252,25 +256,25 @@ class EagleDrafter:
         query_len: int,
         mode: CudaGraphMode,
         capture_sizes: Sequence[int] | None,
-        pool: GraphPool | None,
-        progress: bool,
+        mixed_capture_sizes: Sequence[int] | None,
+        **shared: Any,
     ) -> CudaGraphManager:
         metadata = backend.metadata
         most = min(self._max_num_reqs, metadata.max_num_tokens // query_len)
         reqs = default_sizes(most) if capture_sizes is None else sorted({min(size, most) for size in capture_sizes})
-        settings: dict[str, Any] = {"max_num_tokens": metadata.max_num_tokens, "max_num_seqs": self._max_num_reqs}
+        # Of one token each, requests are tokens where the graphs are piecewise, too.
+        settings: dict[str, Any] = {"capture_sizes": reqs if query_len == 1 else mixed_capture_sizes}
         if mode.separate_routine():
             settings |= {"uniform_query_len": query_len, "decode_capture_sizes": [size * query_len for size in reqs]}
-        elif query_len == 1:
-            settings["capture_sizes"] = reqs
         manager = CudaGraphManager(
             mode=mode,
             device=backend.device,
-            pool=pool,
             support=backend.support,
-            progress=progress,
+            max_num_tokens=metadata.max_num_tokens,
+            max_num_seqs=self._max_num_reqs,
             name="draft decode" if query_len == 1 else "draft prefill",
             **settings,
+            **shared,
         )
         manager.add_hooks(backend)
         return manager
@@ -290,12 +294,16 @@ class EagleDrafter:
             raise ConfigError("prefill and decode read different caches; both are the draft's own.")
         if self._metadata is metadata:
             raise ConfigError("prefill and decode share one BatchMetadata; decode steps need one of their own.")
-        for name in ("max_model_len", "max_num_reqs"):
-            if getattr(self._metadata, name) < getattr(metadata, name):
-                raise ConfigError(
-                    f"{name} of decode's metadata is {getattr(self._metadata, name)}, below prefill's "
-                    f"{getattr(metadata, name)}."
-                )
+        if self._metadata.max_model_len != metadata.max_model_len:
+            raise ConfigError(
+                f"max_model_len of decode's metadata is {self._metadata.max_model_len}, prefill's is "
+                f"{metadata.max_model_len}; expected the same."
+            )
+        if self._metadata.max_num_reqs < metadata.max_num_reqs:
+            raise ConfigError(
+                f"max_num_reqs of decode's metadata is {self._metadata.max_num_reqs}, below prefill's "
+                f"{metadata.max_num_reqs}."
+            )
 
 
 def _checked_mode(mode: CudaGraphMode | str) -> CudaGraphMode:

@@ -101,6 +101,36 @@ def test_what_an_engine_keeps_behind_the_needed_pages_does_not_matter() -> None:
     built.set([1], [5], torch.ones(1, 100, dtype=torch.int32))
 
 
+def test_pages_of_the_tokens_ahead_reach_the_device(device: torch.device) -> None:
+    built = metadata(device)
+    table = [[5, 2, 9, 8, 7, 6], [8, 1, 3, 4, 0, 0]]
+    view = built.set([1, 3], [7, 9], table, ahead=4)
+    assert view.block_table.tolist() == [[5, 2, 9, 0, 0, 0], [8, 1, 3, 4, 0, 0]]
+    assert view.seq_lens.tolist() == [7, 9]
+    assert view.slot_mapping.tolist() == [2 * 4 + 2, 1 * 4 + 2, 1 * 4 + 3, 3 * 4]
+    assert built.batch.ahead == 4
+    # No further than the model's limit, which is 6 pages.
+    assert built.set([1], [23], table[:1], ahead=100).block_table.tolist() == table[:1]
+    assert built.set([1], [7], table[:1]).block_table.tolist() == [[5, 2, 0, 0, 0, 0]]
+    assert built.batch.ahead == 0
+    with pytest.raises(InputError, match="request 0 needs 4 pages of 4 tokens, but its row in block_table has 3"):
+        built.set([1], [12], [[1, 2, 3]], ahead=1)
+
+
+def test_a_step_that_the_device_writes_is_known_by_its_shape(device: torch.device) -> None:
+    first, second = metadata(device), metadata(device)
+    first.set([2, 2], [7, 22], [[5, 2, 9], [8, 1, 3, 4, 6, 7]], ahead=4)
+    second.follow(first.batch, 4)
+    batch = second.batch
+    assert (batch.num_reqs, batch.num_tokens, batch.padded_reqs, batch.padded_tokens) == (2, 2, 4, 4)
+    assert (batch.query_lens, batch.max_seq_len, batch.seq_lens.tolist()) == ({1}, LENGTH, [11, LENGTH])
+    assert second.live(4, 4) is second.view(4, 4)
+    with pytest.raises(CaptureSizeError, match="2 requests are to be followed in a graph of 1"):
+        second.follow(first.batch, 1)
+    with pytest.raises(CaptureSizeError, match="expected 1 to 16 tokens and 1 to 6 requests"):
+        second.follow(first.batch, 7)
+
+
 def test_steps_in_flight_keep_their_own_numbers(device: torch.device) -> None:
     built = metadata(device)
     seen = []

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from bench import text  # noqa: E402
 from bench.engine import Engine, EngineConfig, EngineError, SamplingParams  # noqa: E402
 from bench.engine.spec import SpecEngine  # noqa: E402
-from bench.engine.spec_runner import SpecConfig  # noqa: E402
+from bench.engine.spec_config import SpecConfig  # noqa: E402
 from bench.models.eagle import Eagle, Eagle3, tiny_pair  # noqa: E402
 from bench.models.llama import Llama  # noqa: E402
 from bench.models.serving import ServingLlama  # noqa: E402

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplegraph.attention import BatchMetadata
-from simplegraph.spec_decode.advance import upcoming
+from simplegraph.spec_decode.advance import follow, upcoming
 
 MAX_LEN, PAGE = 22, 4
 
@@ -27,7 +27,7 @@ def test_every_token_goes_to_its_own_place_or_nowhere(
     view = metadata.set([1] * len(requests), limits, table, num_tokens=rows, num_reqs=rows)
     # Where each one's last token is: some before its limit, by what was refused and what is still to be drafted.
     last = [max(0, limit - behind) for limit, behind in requests] + [MAX_LEN - 1] * padding
-    found = upcoming(torch.tensor(last), view, PAGE, steps, MAX_LEN)
+    found = upcoming(torch.tensor(last), view.seq_lens, view.block_table, PAGE, steps, MAX_LEN)
     for step in range(steps):
         for row, start in enumerate(last):
             position, limit = start + 1 + step, limits[row] if row < len(limits) else 0
@@ -38,3 +38,16 @@ def test_every_token_goes_to_its_own_place_or_nowhere(
     assert found.slots.dtype is torch.int64
     assert found.seq_lens.dtype is torch.int32
     assert all(part[0].is_contiguous() for part in found)
+
+
+def test_steps_that_follow_another_have_its_pages_and_their_own_query_starts() -> None:
+    first, second = (
+        BatchMetadata(max_num_tokens=8, max_num_reqs=4, max_model_len=MAX_LEN, page_size=PAGE, device="cpu")
+        for _ in range(2)
+    )
+    step = first.set([2, 2], [6, MAX_LEN], [[3, 1, 2], [9, 8, 7, 6, 5, 4]], ahead=3, num_reqs=4)
+    second.set([1] * 4, [9] * 4, [[11] * 3] * 4)  # what an earlier step left
+    live = second.view(4, 4)
+    assert follow(live, step, 3, MAX_LEN).tolist() == [9, MAX_LEN, 0, 0]
+    assert live.block_table.tolist() == [[3, 1, 2, 0, 0, 0], [9, 8, 7, 6, 5, 4], [0] * 6, [0] * 6]
+    assert live.query_start_loc.tolist() == [0, 1, 2, 2, 2]

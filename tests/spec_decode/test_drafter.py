@@ -146,15 +146,16 @@ class Harness:
         last = torch.tensor([first + keep for first, keep in zip(firsts, kept, strict=True)], device=self.device)
         table = [self.table[slot] for slot in slots]
         batch = self.drafter.dispatch(sum(queries), len(slots), uniform).descriptor
-        reqs = batch.num_reqs or min(batch.num_tokens, 8)
+        reqs = max(batch.num_reqs or 0, self.drafter.padded_reqs(len(slots)))
         seq_lens = [start + query for start, query in zip(starts, queries, strict=True)]
-        self.metadata.set(queries, seq_lens, table, num_tokens=batch.num_tokens, num_reqs=reqs)
+        shape = {"num_tokens": batch.num_tokens, "num_reqs": reqs}
+        self.metadata.set(queries, seq_lens, table, ahead=self.count - 1, **shape)
         flat = torch.tensor([token for row in ids for token in row], device=self.device)
         self.drafter.load(
             flat, torch.tensor(positions, device=self.device), states, last, torch.tensor(slots, device=self.device)
         )
         exact = [start + keep + 1 for start, keep in zip(starts, kept, strict=True)]
-        self.drafter.draft(sum(queries), len(slots), uniform, table, None if self.drafter.chained else exact)
+        self.drafter.draft(sum(queries), len(slots), uniform, None if self.drafter.chained else exact)
         for slot, first, row, keep in zip(slots, firsts, ids, kept, strict=True):
             self.ids[slot] += row[: keep + 1]
             self.states[slot] = torch.cat((self.states[slot], states[first : first + keep + 1]))
@@ -265,8 +266,9 @@ def test_k_may_change_from_round_to_round_on_one_pool(device: torch.device) -> N
     assert five.metadata.max_model_len >= max(len(ids) for ids in five.ids.values())
 
 
-def test_padding_leaves_the_drafts_of_other_slots_alone(device: torch.device) -> None:
-    served = Harness(device, 2, mode="FULL_DECODE_ONLY", capture_sizes=(8,))
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
+def test_padding_leaves_the_drafts_of_other_slots_alone(device: torch.device, mode: str) -> None:
+    served = Harness(device, 2, mode=mode, capture_sizes=(8,), mixed_capture_sizes=(24,))
     for slot in range(5):
         served.start(slot, 2 + slot)
     served.run_prompts()
@@ -326,7 +328,11 @@ def test_backends_that_do_not_belong_together_are_refused(device: torch.device) 
         EagleDrafter(served.model, prefill, stranger, served.proposals, num_draft_tokens=2)
     short = BatchMetadata(max_num_tokens=8, max_num_reqs=8, max_model_len=32, page_size=PAGE, device=device)
     behind = SDPABackend(served.cache, short, num_heads=HEADS)
-    with pytest.raises(ConfigError, match="max_model_len of decode's metadata is 32, below prefill's 64"):
+    with pytest.raises(ConfigError, match="max_model_len of decode's metadata is 32, prefill's is 64"):
+        EagleDrafter(served.model, prefill, behind, served.proposals, num_draft_tokens=2)
+    few = BatchMetadata(max_num_tokens=8, max_num_reqs=4, max_model_len=64, page_size=PAGE, device=device)
+    behind = SDPABackend(served.cache, few, num_heads=HEADS)
+    with pytest.raises(ConfigError, match="max_num_reqs of decode's metadata is 4, below prefill's 8"):
         EagleDrafter(served.model, prefill, behind, served.proposals, num_draft_tokens=2)
 
 
@@ -349,27 +355,34 @@ def test_a_step_that_does_not_fit_what_is_drafted_for_is_refused(device: torch.d
     served.run_round([0])
     # No step was set since.
     with pytest.raises(ReplayError, match="ran already"):
-        served.drafter.draft(4, 1, 4, [served.table[0]])
+        served.drafter.draft(4, 1, 4)
     # A batch in which one request is still in its prompt is no uniform one.
     served.metadata.set([4, 2], [13, 2], [served.table[0], served.table[0][5:]], num_tokens=8, num_reqs=2)
     with pytest.raises(InputError, match=r"of 4 tokens each .* requests of \[2, 4\]. Run prompts in a step"):
-        served.drafter.draft(8, 2, 4, [served.table[0], served.table[0]])
+        served.drafter.draft(8, 2, 4)
     served.run_round([0])
     served.check([0])
 
 
-def test_a_graph_never_reads_requests_that_were_not_set(device: torch.device) -> None:
-    served = Harness(device, 3, mode="PIECEWISE")
+def test_a_piecewise_graph_drafts_for_the_real_requests_only(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Harness(device, 3, mode="PIECEWISE", mixed_capture_sizes=(8, 32))
     served.drafter.capture()
     for slot in range(4):
         served.start(slot, 5)
     served.run_prompts()
     before = served.proposals.tokens.clone()
+    chosen, choose = [], served.model.choose
+    monkeypatch.setattr(served.model, "choose", lambda hidden: chosen.append(len(hidden)) or choose(hidden))
     # One request in a graph of eight rows; what the step before left of the other requests is still there.
-    served.metadata.set([3], [8], [served.table[1]], num_tokens=8, num_reqs=1)
-    with pytest.raises(InputError, match=r"reads 4 requests, .* set for 1; pass num_reqs=4"):
-        served.drafter.draft(3, 1, None, [served.table[1]])
-    assert torch.equal(served.proposals.tokens, before)
+    served.start(6, 3)
+    served.run_prompts()
+    assert chosen == [1]
+    served.check([6])
+    assert torch.equal(served.proposals.tokens[:4], before[:4])
+    assert [key.num_tokens for _, key in served.drafter.prefill_manager.programs] == [32, 8]
+    assert served.drafter.prefill_manager.stats.padded_tokens == 12 + 5
 
 
 def test_missing_pages_are_named_before_anything_is_written_there(device: torch.device) -> None:
@@ -382,8 +395,38 @@ def test_missing_pages_are_named_before_anything_is_written_there(device: torch.
         served.run_round([0])
 
 
+@pytest.mark.parametrize("backend", [SDPABackend, PlanningBackend], ids=["chained", "planned"])
+def test_a_step_without_room_for_the_drafts_is_refused(device: torch.device, backend: Any) -> None:
+    served = Harness(device, 3, mode="FULL_DECODE_ONLY", backend=backend)
+    served.metadata.set([4], [8], [[1, 2, 3]], ahead=1)
+    with pytest.raises(InputError, match=r"set with ahead=1 and 1 requests, .* need ahead=2 and num_reqs=1 at least"):
+        served.drafter.draft(4, 1, 4, [6])
+    if backend is SDPABackend:  # three requests decode in a graph of four, which reads the fourth's length
+        served.metadata.set([4] * 3, [8] * 3, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], ahead=2)
+        with pytest.raises(InputError, match=r"ahead=2 and 3 requests, .* num_reqs=4 at least"):
+            served.drafter.draft(12, 3, 4)
+
+
+@pytest.mark.parametrize("backend", [SDPABackend, PlanningBackend], ids=["chained", "planned"])
+def test_a_capture_between_rounds_writes_no_keys_and_leaves_the_drafts_alone(
+    device: torch.device, backend: Any
+) -> None:
+    served = Harness(device, 4, backend=backend, mode="FULL_DECODE_ONLY")
+    for slot in range(3):
+        served.start(slot, 5)
+    served.run_prompts()
+    served.run_round([0, 1, 2])
+    pages = served.cache._memory[:, :, :200]  # without the one that takes what is left out
+    cache, drafts = pages.clone(), served.proposals.tokens.clone()
+    assert all(summary.failed == {} for summary in served.drafter.capture())
+    assert torch.equal(pages, cache)
+    assert torch.equal(served.proposals.tokens[:8], drafts[:8])
+    served.run_round([0, 1, 2])
+    served.check([0, 1, 2])
+
+
 def test_a_backend_that_plans_on_the_host_asks_for_the_lengths(device: torch.device) -> None:
     served = Harness(device, 2, backend=PlanningBackend)
     served.metadata.set([3], [3], [[1]])
     with pytest.raises(InputError, match="planning plans on the host; pass seq_lens"):
-        served.drafter.draft(3, 1, 3, [[1]])
+        served.drafter.draft(3, 1, 3)

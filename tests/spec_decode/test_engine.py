@@ -14,7 +14,7 @@ from bench import text  # noqa: E402
 from bench.engine import Engine, EngineConfig, EngineError, RequestError, SamplingParams  # noqa: E402
 from bench.engine.request import FinishReason  # noqa: E402
 from bench.engine.spec import Acceptance, SpecEngine  # noqa: E402
-from bench.engine.spec_runner import SpecConfig  # noqa: E402
+from bench.engine.spec_config import SpecConfig  # noqa: E402
 from bench.models.eagle import build_eagle, tiny_pair  # noqa: E402
 from simplegraph import CudaGraphMode  # noqa: E402
 from simplegraph.attention import SDPABackend  # noqa: E402

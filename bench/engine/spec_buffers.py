@@ -1,0 +1,110 @@
+"""What steps of speculative decoding bring to the device, and what they bring back: one copy each way."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.engine.scheduler import Int64s
+
+
+class StepInputs:
+    """A step's numbers at addresses that stay.
+
+    Attributes:
+        slots: (max_num_seqs,) int64; padding has the scratch slot.
+        tokens: (max_num_seqs,) int64, of a round: each request's last token.
+        ids, positions: (max_num_tokens,) int64; a round writes its own on the device; -1 for no draft.
+        shifted: (max_num_tokens,) int64, of prompts: the token after each, where the host knows it.
+        last: (max_num_seqs,) int64, of prompts: each request's last row.
+        samples: (max_num_seqs,) int64, 1 where the step gives a prompt its first token.
+    """
+
+    def __init__(self, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> None:
+        reqs, tokens = max_num_seqs, max_num_tokens
+        sizes = [reqs, reqs, tokens, tokens, tokens, reqs, reqs]
+        self._words = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self.slots, self.tokens, self.ids, self.positions, self.shifted, self.last, self.samples = self._words.split(
+            sizes
+        )
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=on_gpu)
+        self._arrays = [part.numpy() for part in self._host.split(sizes)]
+        self._of_rounds = self._words[: 2 * reqs], self._host[: 2 * reqs]
+        self._copied: Any = torch.cuda.Event() if on_gpu else None
+        self._scratch_slot = max_num_seqs
+        self.forget()
+
+    def forget(self) -> None:
+        """Let a warmup's drafts be nobody's."""
+        self.slots.fill_(self._scratch_slot)
+
+    def load_round(self, slots: Int64s, tokens: Int64s) -> None:
+        """Bring a round's slots and last tokens to the device."""
+        self._write(slots, tokens)
+        self._send(*self._of_rounds)
+
+    def load_prompts(
+        self, slots: Int64s, ids: Int64s, positions: Int64s, shifted: Int64s, last: Int64s, samples: Int64s
+    ) -> None:
+        """Bring a step of prompts to the device."""
+        self._write(slots, slots[:0], ids, positions, shifted, last, samples)
+        self._send(self._words, self._host)
+
+    def _write(self, slots: Int64s, *others: Int64s) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()  # memory whose copy is under way is not written to
+        self._arrays[0][len(slots) :] = self._scratch_slot
+        for array, value in zip(self._arrays, (slots, *others), strict=False):
+            array[: len(value)] = value
+
+    def _send(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class Arriving(NamedTuple):
+    """A step's tokens on their way to the host."""
+
+    tokens: Tensor
+    done: Any
+
+    def wait(self) -> Any:
+        """(num_reqs, n) int64, -1 after each request's last; waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tokens.numpy()
+
+
+class RoundResults:
+    """What rounds give, and the memory on the host that it is read from: a round's until the next one is sent.
+
+    Attributes:
+        tokens: (max_num_seqs, width) int64, -1 after each request's last.
+    """
+
+    def __init__(self, max_num_seqs: int, width: int, device: torch.device) -> None:
+        self.tokens = torch.full((max_num_seqs, width), -1, dtype=torch.int64, device=device)
+        on_gpu = device.type == "cuda"
+        self._host = torch.empty_like(self.tokens, device="cpu", pin_memory=on_gpu)
+        self._done: Any = torch.cuda.Event() if on_gpu else None
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def send(self, reqs: int) -> Arriving:
+        """Put the first rows on their way to the host."""
+        copy = self._copies.get(reqs)
+        if copy is None:
+            copy = self._copies[reqs] = (self._host[:reqs], self.tokens[:reqs])
+        copy[0].copy_(copy[1], non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+        return Arriving(copy[0], self._done)
+
+
+def last_rows(query_lens: list[int]) -> Int64s:
+    """(num_reqs,), where each request's last token is in a step."""
+    return np.cumsum(query_lens) - 1

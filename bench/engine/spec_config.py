@@ -1,0 +1,56 @@
+"""What an engine that drafts can hold, and how it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from bench.engine.runner import EngineConfig, require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpecConfig(EngineConfig):
+    """An engine that drafts. Its `capture_sizes` are in requests, of rounds.
+
+    Args:
+        num_draft_tokens: K, or several, among which an engine can change at run time; the first is where it begins.
+        draft_mode: of the draft's graphs, by name; the target's mode by default.
+        mixed_capture_sizes: in tokens, of piecewise graphs: steps of prompts, and rounds in mode PIECEWISE; the
+            library's default ones up to 512.
+        acceptance: "greedy" takes the target's likeliest tokens; "rejection" samples with each request's temperature.
+        seed: of what is sampled.
+        mean_length: for benchmarks: in place of acceptance, so many tokens a round on average, the target's own
+            included, whatever the drafts are.
+
+    Raises:
+        EngineError: a number is out of range.
+    """
+
+    num_draft_tokens: int | Sequence[int] = 5
+    draft_mode: str | None = None
+    mixed_capture_sizes: tuple[int, ...] | None = None
+    acceptance: str = "greedy"
+    seed: int = 0
+    mean_length: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expected = "at least 1; without drafts use Engine"
+        require(bool(self.drafts), "num_draft_tokens", self.num_draft_tokens, expected)
+        for count in self.drafts:
+            require(isinstance(count, int) and count >= 1, "num_draft_tokens", count, expected)
+        most = max(self.drafts)
+        require(most < self.max_model_len, "num_draft_tokens", most, f"below max_model_len={self.max_model_len}")
+        needed = self.max_num_seqs * (most + 1)
+        what = f"at least max_num_seqs * (1 + num_draft_tokens) = {needed}"
+        require(self.max_num_tokens >= needed, "max_num_tokens", self.max_num_tokens, what)
+        require(self.acceptance in ("greedy", "rejection"), "acceptance", self.acceptance, "'greedy' or 'rejection'")
+        length = self.mean_length
+        what = f"from 1 to {1 + min(self.drafts)}"
+        require(length is None or 1 <= length <= 1 + min(self.drafts), "mean_length", length, what)
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """Every K, the first one first."""
+        given = self.num_draft_tokens
+        return tuple(given) if isinstance(given, Sequence) else (given,)
