@@ -162,39 +162,40 @@ class SpecEngine(Engine):
         except BaseException:
             self.scheduler.undo(plan)
             raise
-        outputs = []
+        outputs: list[Output] = []
         for request, row, samples in zip(plan.requests, tokens, plan.samples, strict=True):
             if samples:
                 request.pending -= 1
                 self.scheduler.drafted.add(request)
-                outputs += self._grow(request, row.tolist())
+                self._grow(request, row.tolist(), outputs)
         return outputs
 
     def _round(self, plan: RoundPlan) -> list[Output]:
         rows = self.runner.wait(self.runner.launch_round(plan))[:, : plan.num_draft_tokens + 1].tolist()
-        outputs, taken = [], []
+        outputs: list[Output] = []
+        taken = []
         for request, row in zip(plan.requests, rows, strict=True):
             found = row if row[-1] >= 0 else row[: row.index(-1)]
             taken.append(len(found) - 1)
             request.num_computed += len(found)
-            outputs += self._grow(request, found)
+            self._grow(request, found, outputs)
         self.acceptance.count(plan.num_draft_tokens, taken)
         return outputs
 
-    def _grow(self, request: Request, tokens: Sequence[int]) -> list[Output]:
+    def _grow(self, request: Request, tokens: list[int], outputs: list[Output]) -> None:
         """Give a request its tokens, up to where it ends."""
-        if len(request.output) + len(tokens) < request.params.max_tokens and not request.params.stop_token_ids:
-            request.output += tokens  # as most rounds are: no token can be the last
-            return [Output(request, token, None) for token in tokens]
-        outputs: list[Output] = []
+        params = request.params
+        if len(request.output) + len(tokens) < params.max_tokens and not params.stop_token_ids:
+            request.output += tokens  # as in most rounds: none can be the last
+            outputs += [Output(request, token, None) for token in tokens]
+            return
         for token in tokens:
             request.output.append(token)
             reason = self._reason_to_end(request, token)
             outputs.append(Output(request, token, reason))
             if reason is not None:
                 self.scheduler.finish(request, reason)
-                break
-        return outputs
+                return
 
     def capture(self) -> Any:
         """Capture the graphs; summaries of what was captured."""

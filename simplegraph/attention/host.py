@@ -176,8 +176,8 @@ def read_requests(query_lens: Ints, seq_lens: Ints, block_table: Pages, limits: 
     """
     # The least number of numpy calls: each costs a microsecond, a hundred would be a tenth of a step.
     queries, lengths = _ints("query_lens", query_lens), _ints("seq_lens", seq_lens)
-    before = _check_lengths(queries, lengths, limits)
-    longest, most = int(np.maximum.reduce(lengths)), int(np.maximum.reduce(queries))
+    before, longest = _check_lengths(queries, lengths, limits)
+    most = int(np.maximum.reduce(queries))
     starts = np.zeros(len(queries) + 1, np.int64)
     np.add.accumulate(queries, out=starts[1:])
     num_tokens = int(starts[-1])
@@ -194,8 +194,8 @@ def read_requests(query_lens: Ints, seq_lens: Ints, block_table: Pages, limits: 
     return Request(step, queries, most, longest, limits)
 
 
-def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> _Int64s:
-    """Tokens that each request has in the cache already."""
+def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> tuple[_Int64s, int]:
+    """Tokens that each request has in the cache already, and the most that one has with this step."""
     if len(queries) == 0:
         raise CaptureSizeError("the batch is empty; a step needs at least one request (set_dummy runs without).")
     if len(queries) != len(lengths):
@@ -220,7 +220,7 @@ def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> _Int64
             f"seq_lens[{int(lengths.argmax())}] is {longest}, above max_model_len={limits.max_model_len}; "
             "end the request, or build BatchMetadata with a higher limit."
         )
-    return before
+    return before, longest
 
 
 def _slots(queries: _Int64s, before: _Int64s, starts: _Int64s, pages: _Int32s, limits: Limits) -> _Int64s:
@@ -248,8 +248,7 @@ def _needed_pages(block_table: Pages, needed: _Int64s, width: int, limits: Limit
     table, counts = _table(block_table)
     if len(table) != len(needed):
         raise InputError(f"block_table has {len(table)} rows for {len(needed)} requests; expected one for each.")
-    short = counts < (needed if len(counts) > 1 else width)
-    if short.any():
+    if counts[0] < width if len(counts) == 1 else (counts < needed).any():
         worst = int((counts < needed).argmax())
         have = int(np.broadcast_to(counts, needed.shape)[worst])
         raise InputError(
@@ -299,7 +298,7 @@ def _table(block_table: Pages) -> tuple[npt.NDArray[Any], _Int64s]:
     """
     if isinstance(block_table, (Tensor, np.ndarray)):
         table = _array("block_table", block_table)
-        counts = np.full(1, table.shape[-1] if table.ndim else 0)
+        counts = np.array([table.shape[-1] if table.ndim else 0])
     else:
         table, counts = _padded_rows(block_table)
     if table.ndim != 2 or table.dtype.kind not in "iu":

@@ -99,15 +99,18 @@ class Stage:
             self._copied.synchronize()
         tokens, reqs = len(step.slots), len(step.seq_lens)
         self._slots[:tokens] = step.slots
-        self._slots[tokens:num_tokens] = -1
         self._starts[: reqs + 1] = step.query_start_loc
-        self._starts[reqs + 1 : num_reqs + 1] = step.query_start_loc[-1]
         self._lengths[:reqs] = step.seq_lens
-        self._lengths[reqs:num_reqs] = 0
-        rows, columns = self._written
-        self._table[:rows, :columns] = 0
-        self._written = (reqs, step.pages.shape[1])
-        self._table[:reqs, : step.pages.shape[1]] = step.pages
+        if tokens < num_tokens:
+            self._slots[tokens:num_tokens] = -1
+        if reqs < num_reqs:
+            self._starts[reqs + 1 : num_reqs + 1] = step.query_start_loc[-1]
+            self._lengths[reqs:num_reqs] = 0
+        (rows, columns), width = self._written, step.pages.shape[1]
+        if rows > reqs or columns > width:
+            self._table[:rows, :columns] = 0
+        self._table[:reqs, :width] = step.pages
+        self._written = (reqs, width)
 
     def send(self, words: Tensor, num_reqs: int) -> None:
         """Copy everything up to the last row of the table that is used, in one go."""

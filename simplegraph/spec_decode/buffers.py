@@ -67,7 +67,8 @@ class DraftBuffers:
             self._column = torch.zeros(1, dtype=torch.int64, device=device)
 
     def forget(self) -> None:
-        """Let a warmup write its drafts to nobody's slot."""
+        """Let a warmup, of any size, read the first row and write its drafts to nobody's slot."""
+        self.last.zero_()
         self.slots.fill_(self._scratch)
 
     def finish(self, position: int) -> None:
@@ -76,7 +77,7 @@ class DraftBuffers:
 
     def last_rows(self, seq_lens: Tensor) -> Tensor:
         """(R,) int64, where each request's last token is; the first row for padding, whose length is 0."""
-        return self.last[: seq_lens.shape[0]] * (seq_lens > 0)
+        return torch.where(seq_lens > 0, self.last[: seq_lens.shape[0]], 0)
 
     def begin(self, tokens: Tensor) -> None:
         """Take the first drafts, (R,)."""
