@@ -185,7 +185,7 @@ class SpecEngine(Engine):
     def _grow(self, request: Request, tokens: list[int], outputs: list[Output]) -> None:
         """Give a request its tokens, up to where it ends."""
         params = request.params
-        if len(request.output) + len(tokens) < params.max_tokens and not params.stop_token_ids:
+        if len(request.output) + len(tokens) < params.max_tokens and len(params.stop_token_ids) == 0:
             request.output += tokens  # as in most rounds: none can be the last
             outputs += [Output(request, token, None) for token in tokens]
             return

@@ -38,7 +38,9 @@ class SpecConfig(EngineConfig):
         expected = "at least 1; without drafts use Engine"
         require(bool(self.drafts), "num_draft_tokens", self.num_draft_tokens, expected)
         for count in self.drafts:
-            require(isinstance(count, int) and count >= 1, "num_draft_tokens", count, expected)
+            whole = isinstance(count, int) and not isinstance(count, bool)
+            require(whole and count >= 1, "num_draft_tokens", count, expected)
+        require(len(set(self.drafts)) == len(self.drafts), "num_draft_tokens", self.drafts, "each once")
         most = max(self.drafts)
         require(most < self.max_model_len, "num_draft_tokens", most, f"below max_model_len={self.max_model_len}")
         needed = self.max_num_seqs * (most + 1)

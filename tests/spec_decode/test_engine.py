@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "attention": "sdpa",
     "capture_sizes": (2, 6),
 }
+K = 3
 MIXED: dict[str, Any] = {"mixed_capture_sizes": (8, 48)}  # few, since an emulated capture takes long
 
 
@@ -60,7 +61,7 @@ def plain(target: Any, asked: list[list[int]], params: Any, **changes: Any) -> l
 
 
 def speculating(pair: Any, **changes: Any) -> SpecEngine:
-    served = SpecEngine(*pair, SpecConfig(**{**SETTINGS, **MIXED, "num_draft_tokens": 5} | changes))
+    served = SpecEngine(*pair, SpecConfig(**{**SETTINGS, **MIXED, "num_draft_tokens": K} | changes))
     assert all(summary.failed == {} for summary in served.capture())
     return served
 
@@ -77,14 +78,14 @@ def test_greedy_tokens_are_those_without_speculation_in_every_mode(pairs: dict[s
         assert served.idle
         assert served.scheduler.pages.num_free == 149
         counted.append(served.acceptance)
-        replayed = {mode for (mode, _), graph in served.runner.managers[5].stats.graphs.items() if graph.replays}
+        replayed = {mode for (mode, _), graph in served.runner.managers[K].stats.graphs.items() if graph.replays}
         assert (CudaGraphMode.FULL in replayed) == ("FULL" in mode)
         assert (CudaGraphMode.PIECEWISE in replayed) == ("PIECEWISE" in mode)
     # The same drafts, so the same ones taken in each place.
     assert counted == [counted[0]] * len(MODES)
     found: Acceptance = counted[0]
     assert found.accepted == sum(found.per_position)
-    assert found.draft_tokens == 5 * found.drafts
+    assert found.draft_tokens == K * found.drafts
     if kind == "blind":
         assert found.mean_length < 1.2
     else:
@@ -127,7 +128,7 @@ def test_attention_that_plans_on_the_host_gives_the_same_tokens_and_acceptance(
     tokens = expected.generate(asked, params)
     monkeypatch.setattr(SDPABackend, "reads_lengths_on_device", False)
     served = speculating(pairs["eagle"])
-    assert not served.runner.drafters[5].chained
+    assert not served.runner.drafters[K].chained
     assert served.generate(asked, params) == tokens == plain(pairs["eagle"][0], asked, params)
     assert served.acceptance == expected.acceptance
 
@@ -168,7 +169,7 @@ def test_no_mode_pads_anything_where_every_size_is_captured(pairs: dict[str, Any
     sizes = sizes_of_steps(eager)
     expected = products(eager, asked, params)
     assert sizes["capture_sizes"] == {1, 2, 3, 4}
-    assert len(expected) > 400
+    assert len(expected) > 250
     for mode in MODES[1:]:
         served = speculating(pairs["eagle3"], mode=mode, **settings | sizes)
         assert products(served, asked, params) == expected, mode
@@ -182,9 +183,9 @@ def test_no_mode_pads_anything_where_every_size_is_captured(pairs: dict[str, Any
 
 def test_k_may_change_while_requests_run(pairs: dict[str, Any]) -> None:
     asked, params = prompts(6, seed=4), SamplingParams(max_tokens=40)
-    served = speculating(pairs["eagle"], num_draft_tokens=(5, 2, 3))
+    served = speculating(pairs["eagle"], num_draft_tokens=(K, 1, 2))
     requests = [served.add(prompt, params) for prompt in asked]
-    for count in (5, 2, 5, 3, 2) * 20:
+    for count in (K, 1, K, 2, 1) * 24:
         served.num_draft_tokens = count
         served.step()
     assert served.idle
@@ -192,8 +193,8 @@ def test_k_may_change_while_requests_run(pairs: dict[str, Any]) -> None:
     for count, manager in served.runner.managers.items():
         full = sum(graph.replays for (mode, _), graph in manager.stats.graphs.items() if mode is CudaGraphMode.FULL)
         assert full > 0, count
-        assert manager.pool is served.runner.managers[5].pool
-    with pytest.raises(EngineError, match="num_draft_tokens is 4; expected one of 5, 2, 3"):
+        assert manager.pool is served.runner.managers[K].pool
+    with pytest.raises(EngineError, match="num_draft_tokens is 4; expected one of 3, 1, 2"):
         served.num_draft_tokens = 4
 
 
@@ -250,7 +251,7 @@ def test_a_round_that_fails_can_be_tried_again(pairs: dict[str, Any], monkeypatc
     def fail(*_: object) -> None:
         raise MemoryError("no memory")
 
-    for failing in (served.runner.managers[5], served.runner.drafters[5].prefill_manager):
+    for failing in (served.runner.managers[K], served.runner.drafters[K].prefill_manager):
         with monkeypatch.context() as patch:
             patch.setattr(failing, "run", fail)
             with pytest.raises(MemoryError):
@@ -320,6 +321,8 @@ def _logits(target: Any, sequences: list[list[int]]) -> torch.Tensor:
     ("changes", "words"),
     [
         ({"num_draft_tokens": 0}, "num_draft_tokens is 0; expected at least 1; without drafts use Engine"),
+        ({"num_draft_tokens": True}, "num_draft_tokens is True; expected at least 1"),
+        ({"num_draft_tokens": (2, 5, 2)}, r"num_draft_tokens is \(2, 5, 2\); expected each once"),
         ({"num_draft_tokens": ()}, "num_draft_tokens is .*expected at least 1"),
         ({"num_draft_tokens": 96, "max_num_tokens": 4096}, "num_draft_tokens is 96; expected below max_model_len=96"),
         ({"num_draft_tokens": 8}, r"max_num_tokens is 48; expected at least max_num_seqs \* .* = 54"),
@@ -361,4 +364,4 @@ def test_a_mean_length_that_is_asked_for_is_what_rounds_give(pairs: dict[str, An
     served.generate(prompts(6, seed=12), SamplingParams(max_tokens=50))
     assert served.acceptance.mean_length == pytest.approx(2.4, abs=0.2)
     assert served.acceptance.rates[0] == 1
-    assert served.acceptance.per_position[2:] == [0, 0, 0]
+    assert served.acceptance.per_position[2:] == [0] * (K - 2)
