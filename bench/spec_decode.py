@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     model = options.model or ("8b" if on_gpu else TRAINED)
-    sizes = (128, 128, 50) if on_gpu else (24, 24, 3)  # an emulated step takes long enough
+    sizes = (128, 128, 50, 2048) if on_gpu else (24, 24, 3, 64)  # an emulated step takes long enough
     try:
         target, draft, real = models(model, options.draft, device)
         plan = Plan(
@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
             prompt=options.prompt or sizes[0],
             output=options.output or sizes[1],
             steps=sizes[2],
+            max_num_tokens=sizes[3],
+            generations=3 if on_gpu else 1,
         )
         found = measure(plan, target, draft, tuple(options.arms))
     except (EngineError, CheckpointError, FileNotFoundError, ValueError) as error:

@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 
 from bench import text
 from bench.engine import Engine, EngineConfig, SamplingParams
-from bench.engine.spec import SpecEngine
+from bench.engine.spec import Acceptance, SpecEngine
 from bench.engine.spec_config import SpecConfig
 from bench.engine.spec_scheduler import RoundPlan
 from bench.measure import host_microseconds, say, step_milliseconds, synchronize
@@ -56,6 +56,8 @@ class Plan:
         attention: the engine's backend.
         mean_length: tokens a round, whatever the drafts are; None for what the draft really gives.
         prompt, output: tokens of each request.
+        max_num_tokens: of a step, at least.
+        generations: how many a token's time is the median of.
         steps: calls that a draft round's time is the median of.
     """
 
@@ -65,6 +67,8 @@ class Plan:
     mean_length: float | None = None
     prompt: int = 128
     output: int = 128
+    max_num_tokens: int = 2048
+    generations: int = 3
     steps: int = 50
 
     @property
@@ -80,7 +84,7 @@ class Plan:
             "mode": arm.target,
             "attention": self.attention,
             "max_num_seqs": most,
-            "max_num_tokens": max(2048, most * (self.num_draft_tokens + 1)),
+            "max_num_tokens": max(self.max_num_tokens, most * (self.num_draft_tokens + 1)),
             "max_model_len": self.length,
             "num_pages": 1 + most * -(-(self.length + ahead) // page_size),
             "page_size": page_size,
@@ -142,27 +146,15 @@ def _requests(engine: Engine, plan: Plan, count: int, output: int) -> list[Any]:
 
 
 def _generation(engine: Engine, plan: Plan, count: int) -> tuple[Figures, list[list[int]]]:
-    """One generation, after a short one in which libraries load; times as the caller sees the tokens."""
+    """Some generations, after a short one in which libraries load; times as the caller sees the tokens."""
     speculating = isinstance(engine, SpecEngine)
     _requests(engine, plan, count, min(8, plan.output))
     _finish(engine)
     if speculating:
-        engine.acceptance = type(engine.acceptance)()
-    requests = _requests(engine, plan, count, plan.output)
-    times: dict[Any, list[float]] = {request: [] for request in requests}
-    hosts = []
-    synchronize(engine.runner.device)
-    while not engine.idle:
-        decoding, waited = all(times.values()), getattr(engine.runner, "waited", 0.0)
-        started = time.perf_counter()
-        outputs = engine.step()
-        now = time.perf_counter()
-        for output in outputs:
-            times[output.request].append(now)
-        if speculating and decoding:
-            hosts.append(now - started - (engine.runner.waited - waited))
-    tpots = [(taken[-1] - taken[0]) / (len(taken) - 1) for taken in times.values()]
-    figures: Figures = {"tpot_ms": statistics.mean(tpots) * 1e3}
+        engine.acceptance = Acceptance()
+    hosts: list[float] = []
+    tpots, outputs = zip(*(_timed(engine, plan, count, hosts) for _ in range(plan.generations)), strict=True)
+    figures: Figures = {"tpot_ms": statistics.median(tpots) * 1e3}
     if speculating:
         acceptance = engine.acceptance
         figures |= {
@@ -173,7 +165,25 @@ def _generation(engine: Engine, plan: Plan, count: int) -> tuple[Figures, list[l
             "per_position": acceptance.rates,
             "round_host_ms": statistics.median(hosts) * 1e3,
         }
-    return figures, [request.output for request in requests]
+    return figures, outputs[-1]
+
+
+def _timed(engine: Engine, plan: Plan, count: int, hosts: list[float]) -> tuple[float, list[list[int]]]:
+    """Seconds a token, and the tokens; the host's seconds for each round, waiting left out, are added to `hosts`."""
+    requests = _requests(engine, plan, count, plan.output)
+    times: dict[Any, list[float]] = {request: [] for request in requests}
+    synchronize(engine.runner.device)
+    while not engine.idle:
+        decoding, waited = all(times.values()), getattr(engine.runner, "waited", 0.0)
+        started = time.perf_counter()
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            times[output.request].append(now)
+        if isinstance(engine, SpecEngine) and decoding:
+            hosts.append(now - started - (engine.runner.waited - waited))
+    tpot = statistics.mean((taken[-1] - taken[0]) / (len(taken) - 1) for taken in times.values())
+    return tpot, [request.output for request in requests]
 
 
 def _finish(engine: Engine) -> None:

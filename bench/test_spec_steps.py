@@ -16,7 +16,9 @@ def test_spec_steps(benchmark: Any, device: torch.device) -> None:
     target, draft, real = models("8b" if on_gpu else TRAINED, "eagle3", device)
     plan = spec_steps.Plan(mean_length=None if real else 2.4)
     if not on_gpu:
-        plan = dataclasses.replace(plan, batches=(1, 4), prompt=24, output=24, steps=3)
+        plan = dataclasses.replace(
+            plan, batches=(1, 4), prompt=24, output=24, max_num_tokens=64, generations=1, steps=3
+        )
     found: list[spec_steps.Figures] = []
     benchmark.pedantic(lambda: found.extend(spec_steps.measure(plan, target, draft)), rounds=1)
     graphs = "CUDA graphs" if on_gpu else "emulator: not speed"
