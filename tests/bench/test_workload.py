@@ -48,5 +48,5 @@ def test_a_batch_writes_where_its_block_table_reads(mixed: bool) -> None:
 
 
 def test_an_unknown_model_says_what_there_is() -> None:
-    with pytest.raises(FileNotFoundError, match="expected 8b, tiny, or a folder"):
+    with pytest.raises(FileNotFoundError, match="expected 70b, 8b, tiny, or a folder"):
         Workload("7b", (1,), CPU).config()
