@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.engine.mean_length import MeanLength
 from bench.engine.request import Request
 from bench.engine.runner import attention_backend, require, to_host
 from bench.engine.sampling import sample
@@ -29,7 +30,6 @@ from simplegraph.attention import BatchMetadata, PagedKVCache, attending
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.graph.device import GraphPool
 from simplegraph.spec_decode import (
-    Accepted,
     EagleDrafter,
     Proposals,
     greedy_accept,
@@ -114,6 +114,8 @@ class SpecRunner:
         self._noise = torch.zeros(config.max_num_seqs, most + 1, device=self.device)
         self._temperatures = torch.zeros(config.max_num_seqs + 1, device=self.device)
         self._generator = torch.Generator(self.device).manual_seed(config.seed)
+        length = config.mean_length
+        self._mean_length = None if length is None else MeanLength(length, config.max_num_seqs, self.device)
         self.waited = 0.0
         self._shapes: dict[tuple[int, int], RoundShape] = {}
         self._forwards = {count: functools.partial(self.forward, count) for count in config.drafts}
@@ -212,12 +214,11 @@ class SpecRunner:
         batch, query_lens, padding = self._round_shape(count, reqs)
         self.metadata.set(query_lens, plan.starts + query_len, plan.block_table, **padding)
         self._inputs.load_round(plan.slots, plan.last_tokens)
-        if self._draws:
+        if self.config.acceptance == "rejection":
             # Outside the graph and in one shape, so that every mode and padding sees the same numbers.
             self._noise.uniform_(generator=self._generator)
-        if (
-            batch.descriptor.uniform_query_len is None
-        ):  # a piecewise graph begins behind that, and ends before acceptance
+        # A piecewise graph begins after this, and ends before acceptance.
+        if batch.descriptor.uniform_query_len is None:
             self._write_round(count, reqs)
         found = self.managers[count].run(batch, self._forwards[count])
         if found is not None:
@@ -242,10 +243,6 @@ class SpecRunner:
             manager.reset()
         for drafter in self.drafters.values():
             drafter.reset()
-
-    @property
-    def _draws(self) -> bool:
-        return self.config.acceptance == "rejection" or self.config.mean_length is not None
 
     def _round_shape(self, count: int, reqs: int) -> RoundShape:
         found = self._shapes.get((count, reqs))
@@ -302,8 +299,8 @@ class SpecRunner:
         drafts = self._inputs.ids[: reqs * query_len].view(reqs, query_len)[:, 1:]
         logits = self.llama.head(found.hidden).view(reqs, query_len, -1)
         slots, noise = self._inputs.slots[:reqs], self._noise[:reqs, :query_len]
-        if self.config.mean_length is not None:
-            accepted = of_mean_length(drafts, logits.argmax(dim=-1), noise[:, 0], self.config.mean_length)
+        if self._mean_length is not None:
+            accepted = self._mean_length.accept(drafts, logits.argmax(dim=-1), slots)
         elif self.config.acceptance == "greedy":
             accepted = greedy_accept(drafts, logits.argmax(dim=-1))
         else:
@@ -313,14 +310,6 @@ class SpecRunner:
         last = torch.arange(reqs, device=self.device) * query_len + accepted.counts
         positions = self._inputs.positions[: reqs * query_len]
         self.drafters[count].load(accepted.tokens.clamp(min=0).view(-1), positions, found.states, last, slots)
-
-
-def of_mean_length(drafts: Tensor, targets: Tensor, noise: Tensor, mean_length: float) -> Accepted:
-    """As many tokens a round as asked for on average, for timing where drafts mean nothing."""
-    extra = mean_length - 1
-    counts = int(extra) + (noise < extra - int(extra)).long()
-    place = torch.arange(drafts.shape[1], device=drafts.device)
-    return Accepted.of(drafts, place < counts[:, None], targets)
 
 
 def _token_after(request: Request) -> int:

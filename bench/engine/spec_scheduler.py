@@ -70,16 +70,10 @@ class SpecScheduler(Scheduler):
         ]
         if not requests:
             return None
-        slots = np.array([request.slot for request in requests], np.int64)
+        numbers = [(request.slot, request.output[-1], request.num_computed) for request in requests]
+        slots, last_tokens, starts = np.array(numbers, np.int64).T
         width = max(request.num_pages for request in requests)
-        return RoundPlan(
-            requests,
-            num_draft_tokens,
-            np.array([request.output[-1] for request in requests], np.int64),
-            np.array([request.num_computed for request in requests], np.int64),
-            slots,
-            self.pages.table[slots, :width],
-        )
+        return RoundPlan(requests, num_draft_tokens, last_tokens, starts, slots, self.pages.table[slots, :width])
 
     def _release(self, request: Request) -> None:
         super()._release(request)
