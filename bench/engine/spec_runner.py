@@ -21,13 +21,13 @@ from bench.engine.sampling import sample
 from bench.engine.scheduler import StepPlan
 from bench.engine.spec_buffers import Arriving, RoundResults, StepInputs, last_rows
 from bench.engine.spec_config import SpecConfig
+from bench.engine.spec_graphs import drafters, target_managers
 from bench.engine.spec_scheduler import RoundPlan
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
-from simplegraph import BatchDescriptor, CudaGraphManager, CudaGraphMode, Dispatch
+from simplegraph import BatchDescriptor, CudaGraphMode, Dispatch
 from simplegraph.attention import BatchMetadata, PagedKVCache, attending
-from simplegraph.batch.sizes import default_sizes
 from simplegraph.graph.device import GraphPool
 from simplegraph.spec_decode import (
     EagleDrafter,
@@ -119,55 +119,8 @@ class SpecRunner:
         self.waited = 0.0
         self._shapes: dict[tuple[int, int], RoundShape] = {}
         self._forwards = {count: functools.partial(self.forward, count) for count in config.drafts}
-        self._build_graphs(pool)
-
-    def _build_graphs(self, pool: GraphPool | None) -> None:
-        self.managers: dict[int, CudaGraphManager] = {}
-        self.drafters: dict[int, EagleDrafter] = {}
-        for count in self.config.drafts:
-            first = not self.managers
-            self.managers[count] = manager = self._manager(count, pool, first=first)
-            pool = manager.pool
-            self.drafters[count] = EagleDrafter(
-                self.draft,
-                *self._draft_backends,
-                self.proposals,
-                num_draft_tokens=count,
-                mode=self._mode(self.config.draft_mode or self.config.mode, first=first),
-                capture_sizes=self.config.capture_sizes,
-                mixed_capture_sizes=self.config.mixed_capture_sizes,
-                pool=pool,
-                progress=self.config.progress,
-            )
-
-    def _manager(self, count: int, pool: GraphPool | None, *, first: bool) -> CudaGraphManager:
-        config, query_len = self.config, count + 1
-        mode = self._mode(config.mode, first=first)
-        settings: dict[str, Any] = {}
-        if mode.separate_routine():
-            most = config.max_num_seqs
-            sizes = {min(size, most) * query_len for size in config.capture_sizes or default_sizes(most)}
-            settings = {"uniform_query_len": query_len, "decode_capture_sizes": sizes}
-        manager = CudaGraphManager(
-            mode=mode,
-            device=self.device,
-            pool=pool,
-            support=self.backend.support,
-            capture_sizes=config.mixed_capture_sizes,
-            max_num_seqs=config.max_num_seqs,
-            max_num_tokens=config.max_num_tokens,
-            progress=config.progress,
-            name=f"target, {count} drafts",
-            **settings,
-        )
-        manager.add_hooks(self.backend)
-        return manager
-
-    @staticmethod
-    def _mode(name: str, *, first: bool) -> CudaGraphMode:
-        """Prompts run in the first K's graphs, so the others need none for mixed batches."""
-        mode = CudaGraphMode.parse(name)
-        return CudaGraphMode.FULL_DECODE_ONLY if mode is CudaGraphMode.FULL_AND_PIECEWISE and not first else mode
+        self.managers = target_managers(config, self.backend, pool)
+        self.drafters = drafters(config, draft, self._draft_backends, self.proposals, self.managers)
 
     @torch.inference_mode()
     def capture(self) -> list[Any]:

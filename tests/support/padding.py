@@ -9,11 +9,12 @@ from simplegraph.batch.reasons import Reason
 
 
 def sizes_of_steps(served: SpecEngine) -> dict[str, set[int]]:
-    """The settings that capture what an engine runs from now on: requests of its rounds, tokens of its mixed steps."""
+    """The settings that capture what an engine runs from now on: requests, and tokens of its mixed steps."""
     found: dict[str, set[int]] = {"capture_sizes": set(), "mixed_capture_sizes": set()}
     launch_prompts, launch_round = served.runner.launch_prompts, served.runner.launch_round
 
     def prompts_seen(plan: Any) -> Any:
+        found["capture_sizes"].add(len(plan.requests))  # the drafts after the first are decode steps here, too
         found["mixed_capture_sizes"].add(len(plan.ids))
         return launch_prompts(plan)
 
