@@ -22,7 +22,7 @@ from bench import environment
 from bench.measure import say, synchronize
 
 Figures = dict[str, Any]
-ARMS = ("plain", "static-compiled", "simplegraph")
+ARMS = ("plain", "static-compiled", "simplegraph", "simplegraph-own-norms")
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192},
@@ -111,10 +111,11 @@ def run_arm(plan: Plan, arm: str, device: torch.device, dtype: torch.dtype) -> F
     report = None
     if arm == "static-compiled":
         settings["cache_implementation"] = "static"
-    elif arm == "simplegraph":
+    elif arm in ("simplegraph", "simplegraph-own-norms"):
         from simplegraph.integrations.transformers import graph_generation
 
-        report = graph_generation(model, max_batch_size=plan.batch, max_length=2048).report
+        fused = arm == "simplegraph"
+        report = graph_generation(model, max_batch_size=plan.batch, max_length=2048, fused_norms=fused).report
     seconds, result = [], ids
     for _ in range(1 + plan.rounds):
         synchronize(device)
@@ -140,7 +141,7 @@ def render(figures: Figures) -> str:
     for arm, found in figures["arms"].items():
         ratio = f", {plain['ms_per_token'] / found['ms_per_token']:.2f} times plain" if plain else ""
         lines.append(
-            f"{arm:>16}  {found['ms_per_token']:.3f} ms a token{ratio}; first generation {found['first_seconds']:.2f} s"
+            f"{arm:>21}  {found['ms_per_token']:.3f} ms a token{ratio}; first generation {found['first_seconds']:.2f} s"
         )
     return "\n".join(lines)
 
@@ -153,12 +154,15 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("shape", "batch", "prompt", "tokens", "rounds"):
         default = getattr(defaults, name)
         parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(defaults.arms), help="these alone")
+    parser.add_argument("--processes", type=int, default=defaults.processes, help="of each arm that compiles nothing")
     parser.add_argument("--arm", choices=ARMS, help="be the process of one arm")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default=device)
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args(argv)
-    changed = {name: getattr(given, name) for name in ("shape", "batch", "prompt", "tokens", "rounds")}
+    changed = {name: getattr(given, name) for name in ("shape", "batch", "prompt", "tokens", "rounds", "processes")}
+    changed["arms"] = tuple(given.arms)
     plan = dataclasses.replace(defaults, **changed)
     if given.arm:
         print(json.dumps(run_arm(plan, given.arm, torch.device(given.device), getattr(torch, given.dtype))))

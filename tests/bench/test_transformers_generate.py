@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 def test_every_arm_gives_the_same_tokens_and_graphs_are_replayed() -> None:
     plan = transformers_generate.Plan("tiny", batch=2, prompt=5, tokens=6, rounds=2)
     figures = {arm: transformers_generate.run_arm(plan, arm, CPU, torch.float32) for arm in plan.arms}
-    plain, static, graphs = (figures[arm]["tokens"] for arm in transformers_generate.ARMS)
-    assert plain == static == graphs
+    plain, static, graphs, own_norms = (figures[arm]["tokens"] for arm in transformers_generate.ARMS)
+    assert plain == static == graphs == own_norms
     assert len(plain[0]) == 6
     assert figures["simplegraph"]["report"]["replays"] == 3 * 5 - 1
     assert all(len(found["seconds"]) == 3 for found in figures.values())
