@@ -30,7 +30,7 @@ class LateCheck:
 
     def __init__(self, input_ids: Tensor, max_length: int | None, *_: Any) -> None:
         self._max_length = max_length
-        self._is_cuda = input_ids.is_cuda
+        self._is_cuda, self._device = input_ids.is_cuda, input_ids.device
         # Two of each, since one is written while the other is read.
         self._over = [torch.zeros((), dtype=torch.bool, pin_memory=self._is_cuda) for _ in range(2)]
         self._written = [torch.cuda.Event() for _ in range(2)] if self._is_cuda else []  # type: ignore[no-untyped-call]
@@ -46,7 +46,9 @@ class LateCheck:
         this, before = self._steps % 2, (self._steps + 1) % 2
         self._over[this].copy_(unfinished_sequences.max() == 0, non_blocking=True)
         if self._is_cuda:
-            self._written[this].record()
+            self._written[this].record(
+                torch.cuda.current_stream(self._device)
+            )  # of its own device, not the current one
         self._steps += 1
         if self._steps > 1:
             if self._is_cuda:

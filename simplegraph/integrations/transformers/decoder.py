@@ -29,6 +29,7 @@ from simplegraph.wrapper import wrap
 
 _SMALLEST_SPAN = 256  # positions; attending to fewer costs about the same
 _SMALLEST_SOURCE = 64
+_ALIGNMENT = 16  # positions; attention copies a mask of another length in every layer
 _MAX_SIGNATURES = 64  # spans times encoder lengths times flags
 
 
@@ -69,7 +70,7 @@ class Decoder:
         # Sizes may come from the environment, and a padded batch needs its rows.
         sizes = mixed_sizes(CudaGraphConfig(capture_sizes=capture_sizes).from_env())
         self._rows, self._length, self._source_length = max(max_batch_size, *sizes), max_length, max_source_length
-        self._spans = doubling(_SMALLEST_SPAN, max_length)
+        self._spans = doubling(_SMALLEST_SPAN, -(-max_length // _ALIGNMENT) * _ALIGNMENT)
         self._sources = doubling(_SMALLEST_SOURCE, max_source_length) if masks_source(model) else []
         self._sizes, self._pool, self._fused_norms = capture_sizes, pool, fused_norms
         self._step: Any = None  # a wrapped DecodeStep, made for the first cache that comes
@@ -204,10 +205,9 @@ class Decoder:
 
     def _span(self, length: int) -> int:
         """Positions that a step attends to which writes its token at `length`."""
-        index = bisect.bisect_left(self._spans, length + 1)
-        if index == len(self._spans):
+        if length >= self._length:
             raise CannotBind(Reason.CACHE_FULL, f"max_length is {self._length}")
-        return self._spans[index]
+        return self._spans[bisect.bisect_left(self._spans, length + 1)]
 
     def _padded_source(self, source: int) -> int:
         if source > self._source_length:
@@ -228,7 +228,7 @@ class Decoder:
             self.reset()
             length = self._source_length if hidden is not None else 0
             try:
-                store = Store(layout, self._rows, self._length, length)
+                store = Store(layout, self._rows, self._spans[-1], length)
             except torch.OutOfMemoryError:
                 shape = f"{self._rows} sequences of {self._length} tokens; lower max_batch_size or max_length"
                 raise CannotBind(Reason.CACHE_FULL, f"no memory for {shape}") from None
