@@ -295,6 +295,25 @@ def test_the_returned_cache_holds_what_plain_generate_leaves(name: str, device: 
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_cache_that_a_hook_kept_holds_what_plain_generate_leaves(name: str, device: torch.device) -> None:
+    batch, kept = tiny.prompts([7, 4], device), []
+    for model in (tiny.build(tiny.DECODERS[name], device) for _ in range(2)):
+        seen: list[Any] = []
+        model.register_forward_hook(lambda *args, seen=seen: seen.append(args[-1].past_key_values))
+        if kept:
+            graph_generation(model, max_batch_size=4, max_length=64)
+            model.generate(**batch, **GREEDY)
+            seen.clear()
+        model.generate(**batch, **GREEDY)
+        kept.append(seen[-1])
+    expected, found = kept
+    assert found.get_seq_length() == expected.get_seq_length()
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        torch.testing.assert_close(layer.keys, other.keys)
+        torch.testing.assert_close(layer.values, other.values)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_conversation_goes_on_with_the_cache_of_its_last_turn(name: str, device: torch.device) -> None:
     def talk(model: Any) -> list[torch.Tensor]:
         cache = transformers.DynamicCache(config=model.config)

@@ -149,6 +149,41 @@ def test_whoever_could_tell_is_asked_in_time(who: str, pair: Any, device: torch.
     assert graphs.stats.replays
 
 
+def test_a_constraint_of_the_users_own_is_not_asked_what_comes_after_the_end(
+    pair: Any, device: torch.device, checks: Any
+) -> None:
+    """It may well have no answer: a trie of permitted answers ends where they end."""
+    plain, model, graphs = pair
+    batch = tiny.prompts([5], device)
+    permitted = [7, 8, 9, 10, tiny.EOS]
+    asked: list[int] = []
+
+    def permit(row: int, ids: torch.Tensor) -> list[int]:
+        asked.append(len(ids) - 5)
+        return permitted[len(ids) - 5 :][:1]
+
+    for one in (plain, model, model):
+        found = one.generate(**batch, max_new_tokens=12, do_sample=False, prefix_allowed_tokens_fn=permit)
+        assert found[0, 5:].tolist() == permitted
+    assert asked == 3 * [0, 1, 2, 3, 4]
+    assert not checks
+    assert graphs.stats.replays
+
+
+def test_two_limits_of_length_end_a_generation_at_the_shorter_one_in_time(
+    pair: Any, device: torch.device, checks: Any
+) -> None:
+    batch, states = tiny.prompts([5], device), []
+    for one in pair[:2]:
+        torch.manual_seed(3)
+        limits = transformers.StoppingCriteriaList(map(transformers.MaxLengthCriteria, (12, 9)))
+        found = one.generate(**batch, max_new_tokens=7, do_sample=True, eos_token_id=None, stopping_criteria=limits)
+        assert found.shape == (1, 9)
+        states.append(torch.rand(2, device=device))
+    assert torch.equal(*states)
+    assert not checks
+
+
 def test_other_generations_keep_the_check_that_transformers_chose(pair: Any, device: torch.device, checks: Any) -> None:
     plain, model, graphs = pair
     batch = tiny.prompts([5], device)

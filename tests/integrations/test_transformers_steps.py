@@ -177,7 +177,14 @@ def test_only_norms_of_a_known_text_are_fused() -> None:
     class Renamed(LlamaRMSNorm):  # type: ignore[misc,valid-type]
         pass
 
-    model = nn.ModuleList([LlamaRMSNorm(8), Doubled(8), Renamed(8), GemmaRMSNorm(8), nn.RMSNorm(8), nn.LayerNorm(8)])
+    class WithoutConstants(LlamaRMSNorm):  # type: ignore[misc,valid-type]
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return hidden_states + torch.tanh(hidden_states)
+
+    own = WithoutConstants.forward
+    own.__code__ = own.__code__.replace(co_consts=())  # as Python 3.14 has it
+    norms = [Doubled(8), Renamed(8), GemmaRMSNorm(8), nn.RMSNorm(8), nn.LayerNorm(8), WithoutConstants(8)]
+    model = nn.ModuleList([LlamaRMSNorm(8), *norms])
     assert rms_norms(model) == [model[0], model[2]]
 
 

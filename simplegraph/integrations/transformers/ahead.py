@@ -64,29 +64,29 @@ class LateCheck:
         return self._steps_to_undo
 
 
-def may_run_late(model: Any, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> bool:
+def may_run_late(config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> bool:
     """Whether a generation, and everything that it calls, is the same if one more step runs at its end.
 
     Args:
-        model: the model.
         config: the generation config.
         kwargs: what `_sample` was passed.
-        cache_is_kept: whether anybody looks at the cache afterwards.
+        cache_is_kept: whether anybody looks at the cache, now or afterwards.
     """
     if cache_is_kept or kwargs.get("streamer") is not None or kwargs.get("synced_gpus"):
         return False
     criteria = [type(criterion) for criterion in kwargs.get("stopping_criteria") or ()]
-    if all(kind is MaxLengthCriteria for kind in criteria):
-        return bool(criteria)  # no step too many
+    if criteria == [MaxLengthCriteria]:
+        return True  # no step too many
     # Whoever is told of a step, or draws random numbers in it, could tell.
-    told = model._forward_hooks or model._forward_pre_hooks
-    if getattr(config, "do_sample", True) or told or not _all_of_transformers(kwargs.get("logits_processor") or ()):
+    if getattr(config, "do_sample", True) or not all(map(_asks_nobody, kwargs.get("logits_processor") or ())):
         return False
-    return all(kind in (MaxLengthCriteria, EosTokenCriteria) for kind in criteria)
+    return bool(criteria) and all(kind in (MaxLengthCriteria, EosTokenCriteria) for kind in criteria)
 
 
-def _all_of_transformers(processors: Any) -> bool:
-    return all(type(processor).__module__.startswith("transformers.") for processor in processors)
+def _asks_nobody(processor: Any) -> bool:
+    """Whether it is one of transformers' own, and calls nothing that it was given, a constraint for one."""
+    ours = type(processor).__module__.startswith("transformers.")
+    return ours and not any(map(callable, vars(processor).values()))
 
 
 def with_late_check(sample: functools.partial[Any]) -> Any:

@@ -66,9 +66,11 @@ class GraphedGeneration:
         """Greedy decoding or sampling."""
         self._call.sampled = True
         config = kwargs.get("generation_config")
-        kept = getattr(config, "return_dict_in_generate", True) or getattr(self._call, "cache_is_kept", True)
+        hooks = self.model._forward_hooks or self.model._forward_pre_hooks  # these are passed the cache
+        given = getattr(self._call, "cache_is_kept", True)
+        kept = bool(given or hooks or getattr(config, "return_dict_in_generate", True))
         with self._decoder.decoding(config, kwargs, cache_is_kept=kept) as served:
-            late = served and may_run_late(self.model, config, kwargs, cache_is_kept=kept)
+            late = served and may_run_late(config, kwargs, cache_is_kept=kept)
             return (with_late_check(sample) if late else sample)(*args, **kwargs)
 
     def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -85,7 +85,7 @@ def _is_rms_norm(kind: Any) -> bool:
 
 def _instructions(code: CodeType) -> tuple[Any, ...]:
     """What a function does: all of its code but names, lines and docstring."""
-    docstring, *constants = code.co_consts
+    docstring, *constants = code.co_consts or (None,)  # Python 3.14 leaves out a docstring that there is not
     first = None if isinstance(docstring, str) else docstring
     return code.co_code, code.co_names, first, *constants, code.co_argcount, code.co_varnames, code.co_freevars
 
