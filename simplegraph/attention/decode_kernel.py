@@ -139,9 +139,14 @@ def rows_of(query_len: int, group: int) -> int:
     return max(16, int(triton.next_power_of_2(query_len * group)))
 
 
+def columns_of(head_dim: int) -> int:
+    """Elements of a head that a program works on, as `rows_of`."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
 def part_size(rows: int, head_dim: int) -> int:
     """Numbers that one part of a sequence leaves for the last one to add up."""
-    return rows * int(triton.next_power_of_2(head_dim)) + 2 * rows
+    return rows * columns_of(head_dim) + 2 * rows
 
 
 def decode(
@@ -206,7 +211,7 @@ def decode(
         GROUP=group,
         ROWS=rows_of(query_len, group),
         HEAD_DIM=head_dim,
-        COLUMNS=triton.next_power_of_2(head_dim),
+        COLUMNS=columns_of(head_dim),
         BLOCK=BLOCK // 2 if wide else BLOCK,
         IN_PARTS=num_splits > 1,
         WITH_LSE=lse is not None,

@@ -23,11 +23,12 @@ from simplegraph.attention.metadata import BatchMetadata, CommonMetadata
 from simplegraph.attention.sdpa import SDPABackend
 from simplegraph.batch.dispatch import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import ConfigError
+from simplegraph.errors import ConfigError, InputError
 
 _MAX_ROWS = 64  # query tokens times the query heads that share a key head
 _MAX_SPLITS = 32
 _PROGRAMS_PER_MULTIPROCESSOR = 4
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TritonDecodeBackend(AttentionBackend):
@@ -42,17 +43,19 @@ class TritonDecodeBackend(AttentionBackend):
             FlashAttention-3, FlashInfer and SDPA that works here.
 
     Attributes:
-        mixed: the backend of all other batches.
+        mixed: the backend of all other batches, and of decode with more than 64 queries to a key head: tokens of a
+            request times the query heads that share the key head.
 
     Raises:
-        ConfigError: the cache is not on a GPU, Triton is not installed, or `mixed` cannot be made.
+        ConfigError: the cache is not on a GPU or of another dtype, Triton is not installed, `mixed` cannot be made, or
+            a full graph is for `mixed` that it cannot be in.
+        InputError: elements of a head do not follow each other in `q` or `out`.
 
     Source: split-KV decoding, Flash-Decoding (Dao, Haziza, Massa, Sizov 2023).
     """
 
     support = AttentionCGSupport.UNIFORM_BATCH
     name = "Triton decode"
-    reads_lengths_on_device = True
 
     def __init__(
         self,
@@ -68,12 +71,16 @@ class TritonDecodeBackend(AttentionBackend):
             raise ConfigError("the decode kernel is written in Triton; to have it: pip install triton.")
         if cache.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError(f"the cache is on {cache.device}; Triton's kernels run on a GPU.")
+        if cache.dtype not in _DTYPES:
+            raise ConfigError(f"the cache is of {cache.dtype}; the decode kernel takes {', '.join(map(str, _DTYPES))}.")
         from simplegraph.attention import decode_kernel
 
         self._kernel = decode_kernel
         make = _first_that_works if mixed is None else mixed
         self.mixed = make(cache, metadata, num_heads=num_heads, scale=scale)
         self._group = num_heads // cache.num_kv_heads
+        # Of single tokens, which are what follows each other in a graph.
+        self.reads_lengths_on_device = self._group <= _MAX_ROWS or self.mixed.reads_lengths_on_device
         # As many programs as fill the device; a shape that has them without splitting is not split.
         self._programs = _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(cache.device)
         places = max(self._programs, metadata.max_num_reqs * cache.num_kv_heads)
@@ -86,9 +93,21 @@ class TritonDecodeBackend(AttentionBackend):
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
         self._query_len = self._uniform(mode, descriptor, metadata)
         if self._query_len is None:
+            self._check_mixed(mode, descriptor)
             self.mixed.prepare(mode, descriptor, metadata)
         elif metadata.batch.capturing:
             self._compile(self._query_len, metadata)
+
+    def _check_mixed(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        query_len = descriptor.uniform_query_len
+        single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        needed = single if query_len == 1 else AttentionCGSupport.UNIFORM_BATCH
+        if mode is CudaGraphMode.FULL and self.mixed.support < needed:
+            raise ConfigError(
+                f"a full graph of query_len={query_len} and {self._group} query heads to a key head is more than the "
+                f"decode kernel's {_MAX_ROWS} rows, and {self.mixed.name} cannot be in it; pass another backend as "
+                "`mixed`."
+            )
 
     def _compile(self, query_len: int, metadata: CommonMetadata) -> None:
         """A kernel's first launch loads it, which no capture permits."""
@@ -96,7 +115,9 @@ class TritonDecodeBackend(AttentionBackend):
         if variant not in self._compiled:
             shape = (metadata.num_reqs * query_len, self.num_heads, self.cache.head_dim)
             q = torch.zeros(shape, dtype=self.cache.dtype, device=self.cache.device)
-            self._decode(query_len, 0, q, torch.empty_like(q), metadata)
+            merged = self.metadata.share.size > 1  # ranks that share a context run it with the log-sum-exp
+            lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if merged else None
+            self._decode(query_len, 0, q, torch.empty_like(q), metadata, lse=lse)
             self._compiled.add(variant)
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
@@ -122,6 +143,12 @@ class TritonDecodeBackend(AttentionBackend):
         *,
         lse: Tensor | None = None,
     ) -> None:
+        for name, tensor in (("q", q), ("out", out)):
+            if tensor.stride(2) != 1:
+                raise InputError(
+                    f"{name} has strides {tensor.stride()}; the decode kernel expects a head's elements one after the "
+                    "other. Pass a contiguous tensor."
+                )
         self._kernel.decode(
             q,
             self.cache.keys(layer),

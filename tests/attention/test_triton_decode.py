@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import types
@@ -12,8 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph import ConfigError, CudaGraphMode
-from simplegraph.attention import SDPABackend, TritonDecodeBackend
+from simplegraph import (
+    AttentionCGSupport,
+    BatchDescriptor,
+    CaptureError,
+    ConfigError,
+    CudaGraphMode,
+    InputError,
+)
+from simplegraph.attention import BatchMetadata, ContextShare, PagedKVCache, SDPABackend, TritonDecodeBackend
 from simplegraph.attention.selftest import AttentionEngine
 
 CPU = torch.device("cpu")
@@ -26,6 +34,7 @@ class Kernel(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("simplegraph.attention.decode_kernel")
         self.calls: list[tuple[int, int]] = []  # requests and tokens of each
+        self.with_lse: set[bool] = set()
 
     @staticmethod
     def part_size(rows: int, head_dim: int) -> int:
@@ -42,9 +51,11 @@ class Kernel(types.ModuleType):
         *,
         query_len: int,
         scale: float,
+        lse: Tensor | None = None,
         **others: Any,
     ) -> None:
         self.calls.append((len(seq_lens), query_len))
+        self.with_lse.add(lse is not None)
         group = q.shape[1] // keys.shape[2]
         heads = torch.arange(q.shape[1]) // group
         token = torch.arange(query_len)
@@ -106,6 +117,73 @@ def test_the_number_of_parts_follows_from_the_shape(kernel: Kernel, monkeypatch:
     served = AttentionEngine(TritonDecodeBackend, CPU, num_heads=8, num_kv_heads=8, mode="NONE")
     backend: Any = served.backend
     assert [backend._num_splits(count) for count in (1, 2, 8, 16, 33, 64, 66, 67, 512)] == [32, 32, 8, 4, 2, 1, 1, 1, 1]
+
+
+class OnTheHost(SDPABackend):
+    support = AttentionCGSupport.NEVER
+    name = "on the host"
+    reads_lengths_on_device = False
+
+
+@pytest.mark.parametrize(("num_heads", "on_device"), [(64, True), (65, False)])
+def test_steps_follow_each_other_in_a_graph_only_if_the_kernel_takes_them(
+    kernel: Kernel, num_heads: int, on_device: bool
+) -> None:
+    """Else the other backend does, which may have planned for the first of them."""
+    shape = {"num_heads": num_heads, "num_kv_heads": 1}
+    make = functools.partial(TritonDecodeBackend, mixed=OnTheHost)
+    assert AttentionEngine(make, CPU, mode="NONE", **shape).backend.reads_lengths_on_device is on_device
+
+
+def test_a_full_graph_of_more_rows_than_the_kernel_takes_needs_the_other_backend(kernel: Kernel) -> None:
+    settings: dict[str, Any] = {
+        "capture_sizes": [66],
+        "uniform_query_len": 33,
+        "max_tokens": 80,
+        "mode": "FULL_DECODE_ONLY",
+    }
+    served = AttentionEngine(functools.partial(TritonDecodeBackend, mixed=OnTheHost), CPU, **settings)
+    with pytest.raises(
+        CaptureError, match=r"query_len=33 and 2 query heads to a key head .* on the host cannot be in it"
+    ):
+        served.manager.capture(served.forward)
+    served = AttentionEngine(functools.partial(TritonDecodeBackend, mixed=SDPABackend), CPU, **settings)
+    served.manager.capture(served.forward)
+    mode, error = served.step(served.requests("decode", 2, 0, 33), 0)
+    assert mode is CudaGraphMode.FULL
+    assert error < 1e-5
+    assert kernel.calls == []
+
+
+@pytest.mark.parametrize(("size", "with_lse"), [(1, False), (2, True)])
+def test_what_a_capture_will_launch_is_loaded_before_it(kernel: Kernel, size: int, with_lse: bool) -> None:
+    """Ranks that share a context launch another variant, with the log-sum-exp."""
+    cache = PagedKVCache(1, 8, 4, 2, 16, dtype=torch.float32, device=CPU)
+    metadata = BatchMetadata(
+        max_num_tokens=4, max_num_reqs=4, max_model_len=32, page_size=4, device=CPU, share=ContextShare(0, size)
+    )
+    backend = TritonDecodeBackend(cache, metadata, num_heads=4)
+    backend.before_capture(CudaGraphMode.FULL, BatchDescriptor(4, 4, 1))
+    assert kernel.calls == [(4, 1)]
+    assert kernel.with_lse == {with_lse}
+
+
+@pytest.mark.parametrize("name", ["q", "out"])
+def test_heads_whose_elements_do_not_follow_each_other_are_refused(kernel: Kernel, name: str) -> None:
+    served = AttentionEngine(TritonDecodeBackend, CPU, mode="NONE")
+    q, out = torch.zeros(1, 4, 16), torch.zeros(1, 4, 16)
+    crossed = torch.zeros(1, 16, 4).transpose(1, 2)
+    view = served.metadata.set([1], [3], [[1]])
+    backend: Any = served.backend
+    backend.prepare(CudaGraphMode.NONE, BatchDescriptor(1, 1), view)
+    with pytest.raises(InputError, match=rf"{name} has strides \(64, 1, 4\)"):
+        backend.run(0, crossed if name == "q" else q, crossed if name == "out" else out, view)
+    assert kernel.calls == []
+
+
+def test_a_cache_of_a_dtype_that_the_kernel_does_not_take_is_refused(kernel: Kernel) -> None:
+    with pytest.raises(ConfigError, match=r"the cache is of torch.float64; .*torch.bfloat16"):
+        AttentionEngine(TritonDecodeBackend, CPU, mode="NONE", dtype=torch.float64)
 
 
 def test_a_backend_for_mixed_batches_that_cannot_be_made_is_said(kernel: Kernel) -> None:
