@@ -170,6 +170,23 @@ def test_a_constraint_of_the_users_own_is_not_asked_what_comes_after_the_end(
     assert graphs.stats.replays
 
 
+def test_an_end_at_the_models_last_position_needs_none_after_it(device: torch.device, checks: Any) -> None:
+    """An index beyond learned positions is an error that no GPU process recovers from."""
+    config = transformers.GPT2Config(**tiny.GPT2 | {"n_positions": 16})
+    plain, model = (tiny.build(lambda: transformers.GPT2LMHeadModel(config), device) for _ in range(2))
+    for batch in (tiny.prompts([5], device, seed) for seed in range(20)):
+        *free, last = plain.generate(**batch, **GREEDY)[0, 5:].tolist()
+        if last not in free:
+            break
+    settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": last}
+    with graph_generation(model, max_batch_size=2, max_length=64) as graphs:
+        for _ in range(2):
+            found = model.generate(**batch, **settings)
+            assert found[0, 5:].tolist() == [*free, last]
+        assert graphs.stats.replays
+    assert not checks
+
+
 def test_two_limits_of_length_end_a_generation_at_the_shorter_one_in_time(
     pair: Any, device: torch.device, checks: Any
 ) -> None:

@@ -74,13 +74,21 @@ def may_run_late(config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool)
     """
     if cache_is_kept or kwargs.get("streamer") is not None or kwargs.get("synced_gpus"):
         return False
-    criteria = [type(criterion) for criterion in kwargs.get("stopping_criteria") or ()]
-    if criteria == [MaxLengthCriteria]:
+    criteria = list(kwargs.get("stopping_criteria") or ())
+    if [type(criterion) for criterion in criteria] == [MaxLengthCriteria]:
         return True  # no step too many
     # Whoever is told of a step, or draws random numbers in it, could tell.
     if getattr(config, "do_sample", True) or not all(map(_asks_nobody, kwargs.get("logits_processor") or ())):
         return False
-    return bool(criteria) and all(kind in (MaxLengthCriteria, EosTokenCriteria) for kind in criteria)
+    return bool(criteria) and all(map(_may_be_late, criteria))
+
+
+def _may_be_late(criterion: Any) -> bool:
+    """Whether it is of the end tokens, or of a length for which the model has positions: a step too many needs one."""
+    if type(criterion) is not MaxLengthCriteria:
+        return type(criterion) is EosTokenCriteria
+    positions = getattr(criterion, "max_position_embeddings", None)
+    return positions is None or criterion.max_length <= positions
 
 
 def _asks_nobody(processor: Any) -> bool:
