@@ -1,7 +1,7 @@
 """Decode attention by a Triton kernel, everything else by another backend.
 
 Short contexts are where the libraries' kernels leave the most on the table, since these are built for long prompts:
-on an H200, 64 requests of 200 tokens take two thirds of FlashAttention-3's time (bench/results/).
+bench/README.md has the steps of an engine with each of them.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class TritonDecodeBackend(AttentionBackend):
         mixed: Callable[..., AttentionBackend] | None = None,
     ) -> None:
         super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
-        if importlib.util.find_spec("triton") is None:
-            raise ConfigError("the decode kernel is written in Triton; to have it: pip install triton.")
         if cache.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError(f"the cache is on {cache.device}; Triton's kernels run on a GPU.")
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("the decode kernel is written in Triton; to have it: pip install triton.")
         if cache.dtype not in _DTYPES:
             raise ConfigError(f"the cache is of {cache.dtype}; the decode kernel takes {', '.join(map(str, _DTYPES))}.")
         from simplegraph.attention import decode_kernel
