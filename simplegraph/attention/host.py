@@ -145,6 +145,23 @@ class Request:
                 "and the same pages: keys and values are written before any of them attends."
             )
 
+    def check_places(self) -> None:
+        """Refuse two requests of one token each that write to the same place; a prompt's may share their pages.
+
+        Raises:
+            InputError: there are two.
+        """
+        order = np.argsort(self.step.slots, kind="stable")
+        slots = self.step.slots[order]
+        twice = np.flatnonzero(slots[1:] == slots[:-1])
+        if len(twice):
+            first, second = order[twice[0]], order[twice[0] + 1]
+            page, place = divmod(int(slots[twice[0]]), self._limits.page_size)
+            raise InputError(
+                f"requests {first} and {second} both write to place {place} of page {page}. Give each request pages of "
+                "its own, or each token of a prompt the length up to itself."
+            )
+
     def check_written_once(self) -> None:
         """Refuse pages that two requests write to, and a request that has one twice.
 

@@ -96,7 +96,8 @@ class BatchMetadata:
         num_pages: how many pages the cache has; a backend fills it in.
         share: of context parallel ranks, which part of every sequence is in this rank's cache; the block table's pages
             then have `page_size` tokens of each rank.
-        debug: check every step's pages, too: none is written by two requests, or twice by one.
+        debug: check every step's pages, too: none is written by two requests, or twice by one. Where ranks share a
+            context, a prompt's tokens are requests with the same pages, and no place in them is.
 
     Attributes:
         max_blocks: the most pages a request can have.
@@ -172,15 +173,17 @@ class BatchMetadata:
         request = read_requests(query_lens, seq_lens, block_table, self._limits, ahead)
         shape = self._padded(request, num_tokens, num_reqs)
         request.check_pages(self.num_pages)
-        if self.debug:
-            request.check_written_once()
         step, longest = request.step, request.max_seq_len
         if self.share.size > 1:
             request.check_single_tokens()
             if ahead:
                 raise InputError(f"ahead is {ahead}; no steps follow on the device where ranks share a context.")
+            if self.debug:
+                request.check_places()
             step = self.share.of(step)
             longest = int(step.seq_lens.max())
+        elif self.debug:
+            request.check_written_once()
         self._put(step, *shape, request.max_query_len, longest, ahead=ahead)
         return self.view(*shape)
 
