@@ -916,6 +916,21 @@ def test_settings_changed_later_take_effect_and_counters_stay(device):
     assert MixinMlp.cuda_graph_config.capture_sizes == (2, 4, 7)
 
 
+def test_instances_of_a_class_may_share_graph_memory_later(device):
+    pool = sg.graph_pool(device)
+    models = [MixinMlp().to(device).eval() for _ in range(2)]
+    x = rows(4, device)
+    for model in models:
+        for _ in range(3):
+            model(x)
+        model.use_graph_pool(pool)
+    for _ in range(3):
+        for model in models:
+            close(model(x), Mlp.forward(model, x))
+    assert [model.graph_stats.captures for model in models] == [2, 2]  # once in each memory
+    assert all(model._graph_runner.manager.pool is pool for model in models)
+
+
 def test_an_invalid_change_of_settings_changes_nothing(device):
     model = wrapped_mlp(device)
     x = rows(4, device)
