@@ -49,7 +49,6 @@ class RoundShape(NamedTuple):
     """How a round of so many requests runs: the target's graph, and the shape that holds draft and target."""
 
     batch: Dispatch
-    query_lens: Any
     padding: dict[str, int]
 
 
@@ -164,8 +163,8 @@ class SpecRunner:
         """Put a round on the device's queue: verify the drafts, and make new ones."""
         count, reqs = plan.num_draft_tokens, len(plan.requests)
         query_len, drafter = count + 1, self.drafters[count]
-        batch, query_lens, padding = self._round_shape(count, reqs)
-        self.metadata.set(query_lens, plan.starts + query_len, plan.block_table, **padding)
+        batch, padding = self._round_shape(count, reqs)
+        self.metadata.set(query_len, plan.starts + query_len, plan.block_table, **padding)
         self._inputs.load_round(plan.slots, plan.last_tokens)
         if self.config.acceptance == "rejection":
             # Outside the graph and in one shape, so that every mode and padding sees the same numbers.
@@ -204,7 +203,7 @@ class SpecRunner:
             asked = (reqs * query_len, reqs, query_len)
             batch = self.managers[count].dispatch(*asked)
             padding = self._padding(drafter, reqs, batch, drafter.dispatch(*asked))
-            found = self._shapes[count, reqs] = RoundShape(batch, np.full(reqs, query_len), padding)
+            found = self._shapes[count, reqs] = RoundShape(batch, padding)
         return found
 
     @staticmethod

@@ -15,6 +15,7 @@ from simplegraph.attention.staging import Step
 from simplegraph.errors import CaptureSizeError, ConfigError, InputError
 
 Ints = Sequence[int] | Tensor | npt.NDArray[Any]
+QueryLens = int | Ints  # one number where all requests have as many tokens
 Pages = Sequence[Ints] | Tensor | npt.NDArray[Any]
 
 _Int32s = npt.NDArray[np.int32]
@@ -27,7 +28,7 @@ class Limits:
     """What a step can be at most; see `BatchMetadata`.
 
     Attributes:
-        columns: the numbers of a request's pages; tokens: of a step's tokens.
+        page_starts: the first position of each of a request's pages; tokens: the numbers of a step's tokens.
 
     Raises:
         ConfigError: one is below 1.
@@ -37,7 +38,7 @@ class Limits:
     max_num_reqs: int
     max_model_len: int
     page_size: int
-    columns: _Int64s = dataclasses.field(init=False, repr=False, compare=False)
+    page_starts: _Int64s = dataclasses.field(init=False, repr=False, compare=False)
     tokens: _Int64s = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +46,7 @@ class Limits:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1.")
-        object.__setattr__(self, "columns", np.arange(self.max_blocks))
+        object.__setattr__(self, "page_starts", np.arange(self.max_blocks) * self.page_size)
         object.__setattr__(self, "tokens", np.arange(max(self.max_num_tokens, self.max_num_reqs)))
 
     @property
@@ -61,7 +62,7 @@ class Limits:
             InputError: it is no pair of whole numbers.
         """
         for name, value in (("num_tokens", num_tokens), ("num_reqs", num_reqs)):
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+            if type(value) is not int and not isinstance(value, np.integer):
                 raise InputError(f"{name} is {value!r}; expected a whole number.")
         if not (1 <= num_tokens <= self.max_num_tokens and 1 <= num_reqs <= self.max_num_reqs):
             raise CaptureSizeError(
@@ -110,9 +111,11 @@ class Request:
         max_query_len, max_seq_len: the longest.
     """
 
-    def __init__(self, step: Step, queries: _Int64s, max_query_len: int, max_seq_len: int, limits: Limits) -> None:
+    def __init__(
+        self, step: Step, queries: int | _Int64s, max_query_len: int, max_seq_len: int, limits: Limits
+    ) -> None:
         self.step = step
-        self.num_reqs, self.num_tokens = len(queries), len(step.slots)
+        self.num_reqs, self.num_tokens = len(step.seq_lens), len(step.slots)
         self.max_query_len, self.max_seq_len = max_query_len, max_seq_len
         self._queries, self._limits = queries, limits
 
@@ -140,7 +143,7 @@ class Request:
         """
         if self.max_query_len > 1:
             raise InputError(
-                f"query_lens[{int(self._queries.argmax())}] is {self.max_query_len}; context parallel ranks take one "
+                f"query_lens[{int(np.argmax(self._queries))}] is {self.max_query_len}; context parallel ranks take one "
                 "token a request. Give a prompt's tokens as requests of their own, each with the length up to itself "
                 "and the same pages: keys and values are written before any of them attends."
             )
@@ -184,31 +187,50 @@ class Request:
             raise InputError(f"a request has page {page} twice in its row of block_table; give it another one.")
 
 
-def read_requests(query_lens: Ints, seq_lens: Ints, block_table: Pages, limits: Limits, ahead: int = 0) -> Request:
+def read_requests(query_lens: QueryLens, seq_lens: Ints, block_table: Pages, limits: Limits, ahead: int = 0) -> Request:
     """What an engine says of a step, as arrays of its own; see `BatchMetadata.set`.
 
     Raises:
         CaptureSizeError: there is no request, or more tokens or requests than the limits.
         InputError: the lengths or pages do not fit each other.
     """
-    # The least number of numpy calls: each costs a microsecond, a hundred would be a tenth of a step.
-    queries, lengths = _ints("query_lens", query_lens), _ints("seq_lens", seq_lens)
+    # The least number of numpy calls: each costs a microsecond or two, thirty would be a tenth of a step.
+    if isinstance(query_lens, int):
+        lengths = _ints("seq_lens", seq_lens)
+        if type(query_lens) is int and 1 <= query_lens <= limits.max_model_len:
+            return _uniform_requests(query_lens, lengths, block_table, limits, ahead)
+        queries = _ints("query_lens", [query_lens] * len(lengths))  # what is wrong with it is said below
+    else:
+        queries, lengths = _ints("query_lens", query_lens), _ints("seq_lens", seq_lens)
     before, longest = _check_lengths(queries, lengths, limits)
     most = int(np.maximum.reduce(queries))
     starts = np.zeros(len(queries) + 1, np.int64)
     np.add.accumulate(queries, out=starts[1:])
     num_tokens = int(starts[-1])
     limits.check_shape(num_tokens, len(queries))
-    reach = np.minimum(lengths + ahead, limits.max_model_len) if ahead else lengths
-    needed = (reach + (limits.page_size - 1)) // limits.page_size
-    width = -(-min(longest + ahead, limits.max_model_len) // limits.page_size)
-    pages = _needed_pages(block_table, needed, width, limits)
+    pages = _needed_pages(block_table, lengths, longest, limits, ahead)
     if most * len(queries) == num_tokens:
         slots = _uniform_slots(before, most, pages, limits)
     else:
         slots = _slots(queries, before, starts, pages, limits)
     step = Step(slots, starts.astype(np.int32), lengths.astype(np.int32), pages)
     return Request(step, queries, most, longest, limits)
+
+
+def _uniform_requests(query_len: int, lengths: _Int64s, block_table: Pages, limits: Limits, ahead: int) -> Request:
+    """As `read_requests`, of requests with as many tokens each."""
+    reqs = len(lengths)
+    before = lengths - query_len
+    # Read without a sign, numbers below 0 are the largest: one pass finds them and what is too long.
+    most_before = int(np.maximum.reduce(before.view(np.uint64), initial=0))
+    if reqs == 0 or most_before > limits.max_model_len - query_len:
+        _check_lengths(np.full(reqs, query_len, np.int64), lengths, limits)
+    longest, num_tokens = most_before + query_len, reqs * query_len
+    limits.check_shape(num_tokens, reqs)
+    pages = _needed_pages(block_table, lengths, longest, limits, ahead)
+    starts = np.arange(0, num_tokens + 1, query_len, dtype=np.int32)
+    step = Step(_uniform_slots(before, query_len, pages, limits), starts, lengths.astype(np.int32), pages)
+    return Request(step, query_len, query_len, longest, limits)
 
 
 def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> tuple[_Int64s, int]:
@@ -224,9 +246,8 @@ def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> tuple[
         raise InputError(
             f"query_lens[{worst}] is {queries[worst]}; a request in a batch has at least one token. Leave it out."
         )
-    before = lengths - queries
-    if np.minimum.reduce(before) < 0:
-        worst = int((before < 0).argmax())
+    if np.logical_or.reduce(lengths < queries):
+        worst = int((lengths < queries).argmax())
         raise InputError(
             f"seq_lens[{worst}] is {lengths[worst]}, below query_lens[{worst}]={queries[worst]}; "
             "seq_lens counts this step's tokens too."
@@ -237,7 +258,7 @@ def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> tuple[
             f"seq_lens[{int(lengths.argmax())}] is {longest}, above max_model_len={limits.max_model_len}; "
             "end the request, or build BatchMetadata with a higher limit."
         )
-    return before, longest
+    return lengths - queries, longest
 
 
 def _slots(queries: _Int64s, before: _Int64s, starts: _Int64s, pages: _Int32s, limits: Limits) -> _Int64s:
@@ -255,34 +276,44 @@ def _uniform_slots(before: _Int64s, query_len: int, pages: _Int32s, limits: Limi
 
 
 def _placed(position: _Int64s, rows: _Int64s, pages: _Int32s, page_size: int) -> _Int64s:
-    page = position // page_size
-    found: _Int64s = pages.take(rows + page) * np.int64(page_size) + (position - page * page_size)
-    return found
+    page, place = np.divmod(position, page_size)
+    page += rows
+    place += pages.take(page) * np.int64(page_size)
+    return place
 
 
-def _needed_pages(block_table: Pages, needed: _Int64s, width: int, limits: Limits) -> _Int32s:
-    """The pages that are needed, (num_reqs, width), 0 elsewhere; `width` is the most that a request needs."""
+def _needed_pages(block_table: Pages, lengths: _Int64s, longest: int, limits: Limits, ahead: int) -> _Int32s:
+    """The pages of each request's tokens and `ahead`, (num_reqs, as many as the longest needs), 0 elsewhere."""
     table, counts = _table(block_table)
-    if len(table) != len(needed):
-        raise InputError(f"block_table has {len(table)} rows for {len(needed)} requests; expected one for each.")
-    if counts[0] < width if len(counts) == 1 else (counts < needed).any():
-        worst = int((counts < needed).argmax())
-        have = int(np.broadcast_to(counts, needed.shape)[worst])
-        raise InputError(
-            f"request {worst} needs {needed[worst]} pages of {limits.page_size} tokens, but its row in block_table "
-            f"has {have}; allocate pages before the step."
-        )
-    pages = table[:, :width].astype(np.int32, order="C")
-    if table.dtype.itemsize > pages.dtype.itemsize and (pages != table[:, :width]).any():
+    reqs, width = len(lengths), -(-min(longest + ahead, limits.max_model_len) // limits.page_size)
+    if len(table) != reqs:
+        raise InputError(f"block_table has {len(table)} rows for {reqs} requests; expected one for each.")
+    reach = lengths + ahead if ahead else lengths
+    if table.shape[1] < width or counts is not None:
+        _check_counts(counts, reach, table.shape[1], limits)
+    needed = table[:, :width]
+    if table.dtype.itemsize > 4 and (needed.astype(np.int32) != needed).any():
         raise InputError("block_table has page ids beyond int32; expected ids of the cache's pages.")
-    if len(needed) > 1:
-        # Engines keep -1 or what is left of other requests there, and some kernels read a row to its end.
-        pages *= limits.columns[:width] < needed[:, None]
+    # Engines keep -1 or what is left of other requests there, and some kernels read a row to its end.
+    used = limits.page_starts[:width] < reach[:, None]
+    pages: _Int32s = np.multiply(needed, used, dtype=np.int32, order="C", casting="unsafe")
     return pages
 
 
+def _check_counts(counts: _Int64s | None, reach: _Int64s, columns: int, limits: Limits) -> None:
+    """Refuse requests that need more pages than their rows have."""
+    needed = -(-np.minimum(reach, limits.max_model_len) // limits.page_size)
+    counts = np.full(len(reach), columns) if counts is None else counts
+    if (counts < needed).any():
+        worst = int((counts < needed).argmax())
+        raise InputError(
+            f"request {worst} needs {needed[worst]} pages of {limits.page_size} tokens, but its row in block_table "
+            f"has {counts[worst]}; allocate pages before the step."
+        )
+
+
 def _ints(name: str, values: Ints) -> _Int64s:
-    """Whole numbers as an array of its own.
+    """Whole numbers as int64, which may be the caller's own array.
 
     Raises:
         InputError: they are none, or not a single row of them, or on a GPU.
@@ -290,7 +321,7 @@ def _ints(name: str, values: Ints) -> _Int64s:
     array = _array(name, values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InputError(f"{name} is {array.dtype} of shape {array.shape}; expected one whole number a request.")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def _array(name: str, values: Any) -> npt.NDArray[Any]:
@@ -307,15 +338,14 @@ def _array(name: str, values: Any) -> npt.NDArray[Any]:
         raise InputError(f"{name} is no array of whole numbers: {error}.") from None
 
 
-def _table(block_table: Pages) -> tuple[npt.NDArray[Any], _Int64s]:
-    """A block table as (num_reqs, n), and how many pages each row has: one number where all have the same.
+def _table(block_table: Pages) -> tuple[npt.NDArray[Any], _Int64s | None]:
+    """A block table as (num_reqs, n), and how many pages each row has; None where all have n.
 
     Raises:
         InputError: it is no table of whole numbers.
     """
     if isinstance(block_table, (Tensor, np.ndarray)):
-        table = _array("block_table", block_table)
-        counts = np.array([table.shape[-1] if table.ndim else 0])
+        table, counts = _array("block_table", block_table), None
     else:
         table, counts = _padded_rows(block_table)
     if table.ndim != 2 or table.dtype.kind not in "iu":

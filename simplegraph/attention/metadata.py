@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from simplegraph.attention.host import ContextShare, Ints, Limits, Pages, Request, read_requests
+from simplegraph.attention.host import ContextShare, Ints, Limits, Pages, QueryLens, Request, read_requests
 from simplegraph.attention.staging import Extent, Staging, Step
 from simplegraph.errors import CaptureSizeError, InputError, ReplayError
 from simplegraph.graph.select import graph_device
@@ -139,7 +139,7 @@ class BatchMetadata:
 
     def set(
         self,
-        query_lens: Ints,
+        query_lens: QueryLens,
         seq_lens: Ints,
         block_table: Pages,
         *,
@@ -150,7 +150,8 @@ class BatchMetadata:
         """Write a step, in the order of the current stream; call once a step, outside the graph, before it runs.
 
         Args:
-            query_lens: (num_reqs,) whole numbers, tokens of each request in this step; at least 1.
+            query_lens: (num_reqs,) whole numbers, tokens of each request in this step; at least 1. One number, which
+                is quicker, where all have as many.
             seq_lens: (num_reqs,) whole numbers, tokens in each request's KV cache, this step's included.
             block_table: the page ids of each request, in order: a sequence of sequences, or, much quicker for
                 many pages, a (num_reqs, n) array or CPU tensor. What lies past a request's `seq_lens`, and `ahead`, is

@@ -198,7 +198,7 @@ class EagleDrafter:
         lengths = np.asarray(live.seq_lens if seq_lens is None else seq_lens, np.int64)
         for ahead in range(1, more + 1):
             most = np.minimum(lengths + ahead, self._metadata.max_model_len)
-            self._metadata.set(np.ones_like(most), most, live.block_table, num_tokens=rows, num_reqs=rows)
+            self._metadata.set(1, most, live.block_table, num_tokens=rows, num_reqs=rows)
             manager.run(batch, self._decode)
 
     def reset(self) -> None:

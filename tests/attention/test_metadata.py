@@ -94,6 +94,41 @@ def test_lists_arrays_and_tensors_say_the_same() -> None:
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.parametrize("ahead", [0, 5])
+def test_one_query_length_for_all_says_the_same_as_one_for_each(device: torch.device, ahead: int) -> None:
+    draw = np.random.default_rng(0)
+    for query_len, count in [(1, 1), (1, 6), (4, 4), (5, 3), (16, 1)]:
+        lengths = draw.integers(query_len, LENGTH + 1, count)
+        table = draw.integers(0, 50, (count, LENGTH // PAGE))
+        each, one = metadata(device), metadata(device)
+        for built, queries in [(each, [query_len] * count), (one, query_len)]:
+            poison(built)
+            built.set(queries, lengths, table, num_tokens=TOKENS, num_reqs=REQS, ahead=ahead)
+        for expected, found in zip(fields(each), fields(one), strict=True):
+            assert found.tolist() == expected.tolist()
+        expected, found = vars(each.batch), vars(one.batch)
+        assert {name: np.array(value).tolist() for name, value in found.items()} == {
+            name: np.array(value).tolist() for name, value in expected.items()
+        }
+        assert all(value.dtype == np.int32 for value in found.values() if isinstance(value, np.ndarray))
+
+
+@pytest.mark.parametrize(
+    ("query_len", "seq_lens"),
+    [
+        *[(0, [3, 4]), (-1, [3, 4]), (3, [3, 2]), (2, [3, -1]), (2, [25, 4]), (25, [25, 25]), (9, [10, 10]), (1, [])],
+        *[(2, [4, -(2**63)]), (2, [2**63 - 1, 4]), (True, [3, 4]), (10**30, [3, 4])],
+    ],
+)
+def test_one_query_length_that_does_not_fit_is_refused_as_several_are(query_len: Any, seq_lens: list[int]) -> None:
+    pages = np.ones((len(seq_lens), LENGTH // PAGE), np.int32)
+    with pytest.raises(SimpleGraphError) as each:
+        metadata().set([query_len] * len(seq_lens), seq_lens, pages)
+    with pytest.raises(type(each.value)) as one:
+        metadata().set(query_len, seq_lens, pages)
+    assert str(one.value) == str(each.value)
+
+
 def test_what_an_engine_keeps_behind_the_needed_pages_does_not_matter() -> None:
     built = metadata(debug=True, num_pages=40)
     view = built.set([1, 1], [5, 20], torch.tensor([[3, 4, -1, 999, 7], [5, 6, 7, 8, 9]]))
