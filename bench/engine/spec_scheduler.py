@@ -62,17 +62,20 @@ class SpecScheduler(Scheduler):
     def schedule_round(self, num_draft_tokens: int) -> RoundPlan | None:
         """A round of everyone who has drafts; None if there is nobody."""
         count = num_draft_tokens + 1 + self._ahead
+        drafted, page_size = self.drafted, self._page_size
         requests = [
             request
             for request in list(self.running)
-            if request in self.drafted
-            and (request.num_computed + count <= request.num_pages * self._page_size or self._make_room(request, count))
+            if request in drafted
+            and (request.num_computed + count <= request.num_pages * page_size or self._make_room(request, count))
         ]
         if not requests:
             return None
-        numbers = [(request.slot, request.output[-1], request.num_computed) for request in requests]
-        slots, last_tokens, starts = np.array(numbers, np.int64).T
-        width = max(request.num_pages for request in requests)
+        # Three lists are quicker to read into arrays than one of tuples.
+        slots = np.array([request.slot for request in requests], np.int64)
+        last_tokens = np.array([request.output[-1] for request in requests], np.int64)
+        starts = np.array([request.num_computed for request in requests], np.int64)
+        width = max([request.num_pages for request in requests])
         return RoundPlan(requests, num_draft_tokens, last_tokens, starts, slots, self.pages.table[slots, :width])
 
     def _release(self, request: Request) -> None:
