@@ -175,7 +175,7 @@ class SpecEngine(Engine):
         return outputs
 
     def _round(self, plan: RoundPlan) -> list[Output]:
-        rows = self.runner.wait(self.runner.launch_round(plan))[:, : plan.num_draft_tokens + 1].tolist()
+        rows = self.runner.wait(self.runner.launch_round(plan)).tolist()
         outputs: list[Output] = []
         taken = []
         for request, row in zip(plan.requests, rows, strict=True):

@@ -70,14 +70,14 @@ class StepInputs:
 class Arriving(NamedTuple):
     """A step's tokens on their way to the host."""
 
-    tokens: Tensor
+    tokens: Int64s
     done: Any
 
-    def wait(self) -> Any:
+    def wait(self) -> Int64s:
         """(num_reqs, n) int64, -1 after each request's last; waits for the device."""
         if self.done is not None:
             self.done.synchronize()
-        return self.tokens.numpy()
+        return self.tokens
 
 
 class RoundResults:
@@ -92,17 +92,20 @@ class RoundResults:
         on_gpu = device.type == "cuda"
         self._host = torch.empty_like(self.tokens, device="cpu", pin_memory=on_gpu)
         self._done: Any = torch.cuda.Event() if on_gpu else None
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor, Arriving]] = {}
 
-    def send(self, reqs: int) -> Arriving:
-        """Put the first rows on their way to the host."""
-        copy = self._copies.get(reqs)
+    def send(self, reqs: int, width: int) -> Arriving:
+        """Put the first rows on their way to the host; the first `width` tokens of each are the round's."""
+        copy = self._copies.get((reqs, width))
         if copy is None:
-            copy = self._copies[reqs] = (self._host[:reqs], self.tokens[:reqs])
-        copy[0].copy_(copy[1], non_blocking=True)
+            host = self._host[:reqs]
+            arriving = Arriving(host.numpy()[:, :width], self._done)
+            copy = self._copies[reqs, width] = (host, self.tokens[:reqs], arriving)
+        host, tokens, arriving = copy
+        host.copy_(tokens, non_blocking=True)
         if self._done is not None:
             self._done.record()
-        return Arriving(copy[0], self._done)
+        return arriving
 
 
 def last_rows(query_lens: list[int]) -> Int64s:

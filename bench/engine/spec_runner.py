@@ -18,7 +18,7 @@ from bench.engine.mean_length import MeanLength
 from bench.engine.request import Request
 from bench.engine.runner import attention_backend, require, to_host
 from bench.engine.sampling import sample
-from bench.engine.scheduler import StepPlan
+from bench.engine.scheduler import Int64s, StepPlan
 from bench.engine.spec_buffers import Arriving, RoundResults, StepInputs, last_rows
 from bench.engine.spec_config import SpecConfig
 from bench.engine.spec_graphs import drafters, target_managers
@@ -154,7 +154,8 @@ class SpecRunner:
         after = inputs.shifted[:tokens]
         after.index_copy_(0, last, torch.where(inputs.samples[:reqs] > 0, chosen, after.index_select(0, last)))
         drafter.load(after, inputs.positions[:tokens], found.states[:tokens], last, slots)
-        arriving = Arriving(*to_host(chosen[:, None]))
+        arrived, done = to_host(chosen[:, None])
+        arriving = Arriving(arrived.numpy(), done)
         drafter.draft(tokens, reqs, None, plan.seq_lens)
         return arriving
 
@@ -175,14 +176,14 @@ class SpecRunner:
         found = self.managers[count].run(batch, self._forwards[count])
         if found is not None:
             self._accept(count, reqs, Computed(*(part[: reqs * query_len] for part in found)))
-        arriving = self._results.send(reqs)
+        arriving = self._results.send(reqs, query_len)
         known = None
         if not drafter.chained:
-            known = plan.starts + (self.wait(arriving)[:, :query_len] >= 0).sum(axis=1)
+            known = plan.starts + (self.wait(arriving) >= 0).sum(axis=1)
         drafter.draft(reqs * query_len, reqs, query_len, known)
         return arriving
 
-    def wait(self, arriving: Arriving) -> Any:
+    def wait(self, arriving: Arriving) -> Int64s:
         """A step's tokens; see `Arriving.wait`."""
         started = time.perf_counter()
         tokens = arriving.wait()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,8 +12,7 @@ from bench.engine.scheduler import Int64s, Scheduler, StepPlan
 from bench.engine.spec_config import SpecConfig
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RoundPlan:
+class RoundPlan(NamedTuple):
     """A round of requests whose prompts are computed, K drafts each.
 
     Attributes:

@@ -135,7 +135,7 @@ class AttentionBackend(GraphHooks, abc.ABC):
         query_len = descriptor.uniform_query_len
         if mode is not CudaGraphMode.FULL:
             num_reqs = batch.num_reqs  # such a graph holds no attention, so its breaks take the real requests
-        elif query_len is not None and batch.query_lens != {query_len}:
+        elif query_len is not None and not batch.has_query_len(query_len):
             raise ReplayError(
                 f"the graph is for requests of {query_len} tokens each, but the batch has requests of "
                 f"{sorted(batch.query_lens)}; dispatch it without uniform_query_len."

@@ -60,6 +60,10 @@ class BatchState:
             return {self.max_query_len}
         return {int(length) for length in np.unique(np.diff(self.query_start_loc))}
 
+    def has_query_len(self, query_len: int) -> bool:
+        """Whether every request has so many tokens in this step."""
+        return self.max_query_len == query_len and self.num_reqs * query_len == self.num_tokens
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CommonMetadata:

@@ -174,6 +174,7 @@ class Program:
         seconds: wall time of the capture.
         bytes: device memory the capture took, as the device's free memory saw it.
         live: whether it can still be replayed.
+        breaks: the steps that run eagerly.
         replay: runs the steps on the current stream; what it returns is in `outputs`.
     """
 
@@ -184,9 +185,11 @@ class Program:
     seconds: float = 0.0
     bytes: int = 0
     live: bool = True
+    breaks: tuple[Break, ...] = dataclasses.field(init=False)
     replay: Callable[[], None] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        self.breaks = tuple(step for step in self.steps if isinstance(step, Break))
         # One step is the common case: calling it directly saves a Python frame on every replay.
         self.replay = self.steps[0].replay if len(self.steps) == 1 else self._replay_steps
         self._replays = [step.replay for step in self.steps]
@@ -217,11 +220,6 @@ class Program:
         """The steps that are graphs."""
         return tuple(step for step in self.steps if not isinstance(step, Break))
 
-    @property
-    def breaks(self) -> tuple[Break, ...]:
-        """The steps that run eagerly."""
-        return tuple(step for step in self.steps if isinstance(step, Break))
-
     def costs(self) -> list[StepCost]:
         """Its steps, timed once if it was replayed twice; waits for that replay to be over."""
         times: Sequence[float | None] = [None] * len(self.steps)
@@ -243,7 +241,7 @@ class Program:
         self.live = False
         for segment in self.segments:
             segment.reset()
-        self.steps, self._replays, self.outputs = (), [], []
+        self.steps, self.breaks, self._replays, self.outputs = (), (), [], []
         self.replay = self._refuse
 
     def _refuse(self) -> None:

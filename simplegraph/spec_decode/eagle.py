@@ -175,7 +175,7 @@ class EagleDrafter:
                 f"{self._decode_backend.name} plans on the host; pass seq_lens, each request's tokens after acceptance."
             )
         live = self._prefill_backend.metadata.batch
-        if uniform_query_len is not None and live.query_lens != {uniform_query_len}:
+        if uniform_query_len is not None and not live.has_query_len(uniform_query_len):
             raise InputError(
                 f"requests of {uniform_query_len} tokens each are to be drafted for, but the target's step has "
                 f"requests of {sorted(live.query_lens)}. Run prompts in a step of their own, without uniform_query_len."
