@@ -166,36 +166,45 @@ class SpecEngine(Engine):
         except BaseException:
             self.scheduler.undo(plan)
             raise
-        outputs: list[Output] = []
-        for request, row, samples in zip(plan.requests, tokens, plan.samples, strict=True):
-            if samples:
-                request.pending -= 1
-                self.scheduler.drafted.add(request)
-                self._grow(request, row.tolist(), outputs)
-        return outputs
+        grown = [
+            (request, row.tolist())
+            for request, row, samples in zip(plan.requests, tokens, plan.samples, strict=True)
+            if samples
+        ]
+        for request, _ in grown:
+            request.pending -= 1
+            self.scheduler.drafted.add(request)
+        return self._grow(grown)
 
     def _round(self, plan: RoundPlan) -> list[Output]:
         rows = self.runner.wait(self.runner.launch_round(plan)).tolist()
-        outputs: list[Output] = []
-        taken = []
+        grown, taken = [], []
         for request, row in zip(plan.requests, rows, strict=True):
-            found = row if row[-1] >= 0 else row[: row.index(-1)]
-            count = len(found)
+            tokens = row if row[-1] >= 0 else row[: row.index(-1)]
+            count = len(tokens)
+            grown.append((request, tokens))
             taken.append(count - 1)
             request.num_computed += count
-            self._grow(request, found, outputs)
         self.acceptance.count(plan.num_draft_tokens, taken)
+        return self._grow(grown)
+
+    def _grow(self, grown: list[tuple[Request, list[int]]]) -> list[Output]:
+        """Give requests their tokens, up to where each ends."""
+        outputs: list[Output] = []
+        for request, tokens in grown:
+            params, output = request.params, request.output
+            if len(output) + len(tokens) < params.max_tokens and len(params.stop_token_ids) == 0:
+                output += tokens  # as in most rounds: none can be the last
+                for token in tokens:
+                    outputs.append(_output((request, token, None)))
+            else:
+                self._end(request, tokens, outputs)
         return outputs
 
-    def _grow(self, request: Request, tokens: list[int], outputs: list[Output]) -> None:
-        """Give a request its tokens, up to where it ends."""
-        params, output = request.params, request.output
-        if len(output) + len(tokens) < params.max_tokens and len(params.stop_token_ids) == 0:
-            output += tokens  # as in most rounds: none can be the last
-            outputs += [_output((request, token, None)) for token in tokens]
-            return
+    def _end(self, request: Request, tokens: list[int], outputs: list[Output]) -> None:
+        """Give a request that may end its tokens, up to there."""
         for token in tokens:
-            output.append(token)
+            request.output.append(token)
             reason = self._reason_to_end(request, token)
             outputs.append(Output(request, token, reason))
             if reason is not None:
