@@ -30,6 +30,8 @@ class CudaGraphMode(enum.Enum):
     FULL_DECODE_ONLY = ("FULL", "NONE")
     FULL_AND_PIECEWISE = ("FULL", "PIECEWISE")
 
+    __hash__ = object.__hash__  # an Enum's own is a call into Python, several in every replay
+
     def decode_mode(self) -> CudaGraphMode:
         """The mode of a uniform decode batch: NONE, PIECEWISE or FULL."""
         return CudaGraphMode[self.value[0]]

@@ -21,6 +21,7 @@ Pages = Sequence[Ints] | Tensor | npt.NDArray[Any]
 
 _Int32s = npt.NDArray[np.int32]
 _Int64s = npt.NDArray[np.int64]
+_INT64 = np.dtype(np.int64)
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
@@ -211,7 +212,7 @@ def read_requests(query_lens: QueryLens, seq_lens: Ints, block_table: Pages, lim
     limits.check_shape(num_tokens, len(queries))
     pages = _needed_pages(block_table, lengths, longest, limits, ahead)
     if most * len(queries) == num_tokens:
-        slots = _uniform_slots(before, _uniform(len(queries), most), pages, limits)
+        slots = _uniform_slots(before, _uniform(len(queries), most, pages.shape[1]), pages, limits)
     else:
         slots = _slots(queries, before, starts, pages, limits)
     step = Step(slots, starts.astype(np.int32), lengths.astype(np.int32), pages)
@@ -229,7 +230,7 @@ def _uniform_requests(query_len: int, lengths: _Int64s, block_table: Pages, limi
     longest, num_tokens = most_before + query_len, reqs * query_len
     limits.check_shape(num_tokens, reqs)
     pages = _needed_pages(block_table, lengths, longest, limits, ahead)
-    shape = _uniform(reqs, query_len)
+    shape = _uniform(reqs, query_len, pages.shape[1])
     step = Step(_uniform_slots(before, shape, pages, limits), shape.starts, lengths.astype(np.int32), pages)
     return Request(step, query_len, query_len, longest, limits)
 
@@ -238,19 +239,19 @@ class _Uniform(NamedTuple):
     """What the shape alone says of requests with as many tokens each.
 
     Attributes:
-        requests: (num_reqs, 1), their numbers; offsets: (query_len,), the numbers of each one's tokens.
+        rows: (num_reqs, 1), where each one's pages begin; offsets: (query_len,), the numbers of each one's tokens.
         starts: (num_reqs + 1,), where each one's tokens begin.
     """
 
-    requests: _Int64s
+    rows: _Int64s
     offsets: _Int64s
     starts: _Int32s
 
 
 @functools.lru_cache(maxsize=1024)
-def _uniform(num_reqs: int, query_len: int) -> _Uniform:
+def _uniform(num_reqs: int, query_len: int, width: int) -> _Uniform:
     starts = np.arange(0, num_reqs * query_len + 1, query_len, dtype=np.int32)
-    return _Uniform(np.arange(num_reqs)[:, None], np.arange(query_len), starts)
+    return _Uniform(np.arange(num_reqs)[:, None] * width, np.arange(query_len), starts)
 
 
 def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> tuple[_Int64s, int]:
@@ -291,7 +292,7 @@ def _slots(queries: _Int64s, before: _Int64s, starts: _Int64s, pages: _Int32s, l
 def _uniform_slots(before: _Int64s, shape: _Uniform, pages: _Int32s, limits: Limits) -> _Int64s:
     """As `_slots`, of requests with as many tokens each."""
     position = before[:, None] + shape.offsets
-    return _placed(position, shape.requests * pages.shape[1], pages, limits.page_size).ravel()
+    return _placed(position, shape.rows, pages, limits.page_size).ravel()
 
 
 def _placed(position: _Int64s, rows: _Int64s, pages: _Int32s, page_size: int) -> _Int64s:
@@ -337,6 +338,8 @@ def _ints(name: str, values: Ints) -> _Int64s:
     Raises:
         InputError: they are none, or not a single row of them, or on a GPU.
     """
+    if isinstance(values, np.ndarray) and values.dtype is _INT64 and values.ndim == 1:
+        return values
     array = _array(name, values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InputError(f"{name} is {array.dtype} of shape {array.shape}; expected one whole number a request.")

@@ -210,9 +210,12 @@ class BatchMetadata:
             raise CaptureSizeError(f"{step.num_reqs} requests are to be followed in a graph of {num_reqs}.")
         batch, most = self.batch, self.max_model_len
         batch.num_reqs = batch.num_tokens = step.num_reqs
-        batch.max_query_len, batch.max_seq_len = 1, min(step.max_seq_len + step.ahead, most)
+        longest = step.max_seq_len + step.ahead
+        batch.max_query_len, batch.max_seq_len = 1, min(longest, most)
         batch.query_start_loc = self._one_each[: step.num_reqs + 1]
-        batch.seq_lens, batch.block_table = np.minimum(step.seq_lens + step.ahead, most), step.block_table
+        reach = step.seq_lens + step.ahead
+        batch.seq_lens = reach if longest <= most else np.minimum(reach, most)
+        batch.block_table = step.block_table
         batch.padded_tokens = batch.padded_reqs = num_reqs
         batch.ahead, batch.capturing = 0, False
         batch.version += 1
