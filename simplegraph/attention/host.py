@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -212,7 +211,7 @@ def read_requests(query_lens: QueryLens, seq_lens: Ints, block_table: Pages, lim
     limits.check_shape(num_tokens, len(queries))
     pages = _needed_pages(block_table, lengths, longest, limits, ahead)
     if most * len(queries) == num_tokens:
-        slots = _uniform_slots(before, _uniform(len(queries), most, pages.shape[1]), pages, limits)
+        slots = _uniform_slots(before, most, pages, limits)
     else:
         slots = _slots(queries, before, starts, pages, limits)
     step = Step(slots, starts.astype(np.int32), lengths.astype(np.int32), pages)
@@ -230,28 +229,9 @@ def _uniform_requests(query_len: int, lengths: _Int64s, block_table: Pages, limi
     longest, num_tokens = most_before + query_len, reqs * query_len
     limits.check_shape(num_tokens, reqs)
     pages = _needed_pages(block_table, lengths, longest, limits, ahead)
-    shape = _uniform(reqs, query_len, pages.shape[1])
-    step = Step(_uniform_slots(before, shape, pages, limits), shape.starts, lengths.astype(np.int32), pages)
+    starts = np.arange(0, num_tokens + 1, query_len, dtype=np.int32)
+    step = Step(_uniform_slots(before, query_len, pages, limits), starts, lengths.astype(np.int32), pages)
     return Request(step, query_len, query_len, longest, limits)
-
-
-class _Uniform(NamedTuple):
-    """What the shape alone says of requests with as many tokens each.
-
-    Attributes:
-        rows: (num_reqs, 1), where each one's pages begin; offsets: (query_len,), the numbers of each one's tokens.
-        starts: (num_reqs + 1,), where each one's tokens begin.
-    """
-
-    rows: _Int64s
-    offsets: _Int64s
-    starts: _Int32s
-
-
-@functools.lru_cache(maxsize=1024)
-def _uniform(num_reqs: int, query_len: int, width: int) -> _Uniform:
-    starts = np.arange(0, num_reqs * query_len + 1, query_len, dtype=np.int32)
-    return _Uniform(np.arange(num_reqs)[:, None] * width, np.arange(query_len), starts)
 
 
 def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> tuple[_Int64s, int]:
@@ -289,10 +269,11 @@ def _slots(queries: _Int64s, before: _Int64s, starts: _Int64s, pages: _Int32s, l
     return _placed(position, np.repeat(rows, queries), pages, limits.page_size)
 
 
-def _uniform_slots(before: _Int64s, shape: _Uniform, pages: _Int32s, limits: Limits) -> _Int64s:
+def _uniform_slots(before: _Int64s, query_len: int, pages: _Int32s, limits: Limits) -> _Int64s:
     """As `_slots`, of requests with as many tokens each."""
-    position = before[:, None] + shape.offsets
-    return _placed(position, shape.rows, pages, limits.page_size).ravel()
+    rows = limits.tokens[: len(before), None] * pages.shape[1]
+    position = before[:, None] + limits.tokens[:query_len]
+    return _placed(position, rows, pages, limits.page_size).ravel()
 
 
 def _placed(position: _Int64s, rows: _Int64s, pages: _Int32s, page_size: int) -> _Int64s:
