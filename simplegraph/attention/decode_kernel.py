@@ -5,6 +5,7 @@ Imported only where Triton is.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -186,35 +187,36 @@ def decode(
     num_kv_heads, head_dim = keys.shape[head], keys.shape[3]
     group = q.shape[1] // num_kv_heads
     wide = keys.element_size() * head_dim > 256  # half a block, for what a multiprocessor can hold
-    _decode[(len(seq_lens), num_kv_heads, num_splits)](
-        q,
-        keys,
-        values,
-        block_table,
-        seq_lens,
-        out,
-        out if lse is None else lse,
-        parts,
-        arrived,
-        scale * _LOG2E,
-        num_splits,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        block_table.stride(0),
-        keys.stride(0),
-        keys.stride(offset),
-        keys.stride(head),
-        PAGE_SIZE=keys.shape[offset],
-        QUERY_LEN=query_len,
-        GROUP=group,
-        ROWS=rows_of(query_len, group),
-        HEAD_DIM=head_dim,
-        COLUMNS=columns_of(head_dim),
-        BLOCK=BLOCK // 2 if wide else BLOCK,
-        IN_PARTS=num_splits > 1,
-        WITH_LSE=lse is not None,
-        num_warps=4,
-        num_stages=2,
-    )
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
+        _decode[(len(seq_lens), num_kv_heads, num_splits)](
+            q,
+            keys,
+            values,
+            block_table,
+            seq_lens,
+            out,
+            out if lse is None else lse,
+            parts,
+            arrived,
+            scale * _LOG2E,
+            num_splits,
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            block_table.stride(0),
+            keys.stride(0),
+            keys.stride(offset),
+            keys.stride(head),
+            PAGE_SIZE=keys.shape[offset],
+            QUERY_LEN=query_len,
+            GROUP=group,
+            ROWS=rows_of(query_len, group),
+            HEAD_DIM=head_dim,
+            COLUMNS=columns_of(head_dim),
+            BLOCK=BLOCK // 2 if wide else BLOCK,
+            IN_PARTS=num_splits > 1,
+            WITH_LSE=lse is not None,
+            num_warps=4,
+            num_stages=2,
+        )

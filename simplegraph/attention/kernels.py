@@ -5,6 +5,7 @@ Imported only where Triton is.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -59,24 +60,25 @@ def write_pages(
     tokens, heads, head_dim = k.shape
     k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k, v))
     offset, head = (1, 2) if layout == "NHD" else (2, 1)
-    _write_pages[(tokens, heads)](
-        k,
-        v,
-        k_cache,
-        v_cache,
-        slots,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(offset),
-        k_cache.stride(head),
-        page_size,
-        HEAD_DIM=head_dim,
-        BLOCK=triton.next_power_of_2(head_dim),
-        num_warps=1,
-    )
+    with torch.cuda.device_of(k):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
+        _write_pages[(tokens, heads)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slots,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            k_cache.stride(0),
+            k_cache.stride(offset),
+            k_cache.stride(head),
+            page_size,
+            HEAD_DIM=head_dim,
+            BLOCK=triton.next_power_of_2(head_dim),
+            num_warps=1,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -99,4 +101,5 @@ def list_pages(block_table: Tensor, indptr: Tensor, indices: Tensor) -> None:
         indptr: (num_reqs + 1,) int32, where each request's pages begin.
         indices: int32, at least ``indptr[-1]`` of them; written.
     """
-    _list_pages[(len(block_table),)](block_table, indptr, indices, block_table.stride(0), BLOCK=1024, num_warps=4)
+    with torch.cuda.device_of(indices):  # type: ignore[no-untyped-call]
+        _list_pages[(len(block_table),)](block_table, indptr, indices, block_table.stride(0), BLOCK=1024, num_warps=4)

@@ -331,7 +331,8 @@ def test_ranks_that_capture_for_batches_of_other_sizes_are_all_told() -> None:
 
 def replay_with_other_sizes(rank: int, size: int, eager: bool) -> tuple[str, str, float]:
     ranks = sg.RankGroup(timeout=WAIT)
-    model = sg.wrap(Independent().eval(), capture_sizes=SIZES, ranks=ranks, progress=False, debug=True)
+    model = sg.wrap(Independent().eval(), capture_sizes=SIZES, progress=False, debug=True)
+    model.use_ranks(ranks)
     with torch.inference_mode():
         model.capture_graphs(batch(3))
         model(batch(4))

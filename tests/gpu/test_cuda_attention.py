@@ -269,3 +269,15 @@ def test_sequences_of_the_decode_kernel_are_put_together_alike_every_time() -> N
         served.metadata.set([1, 1], [4096, 3500], table)
         results.append([out.clone() for out in served.manager.run(served.manager.dispatch(2, 2, 1), served.forward)])
     assert all(torch.equal(one, first) for found in results for one, first in zip(found, results[0], strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_cache_on_another_gpu_than_the_current_one() -> None:
+    served = AttentionEngine(
+        TritonDecodeBackend, torch.device("cuda", 1), max_reqs=8, max_len=256, num_pages=200, mode="NONE", **SHAPE
+    )
+    assert torch.cuda.current_device() == 0
+    for seed in range(4):
+        for kind in ("decode", "mixed"):
+            _, error = served.step(served.requests(kind, 1 + seed, seed), seed)
+            assert error <= ERROR

@@ -137,7 +137,7 @@ def test_the_host_does_not_wait_for_every_token() -> None:
     with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
         model.generate(**batch, **endless, max_new_tokens=64)
         counts = [syncs(lambda n=n: model.generate(**batch, **endless, max_new_tokens=n)) for n in (16, 64)]
-        assert counts[0] == counts[1]
+        assert counts[1] <= counts[0]  # 48 more tokens, and no more waits
         waits = [syncs(lambda n=n: plain.generate(**batch, **endless, max_new_tokens=n)) for n in (16, 64)]
         assert waits[1] - waits[0] >= 48  # so the count does see them
         for _ in range(3):

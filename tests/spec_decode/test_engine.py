@@ -160,6 +160,7 @@ def products(served: SpecEngine, asked: list[list[int]], params: Any) -> list[tu
     return found
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replay on a GPU shows none of its operators")
 def test_no_mode_pads_anything_where_every_size_is_captured(pairs: dict[str, Any]) -> None:
     """Matrix products of other shapes round otherwise on a GPU, and a draft's near tie may go the other way."""
     asked = [prompt[:5] for prompt in prompts(6, seed=14)]
