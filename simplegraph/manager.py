@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,15 +23,12 @@ from simplegraph.batch.reasons import Reason
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed
 from simplegraph.distributed import Alone, Consensus, RankGroup, ShapeConsensus, Vote
-from simplegraph.errors import CaptureError, ConfigError, InputError, ReplayError
-from simplegraph.graph.breaks import told
+from simplegraph.errors import CaptureError, ConfigError, ReplayError
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
-from simplegraph.graph.recorder import Trace
 from simplegraph.graph.select import graph_device
-from simplegraph.graph.session import CaptureSession, capture_error
-from simplegraph.graph.subclasses import waited
+from simplegraph.job_capture import JobCapture
 from simplegraph.jobs import (
     CaptureJob,
     CaptureSummary,
@@ -41,12 +37,8 @@ from simplegraph.jobs import (
     MemoryEstimate,
     Traces,
     bound,
-    counters,
-    observing,
     own,
-    read_differently,
 )
-from simplegraph.progress import capture_bar
 from simplegraph.report import GraphReport
 from simplegraph.stats import GraphStats
 
@@ -138,7 +130,6 @@ class CudaGraphManager:
         self.failures: dict[Key, CaptureError] = {}
         self.traces = Traces(self.device.torch_device, self.config.break_ops)
         self.hooks: list[GraphHooks] = [] if ranks is None else [_ReplayedByAll(ranks, debug=self.config.debug)]
-        self._traced: list[MemoryObserver] = []  # of warmups that only told what breaks return
         self.pool = self.device.new_pool() if pool is None else pool
         if pool is None or pool.managers:  # else somebody else made it, and may use it in other ways
             self.pool.managers.add(self)
@@ -333,92 +324,7 @@ class CudaGraphManager:
                 the largest and the smallest size read the same memory, the others are taken to do so too.
             lazy: this is a single capture in the middle of serving.
         """
-        started = time.perf_counter()
-        failed: dict[str, CaptureError] = {}
-        observers = [] if observers is None else observers
-        with self.ranks.together():
-            self.ranks.begin(self._settings(num_warmups), ", ".join(job.label for job in jobs), self.device)
-        if not jobs:
-            return CaptureSummary(0, failed, 0.0, 0)
-        free_before = self.device.free_memory()
-        before = self.stats.captures
-        show = self.config.progress and len(jobs) > 1 and self.ranks.rank == 0
-        with self.ranks.together(), CaptureSession(self.device, self.pool, thorough=not lazy) as session:
-            for _ in range(num_warmups):
-                if self._warm_up(jobs[0], observers) is not None:
-                    break  # its capture will say why, and smaller sizes may do better
-            with capture_bar(len(jobs), show) as bar:
-                # A warmup shows what the first one reads, but for hooks, which it does not run.
-                first = len(jobs) - 1 if observers and not self.hooks else 0
-                compared = 0 if first else len(observers)
-                unseen = []
-                for index, job in enumerate(jobs):
-                    bar.next(job.descriptor.num_tokens, self.device)
-                    watched = index in (first, len(jobs) - 1)
-                    unseen += [] if watched else [job]
-                    error = self._capture_one(session, job, observers if watched else None)
-                    if error is not None and not lazy and self._warm_up(job, observers) is None:
-                        error = self._capture_one(session, job, observers)
-                    if error is not None:
-                        failed[job.label] = error
-                if self.ranks.any("what graphs read", read_differently(observers[compared:])):
-                    again = [job for job in unseen if job.key in self.programs]
-                    self.forget(again)
-                    errors = {job.label: self._capture_one(session, job, observers) for job in again}
-                    failed |= {label: error for label, error in errors.items() if error is not None}
-        for job in jobs:
-            if job.label in failed:
-                self._failed(job, failed[job.label])
-        observers += self._traced
-        self._traced = []
-        return CaptureSummary(
-            self.stats.captures - before,
-            failed,
-            time.perf_counter() - started,
-            max(0, free_before - self.device.free_memory()),
-        )
-
-    def _settings(self, num_warmups: int) -> dict[str, str]:
-        """What must be the same on ranks that capture together."""
-        names = (field.name for field in dataclasses.fields(self.config) if field.name != "progress")
-        settings = {name: repr(getattr(self.config, name)) for name in names}
-        more = {"support": self.support.name, "lora_cases": self.dispatcher.lora_cases, "warmups": num_warmups}
-        return settings | {name: str(value) for name, value in (more | {"torch": torch.__version__}).items()}
-
-    def _on_all_ranks(self, what: str, job: CaptureJob, error: CaptureError | None) -> CaptureError | None:
-        """The error, or that of another rank: a graph that one rank does not have, no rank may replay."""
-        failure = self.ranks.failure(f"{what} {job.label}", error)
-        if failure is None or error is not None:
-            return error
-        rank, found = failure
-        self.forget([job])
-        cause = f"it failed on rank {rank}, and its collectives need all ranks"
-        said = found.replace("\n", "\n  ")
-        return CaptureError(f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}", cause=cause)
-
-    def _warm_up(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
-        """Run a job eagerly, so that its capture finds everything set up; what went wrong on any rank."""
-        error = self._warm_up_here(job, observers)
-        failed = None if error is None else capture_error(error, job.label)
-        return self._on_all_ranks("warming up", job, failed)
-
-    def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> Exception | None:
-        observer = MemoryObserver()
-        trace = self.traces.begin(observer) if job.mode is CudaGraphMode.PIECEWISE else None
-        try:
-            with observer, told(trace):
-                outputs = waited(job.run())
-                if self.ranks.size > 1:
-                    self.device.synchronize()  # no collective may be in flight when a capture begins
-        except InputError:
-            raise
-        except Exception as error:
-            logger.debug("warming up %s failed: %s", job.label, error)
-            return error
-        observers.append(observer)
-        if trace is not None:
-            self.traces.add(job.key, trace, outputs)
-        return None
+        return JobCapture(self, jobs, [] if observers is None else observers, lazy=lazy).run(num_warmups)
 
     def forget(self, jobs: Iterable[CaptureJob]) -> None:
         """Drop these jobs' programs as if they had not been captured."""
@@ -434,77 +340,11 @@ class CudaGraphManager:
         for job in jobs:
             remedy = "Return it instead, or copy it into a buffer of the module."
             failed[job.label] = CaptureError(f"capturing {job.label} failed\n  {cause}.\n  {remedy}", cause=cause)
-            self._failed(job, failed[job.label])
+            self.note_failure(job, failed[job.label])
         return dataclasses.replace(summary, captured=0, failed=failed)
 
-    def _capture_one(
-        self, session: CaptureSession, job: CaptureJob, observers: list[MemoryObserver] | None
-    ) -> CaptureError | None:
-        """Capture a job; what went wrong on any rank."""
-        return self._on_all_ranks("capturing", job, self._capture_here(session, job, observers))
-
-    def _capture_here(
-        self, session: CaptureSession, job: CaptureJob, observers: list[MemoryObserver] | None
-    ) -> CaptureError | None:
-        run = self._with_end_hooks(job)
-        if observers is not None:
-            run = observing(run, observers)
-        try:
-            trace = self._trace(job)
-            self._announce(job)
-            with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
-                program = session.capture(run, label=job.label, generators=job.generators, trace=trace)
-            self._check_breaks(job, program)
-        except CaptureError as error:
-            return error
-        self.programs[job.key] = program
-        if self.failures.pop(job.key, None) is not None:
-            self.stats.failures.pop(job.label, None)
-        self.stats.captured(job.key, counters(job, program))
-        return None
-
-    def _announce(self, job: CaptureJob) -> None:
-        """Let the hooks get ready; this comes last before the capture."""
-        try:
-            for hooks in self.hooks:
-                hooks.before_capture(job.mode, job.descriptor)
-        except Exception as error:
-            raise capture_error(error, job.label) from error
-
-    def _trace(self, job: CaptureJob) -> Trace | None:
-        """What is known of the job's breaks, from a warmup of its own where another size's does not tell."""
-        if job.mode is not CudaGraphMode.PIECEWISE:
-            return None
-        if self.traces.find(job.key) is None:
-            error = self._warm_up_here(job, self._traced)
-            if error is not None:
-                raise capture_error(error, job.label)
-        return self.traces.find(job.key)
-
-    def _check_breaks(self, job: CaptureJob, program: Program) -> None:
-        """A piecewise graph must not hold attention that cannot be in one."""
-        if job.mode is CudaGraphMode.PIECEWISE and self.support < AttentionCGSupport.ALWAYS and not program.breaks:
-            program.drop()
-            cause = f"the attention declares {self.support.name}, but the forward met no eager break"
-            raise CaptureError(
-                f"capturing {job.label} failed\n  {cause}: the graph would hold the attention.\n"
-                "  Mark it with @simplegraph.eager_break, simplegraph.break_at, or by its operator in break_ops.",
-                cause=cause,
-            )
-
-    def _with_end_hooks(self, job: CaptureJob) -> Callable[[], Any]:
-        if not self.hooks:
-            return job.run
-
-        def run() -> Any:
-            outputs = job.run()
-            for hooks in self.hooks:
-                hooks.end_of_forward(job.mode, job.descriptor)
-            return outputs
-
-        return run
-
-    def _failed(self, job: CaptureJob, error: CaptureError) -> None:
+    def note_failure(self, job: CaptureJob, error: CaptureError) -> None:
+        """Let a job be one that failed: batches of its size run eagerly from now on."""
         self.failures[job.key] = error
         self.stats.failures[job.label] = str(error)
         if self.config.on_capture_failure == "eager":

@@ -464,11 +464,11 @@ def test_check_and_try_full_know_collectives_and_dtensors() -> None:
 
 
 def show_progress(rank: int, size: int) -> list[bool]:
-    from simplegraph import manager
+    from simplegraph import job_capture
 
     shown = []
-    bar = manager.capture_bar
-    manager.capture_bar = lambda count, show: (shown.append(show), bar(count, False))[1]
+    bar = job_capture.capture_bar
+    job_capture.capture_bar = lambda count, show: (shown.append(show), bar(count, False))[1]
     with torch.inference_mode():
         sg.wrap(InPlace(rank, size).eval(), capture_sizes=SIZES, ranks=sg.RankGroup()).capture_graphs(batch(3))
     return shown
