@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from simplegraph.errors import ConfigError
+
 if TYPE_CHECKING:
     from simplegraph.attention.backend import AttentionBackend as AttentionBackend
     from simplegraph.attention.backend import BackendGroup as BackendGroup
@@ -51,6 +53,13 @@ __all__ = list(_HOME_OF)
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'simplegraph.attention' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"simplegraph.attention.{_HOME_OF[name]}"), name)
-    globals()[name] = value
+    try:
+        home = importlib.import_module(f"simplegraph.attention.{_HOME_OF[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise ConfigError(
+            "simplegraph.attention needs numpy; to have it: pip install 'simplegraph[attention]'"
+        ) from error
+    value = globals()[name] = getattr(home, name)
     return value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -87,3 +89,11 @@ def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path: Path, caps
     assert "is no file" in capsys.readouterr().err
     assert main(["install-flash-attention", str(wheel(tmp_path)), "--target", str(tmp_path / "site")]) == 0
     assert str(tmp_path / "site" / "vllm_flash_attn") in capsys.readouterr().out
+
+
+def test_without_numpy_the_line_to_run_is_said() -> None:
+    code = "import sys; sys.modules['numpy'] = None; from simplegraph.attention import SDPABackend"
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 1
+    assert found.stderr.splitlines()[-1].endswith("needs numpy; to have it: pip install 'simplegraph[attention]'")
+    assert "ConfigError" in found.stderr.splitlines()[-1]
