@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The figures of one GPU in one go: host cost of a call, attention, eager breaks and mixed batches, the engine, vision and
-# diffusion models, then the startup of every arm; all but the first two with the 8B shape.
+# The figures of one GPU in one go: host cost of a call, attention, eager breaks and mixed batches, the engine, speculative
+# decoding, transformers' generate, vision and diffusion models, then the startup of every arm; most with the 8B shape.
 # Usage: bench/run_gpu.sh FOLDER [pytest options]; writes a JSON file for each there.
 set -uo pipefail
 out=$(mkdir -p "${1:?usage: bench/run_gpu.sh FOLDER [pytest options]}" && cd "$1" && pwd)
@@ -14,6 +14,8 @@ status=0
 "$python" -m pytest bench/test_piecewise.py -q -s --benchmark-json "$out/piecewise.json" || status=$?
 "$python" -m pytest bench/test_engine_steps.py bench/test_agreement.py bench/test_first_token.py -q -s \
     --benchmark-json "$out/engine.json" || status=$?
+"$python" -m pytest bench/test_spec_steps.py -q -s --benchmark-json "$out/spec_decode.json" || status=$?
+"$python" -m pytest bench/test_transformers_generate.py -q -s --benchmark-json "$out/transformers.json" || status=$?
 "$python" -m pytest bench/test_models.py -q -s --benchmark-json "$out/models.json" || status=$?
 "$python" -m pytest bench/test_startup.py -q -s --benchmark-json "$out/startup.json" \
     --startup-model "${MODEL:-8b}" --startup-rounds "${ROUNDS:-2}" --startup-timeout "${TIMEOUT:-150}" "$@" || status=$?
