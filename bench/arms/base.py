@@ -123,6 +123,19 @@ class Arm(abc.ABC):
         return {}
 
 
+class OnDTensors(Arm):
+    """An arm whose model is as torch's own tensor parallelism makes it, on the same weights."""
+
+    @classmethod
+    def load(cls, setup: Setup) -> None:
+        _ = setup.on_dtensors
+
+    @property
+    def model(self) -> Llama:
+        """What runs."""
+        return self.setup.on_dtensors
+
+
 def require_cuda(device: torch.device, what: str) -> None:
     """Raise `NotAvailable` on a CPU."""
     if device.type != "cuda":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bench.arms.base import Arm, Setup
+from bench.arms.base import Arm, OnDTensors
 from bench.arms.static import rows
 from bench.measure import Timeline
 from bench.models.llama import Llama
@@ -32,15 +32,7 @@ class Eager(Arm):
         return self.model(*batch)
 
 
-class EagerDTensors(Eager):
-    """The model as torch's own tensor parallelism makes it, on the same weights."""
+class EagerDTensors(OnDTensors, Eager):
+    """As `Eager`, on DTensors."""
 
     name = "eager-dtensor"
-
-    @classmethod
-    def load(cls, setup: Setup) -> None:
-        _ = setup.on_dtensors
-
-    @property
-    def model(self) -> Llama:
-        return self.setup.on_dtensors

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bench.arms.base import Arm, NotAvailable, Setup, require_cuda
+from bench.arms.base import Arm, NotAvailable, OnDTensors, Setup, require_cuda
 from bench.arms.static import rows
 from bench.measure import Timeline
 from bench.models import attention
@@ -109,18 +109,10 @@ class Lazy(Upfront):
                 return
 
 
-class DTensors(Upfront):
-    """As `Upfront`, with the model as torch's own tensor parallelism makes it, on the same weights."""
+class DTensors(OnDTensors, Upfront):
+    """As `Upfront`, on DTensors."""
 
     name = "simplegraph-dtensor"
-
-    @classmethod
-    def load(cls, setup: Setup) -> None:
-        _ = setup.on_dtensors
-
-    @property
-    def model(self) -> Llama:
-        return self.setup.on_dtensors
 
 
 class Piecewise(Upfront):

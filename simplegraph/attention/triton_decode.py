@@ -167,11 +167,9 @@ class TritonDecodeBackend(AttentionBackend):
 
     def _uniform(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> int | None:
         """Tokens of each request, if all have as many and the kernel takes them; None for the other backend."""
-        if mode is CudaGraphMode.FULL:
-            query_len = descriptor.uniform_query_len
-        else:
-            lengths = metadata.batch.query_lens
-            query_len = next(iter(lengths)) if len(lengths) == 1 else None
+        batch, query_len = metadata.batch, descriptor.uniform_query_len
+        if mode is not CudaGraphMode.FULL:
+            query_len = batch.max_query_len if batch.has_query_len(batch.max_query_len) else None
         return query_len if query_len is not None and query_len * self._group <= _MAX_ROWS else None
 
     def _num_splits(self, num_reqs: int) -> int:

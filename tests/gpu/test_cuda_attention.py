@@ -195,6 +195,11 @@ def test_preparing_a_step_waits_for_nothing(make: Any, record_property: Callable
         served.backend.before_replay(FULL, descriptor)
 
     figures = {"set_us": microseconds(describe), "prepare_us": microseconds(prepare)}
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)  # cycles, a fifth of a second
+    describe()
+    prepare()
+    assert not torch.cuda.current_stream().query()  # still asleep
     print(served.backend.name, figures)
     for name, value in figures.items():
         record_property(name, value)

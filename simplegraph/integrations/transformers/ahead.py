@@ -46,9 +46,8 @@ class LateCheck:
         this, before = self._steps % 2, (self._steps + 1) % 2
         self._over[this].copy_(unfinished_sequences.max() == 0, non_blocking=True)
         if self._is_cuda:
-            self._written[this].record(
-                torch.cuda.current_stream(self._device)
-            )  # of its own device, not the current one
+            # The stream of its own device, not of the current one.
+            self._written[this].record(torch.cuda.current_stream(self._device))
         self._steps += 1
         if self._steps > 1:
             if self._is_cuda:
