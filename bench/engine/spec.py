@@ -37,22 +37,22 @@ class Acceptance:
 
     Attributes:
         draft_tokens: tokens drafted, of all requests; width: the most of one round.
-        rounds: how many rounds had so many drafts taken.
+        rounds: how many rounds gave so many tokens, the target's own included.
     """
 
     draft_tokens: int = 0
     width: int = 0
     rounds: Counter[int] = dataclasses.field(default_factory=Counter)
 
-    def count(self, drafted: int, taken: Sequence[int]) -> None:
+    def count(self, drafted: int, lengths: Sequence[int]) -> None:
         """Add a round.
 
         Args:
-            drafted: tokens for each request; taken: for each request, how many of them.
+            drafted: tokens for each request; lengths: what each was given, one more than were taken.
         """
-        self.draft_tokens += drafted * len(taken)
+        self.draft_tokens += drafted * len(lengths)
         self.width = max(self.width, drafted)
-        self.rounds.update(taken)
+        self.rounds.update(lengths)
 
     @property
     def drafts(self) -> int:
@@ -62,12 +62,13 @@ class Acceptance:
     @property
     def accepted(self) -> int:
         """Drafts that were taken."""
-        return sum(taken * rounds for taken, rounds in self.rounds.items())
+        return sum((length - 1) * rounds for length, rounds in self.rounds.items())
 
     @property
     def per_position(self) -> list[int]:
         """How often the draft in each place was taken."""
-        return [sum(rounds for taken, rounds in self.rounds.items() if taken > place) for place in range(self.width)]
+        places = range(1, self.width + 1)
+        return [sum(rounds for length, rounds in self.rounds.items() if length > place) for place in places]
 
     @property
     def mean_length(self) -> float:
@@ -178,14 +179,15 @@ class SpecEngine(Engine):
 
     def _round(self, plan: RoundPlan) -> list[Output]:
         rows = self.runner.wait(self.runner.launch_round(plan)).tolist()
-        grown, taken = [], []
+        grown, counts = [], []
         for request, row in zip(plan.requests, rows, strict=True):
             tokens = row if row[-1] >= 0 else row[: row.index(-1)]
             count = len(tokens)
             grown.append((request, tokens))
-            taken.append(count - 1)
+            counts.append(count)
             request.num_computed += count
-        self.acceptance.count(plan.num_draft_tokens, taken)
+        self.scheduler.ran(plan, counts)
+        self.acceptance.count(plan.num_draft_tokens, counts)
         return self._grow(grown)
 
     def _grow(self, grown: list[tuple[Request, list[int]]]) -> list[Output]:

@@ -17,6 +17,8 @@ class StepInputs:
     Attributes:
         slots: (max_num_seqs,) int64; padding has the scratch slot.
         tokens: (max_num_seqs,) int64, of a round: each request's last token.
+        grown: (max_num_seqs,) int64, of a round: how much longer each request is than the metadata on the device say;
+            0 where the host has set them.
         ids, positions: (max_num_tokens,) int64; a round writes its own on the device; -1 for no draft.
         shifted: (max_num_tokens,) int64, of prompts: the token after each, where the host knows it.
         last: (max_num_seqs,) int64, of prompts: each request's last row.
@@ -25,22 +27,32 @@ class StepInputs:
 
     def __init__(self, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> None:
         reqs, tokens = max_num_seqs, max_num_tokens
-        sizes = [reqs, reqs, tokens, tokens, tokens, reqs, reqs]
+        sizes = [reqs, reqs, reqs, tokens, tokens, tokens, reqs, reqs]
         self._words = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self.slots, self.tokens, self.ids, self.positions, self.shifted, self.last, self.samples = self._words.split(
-            sizes
-        )
+        parts = self._words.split(sizes)
+        self.slots, self.tokens, self.grown, self.ids, self.positions, self.shifted, self.last, self.samples = parts
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=on_gpu)
         self._arrays = [part.numpy() for part in self._host.split(sizes)]
-        self._of_rounds = self._words[: 2 * reqs], self._host[: 2 * reqs]
+        self._of_rounds = self._words[: 3 * reqs], self._host[: 3 * reqs]
         self._copied: Any = torch.cuda.Event() if on_gpu else None
         self._scratch_slot = max_num_seqs
         self.forget()
 
     def forget(self) -> None:
-        """Let a warmup's drafts be nobody's."""
+        """Let a warmup's drafts be nobody's, and no request longer."""
         self.slots.fill_(self._scratch_slot)
+        self.grown.zero_()
+
+    def keep(self, tokens: Tensor, counts: Tensor) -> None:
+        """Begin the next round on the device, of the same requests.
+
+        Args:
+            tokens: (R, width) int64, what each has been given; counts: (R,) int64, the last one's place.
+        """
+        reqs = counts.shape[0]
+        torch.gather(tokens, 1, counts[:, None], out=self.tokens[:reqs, None])
+        torch.mul(counts + 1, self.slots[:reqs] != self._scratch_slot, out=self.grown[:reqs])
 
     def load_round(self, slots: Int64s, tokens: Int64s) -> None:
         """Bring a round's slots and last tokens to the device."""
@@ -51,7 +63,7 @@ class StepInputs:
         self, slots: Int64s, ids: Int64s, positions: Int64s, shifted: Int64s, last: Int64s, samples: Int64s
     ) -> None:
         """Bring a step of prompts to the device."""
-        self._write(slots, slots[:0], ids, positions, shifted, last, samples)
+        self._write(slots, slots[:0], slots[:0], ids, positions, shifted, last, samples)
         self._send(self._words, self._host)
 
     def _write(self, slots: Int64s, *others: Int64s) -> None:

@@ -32,6 +32,7 @@ from simplegraph.graph.device import GraphPool
 from simplegraph.spec_decode import (
     EagleDrafter,
     Proposals,
+    advance_step,
     greedy_accept,
     rejection_sample,
     target_probabilities,
@@ -117,6 +118,7 @@ class SpecRunner:
         self._mean_length = None if length is None else MeanLength(length, config.max_num_seqs, self.device)
         self.waited = 0.0
         self._shapes: dict[tuple[int, int], RoundShape] = {}
+        self._ran: tuple[int, int] | None = None  # the last round's number, and the version of its metadata
         self._forwards = {count: functools.partial(self.forward, count) for count in config.drafts}
         self.managers = target_managers(config, self.backend, pool)
         self.drafters = drafters(config, draft, self._draft_backends, self.proposals, self.managers)
@@ -137,7 +139,8 @@ class SpecRunner:
         manager, drafter = self.managers[count], self.drafters[count]
         batch = manager.dispatch(tokens, reqs)
         shape = self._padding(drafter, reqs, batch, drafter.dispatch(tokens, reqs, None))
-        self.metadata.set(plan.query_lens, plan.seq_lens, plan.block_table, **shape)
+        ahead = drafter.num_draft_tokens - 1
+        self.metadata.set(plan.query_lens, plan.seq_lens, plan.block_table, ahead=ahead, **shape)
         ends = last_rows(plan.query_lens)
         shifted = np.append(plan.ids[1:], 0)
         shifted[ends] = [_token_after(request) for request in plan.requests]
@@ -165,8 +168,14 @@ class SpecRunner:
         count, reqs = plan.num_draft_tokens, len(plan.requests)
         query_len, drafter = count + 1, self.drafters[count]
         batch, padding = self._round_shape(count, reqs)
-        self.metadata.set(query_len, plan.starts + query_len, plan.block_table, **padding)
-        self._inputs.load_round(plan.slots, plan.last_tokens)
+        lengths, ran, self._ran = plan.starts + query_len, self._ran, None
+        if ran == (plan.follows, self.metadata.batch.version):
+            # Lengths, slots, last tokens: the device knows them from the round before.
+            self.metadata.advance(lengths, ahead=count - 1)
+        else:
+            ahead = int(np.minimum.reduce(plan.reach - lengths))
+            self.metadata.set(query_len, lengths, plan.block_table, ahead=ahead, **padding)
+            self._inputs.load_round(plan.slots, plan.last_tokens)
         if self.config.acceptance == "rejection":
             # Outside the graph and in one shape, so that every mode and padding sees the same numbers.
             self._noise.uniform_(generator=self._generator)
@@ -181,6 +190,7 @@ class SpecRunner:
         if not drafter.chained:
             known = plan.starts + (self.wait(arriving) >= 0).sum(axis=1)
         drafter.draft(reqs * query_len, reqs, query_len, known)
+        self._ran = plan.number, self.metadata.batch.version
         return arriving
 
     def wait(self, arriving: Arriving) -> Int64s:
@@ -214,7 +224,6 @@ class SpecRunner:
         return {
             "num_tokens": max(shape.num_tokens for shape in shapes),
             "num_reqs": max(drafter.padded_reqs(reqs), *(shape.num_reqs or 0 for shape in shapes)),
-            "ahead": drafter.num_draft_tokens - 1,
         }
 
     def forward(self, count: int, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Computed | None:
@@ -242,10 +251,10 @@ class SpecRunner:
         query_len = count + 1
         rows, inputs = reqs * query_len, self._inputs
         drafts = self.proposals.tokens.index_select(0, inputs.slots[:reqs])[:, :count]
-        starts = self.metadata.view(rows, reqs).seq_lens - query_len
-        positions = starts[:, None] + torch.arange(query_len, device=self.device)
         torch.cat((inputs.tokens[:reqs, None], drafts), dim=1, out=inputs.ids[:rows].view(reqs, query_len))
-        torch.clamp(positions, min=0, out=inputs.positions[:rows].view(reqs, query_len))  # padding's are negative
+        step = self.metadata.view(rows, reqs)
+        positions = advance_step(step, inputs.grown[:reqs], query_len, self.config.page_size)
+        inputs.positions[:rows].copy_(positions.view(-1))
 
     def _accept(self, count: int, reqs: int, found: Computed) -> None:
         query_len = count + 1
@@ -260,6 +269,7 @@ class SpecRunner:
             probabilities = target_probabilities(logits, self._temperatures.index_select(0, slots))
             accepted = rejection_sample(drafts, probabilities, noise)
         self._results.tokens[:reqs, :query_len].copy_(accepted.tokens)
+        self._inputs.keep(accepted.tokens, accepted.counts)
         last = torch.arange(reqs, device=self.device) * query_len + accepted.counts
         positions = self._inputs.positions[: reqs * query_len]
         self.drafters[count].load(accepted.tokens.clamp(min=0).view(-1), positions, found.states, last, slots)

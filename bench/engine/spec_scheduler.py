@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,24 +12,34 @@ from bench.engine.request import Request
 from bench.engine.scheduler import Int64s, Scheduler, StepPlan
 from bench.engine.spec_config import SpecConfig
 
+_SPARE_TOKENS = 64
+
 
 class RoundPlan(NamedTuple):
     """A round of requests whose prompts are computed, K drafts each.
 
     Attributes:
         num_draft_tokens: K.
-        last_tokens: (num_reqs,) int64, each request's last token, which is not in the cache yet.
         starts: (num_reqs,) int64, tokens in the cache.
         slots: (num_reqs,) int64.
-        block_table: (num_reqs, n) int32, with pages for 2 K tokens more.
+        block_table: (num_reqs, n) int32.
+        reach: (num_reqs,) int64, tokens that each has pages for at least.
+        number: of this plan; follows: of the one before, of the same requests, pages and K, that was run to its end.
     """
 
     requests: list[Request]
     num_draft_tokens: int
-    last_tokens: Int64s
     starts: Int64s
     slots: Int64s
     block_table: Any
+    reach: Int64s
+    number: int
+    follows: int | None = None
+
+    @property
+    def last_tokens(self) -> Int64s:
+        """(num_reqs,) int64, each request's last token, which is not in the cache yet."""
+        return np.array([request.output[-1] for request in self.requests], np.int64)
 
 
 class SpecScheduler(Scheduler):
@@ -47,6 +58,8 @@ class SpecScheduler(Scheduler):
         self.drafted: set[Request] = set()
         # Drafts are written behind what is verified.
         self._ahead = max(config.drafts) - 1
+        self._next: RoundPlan | None = None
+        self._numbers = itertools.count()
 
     def schedule(self) -> StepPlan | None:
         """The next step of prompts; None, without a look at any request, where everyone who runs has drafts."""
@@ -60,22 +73,45 @@ class SpecScheduler(Scheduler):
     def schedule_round(self, num_draft_tokens: int) -> RoundPlan | None:
         """A round of everyone who has drafts; None if there is nobody."""
         count = num_draft_tokens + 1 + self._ahead
-        drafted, page_size = self.drafted, self._page_size
-        requests = [
-            request
-            for request in list(self.running)
-            if request in drafted
-            and (request.num_computed + count <= request.num_pages * page_size or self._make_room(request, count))
-        ]
+        drafted, known, self._next = self.drafted, self._next, None
+        requests = [request for request in self.running if request in drafted]
+        if (
+            known is not None
+            and requests == known.requests
+            and num_draft_tokens == known.num_draft_tokens
+            and not np.logical_or.reduce(known.starts + count > known.reach)
+        ):
+            return known
+        requests = [request for request in requests if request in drafted and self._make_room(request, count)]
         if not requests:
             return None
+        for request in requests:
+            self._take_pages_ahead(request, count)
+        return self._round(requests, num_draft_tokens)
+
+    def ran(self, plan: RoundPlan, counts: list[int]) -> None:
+        """Expect the same round again, each request longer by its count; whatever happens meanwhile may forget that."""
+        starts = plan.starts + np.array(counts, np.int64)
+        self._next = plan._replace(starts=starts, number=next(self._numbers), follows=plan.number)
+
+    def _round(self, requests: list[Request], num_draft_tokens: int) -> RoundPlan:
         # Three lists are quicker to read into arrays than one of tuples.
         slots = np.array([request.slot for request in requests], np.int64)
-        last_tokens = np.array([request.output[-1] for request in requests], np.int64)
         starts = np.array([request.num_computed for request in requests], np.int64)
-        width = max([request.num_pages for request in requests])
-        return RoundPlan(requests, num_draft_tokens, last_tokens, starts, slots, self.pages.table[slots, :width])
+        owned = np.array([request.num_pages for request in requests], np.int64)
+        reach = starts + (owned * self._page_size - starts).min()
+        table, number = self.pages.table[slots, : owned.max()], next(self._numbers)
+        return RoundPlan(requests, num_draft_tokens, starts, slots, table, reach, number)
+
+    def _take_pages_ahead(self, request: Request, count: int) -> None:
+        """Pages for rounds to come, while there are plenty and nobody waits: most rounds then change none."""
+        pages = self.pages
+        end = min(len(request.prompt) + request.params.max_tokens + count, pages.table.shape[1] * self._page_size)
+        more = min(count + _SPARE_TOKENS, end - request.num_computed)
+        if not self.waiting and 2 * pages.num_free > pages.num_pages:
+            self._grow(request, more)
 
     def _release(self, request: Request) -> None:
         super()._release(request)
         self.drafted.discard(request)
+        self._next = None

@@ -109,15 +109,13 @@ class Request:
     Attributes:
         step: what goes to the device.
         num_reqs, num_tokens: how many.
-        max_query_len, max_seq_len: the longest.
+        max_query_len: the longest.
     """
 
-    def __init__(
-        self, step: Step, queries: int | _Int64s, max_query_len: int, max_seq_len: int, limits: Limits
-    ) -> None:
+    def __init__(self, step: Step, queries: int | _Int64s, max_query_len: int, limits: Limits) -> None:
         self.step = step
         self.num_reqs, self.num_tokens = len(step.seq_lens), len(step.slots)
-        self.max_query_len, self.max_seq_len = max_query_len, max_seq_len
+        self.max_query_len = max_query_len
         self._queries, self._limits = queries, limits
 
     def check_pages(self, num_pages: int | None) -> None:
@@ -188,6 +186,48 @@ class Request:
             raise InputError(f"a request has page {page} twice in its row of block_table; give it another one.")
 
 
+class Growth:
+    """The lengths of steps that the device makes of one another; see `BatchMetadata.advance`.
+
+    Args:
+        seq_lens: (num_reqs,) int32, of the step that they follow.
+        reach: (num_reqs,), tokens that each request has pages for on the device, or max_model_len and more.
+        ahead: tokens beyond each step's that need pages, up to max_model_len.
+        max_model_len: no request is longer.
+    """
+
+    def __init__(self, seq_lens: _Int32s, reach: npt.NDArray[Any], ahead: int, max_model_len: int) -> None:
+        self.reach, self.ahead = reach, ahead
+        most = np.where(reach >= max_model_len, max_model_len, reach - ahead)
+        self._most: _Int64s = most.astype(np.int64)
+        self._lengths: npt.NDArray[Any] = seq_lens
+        self._room = np.maximum(self._most - seq_lens, 0)
+
+    def checked(self, seq_lens: Ints) -> _Int32s:
+        """The next step's lengths.
+
+        Raises:
+            InputError: there are other numbers of requests; one has become shorter, or longer than its pages.
+        """
+        lengths = _ints("seq_lens", seq_lens)
+        if len(lengths) != len(self._room):
+            raise InputError(
+                f"seq_lens has {len(lengths)} entries; the step that is set has {len(self._room)} requests."
+            )
+        room = self._most - lengths
+        # Read without a sign, less than no room is more than there was before: one pass finds that, and what shrinks.
+        wrong = room.view(np.uint64) > self._room.view(np.uint64)
+        if np.logical_or.reduce(wrong):
+            row = int(wrong.argmax())
+            raise InputError(
+                f"seq_lens[{row}] is {lengths[row]} after {self._lengths[row]}; expected no less, and at most "
+                f"{self._most[row]}: its pages on the device hold so many with ahead={self.ahead}. Call "
+                "BatchMetadata.set with more."
+            )
+        self._room, self._lengths = room, lengths
+        return lengths.astype(np.int32)
+
+
 def read_requests(query_lens: QueryLens, seq_lens: Ints, block_table: Pages, limits: Limits, ahead: int = 0) -> Request:
     """What an engine says of a step, as arrays of its own; see `BatchMetadata.set`.
 
@@ -215,7 +255,7 @@ def read_requests(query_lens: QueryLens, seq_lens: Ints, block_table: Pages, lim
     else:
         slots = _slots(queries, before, starts, pages, limits)
     step = Step(slots, starts.astype(np.int32), lengths.astype(np.int32), pages)
-    return Request(step, queries, most, longest, limits)
+    return Request(step, queries, most, limits)
 
 
 def _uniform_requests(query_len: int, lengths: _Int64s, block_table: Pages, limits: Limits, ahead: int) -> Request:
@@ -231,7 +271,7 @@ def _uniform_requests(query_len: int, lengths: _Int64s, block_table: Pages, limi
     pages = _needed_pages(block_table, lengths, longest, limits, ahead)
     starts = np.arange(0, num_tokens + 1, query_len, dtype=np.int32)
     step = Step(_uniform_slots(before, query_len, pages, limits), starts, lengths.astype(np.int32), pages)
-    return Request(step, query_len, query_len, longest, limits)
+    return Request(step, query_len, query_len, limits)
 
 
 def _check_lengths(queries: _Int64s, lengths: _Int64s, limits: Limits) -> tuple[_Int64s, int]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from simplegraph.attention.host import ContextShare, Ints, Limits, Pages, QueryLens, Request, read_requests
+from simplegraph.attention.host import ContextShare, Growth, Ints, Limits, Pages, QueryLens, Request, read_requests
 from simplegraph.attention.staging import Extent, Staging, Step
 from simplegraph.errors import CaptureSizeError, InputError, ReplayError
 from simplegraph.graph.select import graph_device
@@ -29,7 +29,7 @@ class BatchState:
 
     Attributes:
         num_reqs, num_tokens: how many there really are.
-        max_query_len, max_seq_len: the longest.
+        max_query_len: the longest.
         query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
         seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; of context parallel ranks
             those that are in this rank's.
@@ -43,7 +43,6 @@ class BatchState:
     num_reqs: int = 0
     num_tokens: int = 0
     max_query_len: int = 0
-    max_seq_len: int = 0
     query_start_loc: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(1, np.int32))
     seq_lens: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     block_table: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
@@ -52,6 +51,11 @@ class BatchState:
     ahead: int = 0
     version: int = 0
     capturing: bool = False
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest of `seq_lens`."""
+        return int(self.seq_lens.max(initial=0))
 
     @property
     def query_lens(self) -> set[int]:
@@ -138,6 +142,7 @@ class BatchMetadata:
         self.graphs = graph_device(device)
         self.device = self.graphs.torch_device
         self._one_each = np.arange(max_num_reqs + 1, dtype=np.int32)
+        self._growth: Growth | None = None  # since the last step that was set
         self._staging = Staging(Extent(max_num_tokens, max_num_reqs, self.max_blocks), self.device)
         self._views: dict[tuple[int, int], CommonMetadata] = {}
 
@@ -178,7 +183,7 @@ class BatchMetadata:
         request = read_requests(query_lens, seq_lens, block_table, self._limits, ahead)
         shape = self._padded(request, num_tokens, num_reqs)
         request.check_pages(self.num_pages)
-        step, longest = request.step, request.max_seq_len
+        step = request.step
         if self.share.size > 1:
             request.check_single_tokens()
             if ahead:
@@ -186,35 +191,61 @@ class BatchMetadata:
             if self.debug:
                 request.check_places()
             step = self.share.of(step)
-            longest = int(step.seq_lens.max())
         elif self.debug:
             request.check_written_once()
-        self._put(step, *shape, request.max_query_len, longest, ahead=ahead)
+        self._put(step, *shape, request.max_query_len, ahead=ahead)
         return self.view(*shape)
 
-    def follow(self, step: BatchState, num_reqs: int) -> None:
+    def advance(self, seq_lens: Ints, *, ahead: int = 0) -> None:
+        """Expect a step that the device makes of the one that is set: the same requests, tokens each, pages and shape.
+
+        Only what the host knows of it is set here; nothing is sent. The graph that runs, or the forward, moves lengths
+        and slots on: `simplegraph.spec_decode.advance_step`.
+
+        Args:
+            seq_lens: (num_reqs,) whole numbers, tokens in each request's KV cache, this step's included.
+            ahead: tokens beyond `seq_lens` that have to have pages, too.
+
+        Raises:
+            InputError: there are other numbers of requests; a request has become shorter, or longer than the pages that
+                it was set with, `ahead` included; ranks share the context. The step is then what it was.
+            ReplayError: no step is set.
+        """
+        self._check_set()
+        batch = self.batch
+        if self.share.size > 1:
+            raise InputError("steps are set one by one where ranks share a context; call BatchMetadata.set.")
+        if self._growth is None or self._growth.ahead != ahead:
+            reach = self._growth.reach if self._growth else batch.seq_lens + batch.ahead
+            self._growth = Growth(batch.seq_lens, reach, ahead, self.max_model_len)
+        batch.seq_lens, batch.ahead = self._growth.checked(seq_lens), ahead
+        batch.version += 1
+
+    def follow(self, step: BatchState, num_reqs: int, ahead: int) -> None:
         """Expect a step that the device writes itself: one more token of each request of another metadata's step.
 
         Only what the host knows of it is set here, lengths and pages as far as they may go. The graph that runs, or the
         forward, writes the buffers from those of the other step.
 
         Args:
-            step: what is followed; it was set with `ahead`.
+            step: what is followed; it was set with at least as much `ahead`.
             num_reqs: rows, and requests, of the graph that will run.
+            ahead: how many tokens each request may grow by.
 
         Raises:
             CaptureSizeError: num_reqs is above the limits, or below the step's requests.
+            InputError: the step was set with less `ahead`.
         """
         self._limits.check_shape(num_reqs, num_reqs)
         if num_reqs < step.num_reqs:
             raise CaptureSizeError(f"{step.num_reqs} requests are to be followed in a graph of {num_reqs}.")
+        if ahead > step.ahead:
+            raise InputError(f"the step that is followed was set with ahead={step.ahead}; {ahead} are needed.")
         batch, most = self.batch, self.max_model_len
         batch.num_reqs = batch.num_tokens = step.num_reqs
-        longest = step.max_seq_len + step.ahead
-        batch.max_query_len, batch.max_seq_len = 1, min(longest, most)
+        batch.max_query_len = 1
         batch.query_start_loc = self._one_each[: step.num_reqs + 1]
-        reach = step.seq_lens + step.ahead
-        batch.seq_lens = reach if longest <= most else np.minimum(reach, most)
+        batch.seq_lens = np.minimum(step.seq_lens + ahead, most)
         batch.block_table = step.block_table
         batch.padded_tokens = batch.padded_reqs = num_reqs
         batch.ahead, batch.capturing = 0, False
@@ -266,7 +297,7 @@ class BatchMetadata:
             seq_lens=(-(-queries // self.share.size)).astype(np.int32),
             pages=np.zeros((num_reqs, -(-longest // self._limits.page_size)), np.int32),
         )
-        self._put(step, num_tokens, num_reqs, longest, longest, capturing=capturing)
+        self._put(step, num_tokens, num_reqs, longest, capturing=capturing)
         return self.view(num_tokens, num_reqs)
 
     def repeat(self) -> None:
@@ -351,15 +382,14 @@ class BatchMetadata:
         num_tokens: int,
         num_reqs: int,
         max_query_len: int,
-        max_seq_len: int,
         *,
         ahead: int = 0,
         capturing: bool = False,
     ) -> None:
         self._staging.put(step, num_tokens, num_reqs)
-        batch = self.batch
+        batch, self._growth = self.batch, None
         batch.num_reqs, batch.num_tokens = len(step.seq_lens), len(step.slots)
-        batch.max_query_len, batch.max_seq_len = max_query_len, max_seq_len
+        batch.max_query_len = max_query_len
         batch.query_start_loc, batch.seq_lens, batch.block_table = step.query_start_loc, step.seq_lens, step.pages
         batch.padded_tokens, batch.padded_reqs = num_tokens, num_reqs
         batch.version += 1

@@ -1,4 +1,4 @@
-"""Where the next tokens of each request go, worked out on the device from where its last one is."""
+"""Where the next tokens of each request go, worked out on the device from where its last ones are."""
 
 from __future__ import annotations
 
@@ -47,6 +47,29 @@ def upcoming(
     slots = torch.where(after < limits, page * page_size + after % page_size, -1)
     seq_lens = torch.minimum(after + 1, limits).int()
     return Upcoming(after.clamp(max=max_model_len - 1), slots, seq_lens)
+
+
+def advance_step(live: CommonMetadata, grown: Tensor, query_len: int, page_size: int) -> Tensor:
+    """Make of a step the one after it, where `BatchMetadata.advance` announced that; graph-safe.
+
+    Args:
+        live: the step, of `query_len` tokens for each request; its lengths and slots are written.
+        grown: (R,) int64, tokens by which each request has become longer; 0 where length and slots stay: of a step that
+            the host has set, and for padding.
+        query_len: tokens of each request.
+        page_size: tokens in a page.
+
+    Returns:
+        (R, query_len) int64, the positions of the step's tokens; from 0 on for padding.
+    """
+    live.seq_lens.add_(grown)
+    place = torch.arange(-query_len, 0, device=grown.device)
+    positions = (live.seq_lens[:, None] + place).clamp_(min=0)
+    column = (positions // page_size).clamp_(max=live.block_table.shape[1] - 1)
+    slots = live.block_table.gather(1, column) * page_size + positions % page_size
+    known = live.slot_mapping.view(-1, query_len)
+    torch.where(grown[:, None] > 0, slots, known, out=known)
+    return positions
 
 
 def follow(live: CommonMetadata, step: CommonMetadata, steps: int, max_model_len: int) -> Tensor:

@@ -192,7 +192,7 @@ class EagleDrafter:
             return
         batch = manager.dispatch(num_reqs, num_reqs, 1)
         if self.chained:
-            self._metadata.follow(live, rows)
+            self._metadata.follow(live, rows, more)
             manager.run(batch, self._decode)
             return
         lengths = np.asarray(live.seq_lens if seq_lens is None else seq_lens, np.int64)

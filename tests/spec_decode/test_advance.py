@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplegraph.attention import BatchMetadata
-from simplegraph.spec_decode.advance import follow, upcoming
+from simplegraph.spec_decode.advance import advance_step, follow, upcoming
 
 MAX_LEN, PAGE = 22, 4
 
@@ -51,3 +51,41 @@ def test_steps_that_follow_another_have_its_pages_and_their_own_query_starts() -
     assert follow(live, step, 3, MAX_LEN).tolist() == [9, MAX_LEN, 0, 0]
     assert live.block_table.tolist() == [[3, 1, 2, 0, 0, 0], [9, 8, 7, 6, 5, 4], [0] * 6, [0] * 6]
     assert live.query_start_loc.tolist() == [0, 1, 2, 2, 2]
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(3, 12), st.lists(st.integers(1, 3), max_size=3)), min_size=1, max_size=4),
+    padding=st.integers(0, 2),
+)
+def test_a_step_moved_on_is_the_one_that_the_host_would_have_set(
+    requests: list[tuple[int, list[int]]], padding: int
+) -> None:
+    moved, written = (
+        BatchMetadata(max_num_tokens=24, max_num_reqs=6, max_model_len=MAX_LEN, page_size=PAGE, device="cpu")
+        for _ in range(2)
+    )
+    count, query_len = len(requests), 3
+    shape = {"num_tokens": query_len * (count + padding), "num_reqs": count + padding}
+    table = [[6 * row + column + 1 for column in range(6)] for row in range(count)]
+    lengths = [length for length, _ in requests]
+    view = moved.set(query_len, lengths, table, ahead=MAX_LEN, **shape)
+    for step in range(4):
+        grown = [0 if step == 0 else (more + [1] * 3)[step - 1] for _, more in requests] + [0] * padding
+        lengths = [length + more for length, more in zip(lengths, grown, strict=False)]
+        if step:
+            moved.advance(lengths)
+        positions = advance_step(view, torch.tensor(grown), query_len, PAGE)
+        expected = written.set(query_len, lengths, table, ahead=MAX_LEN, **shape)
+        assert view.seq_lens.tolist() == expected.seq_lens.tolist() == lengths + [0] * padding
+        assert view.slot_mapping.tolist() == expected.slot_mapping.tolist()
+        assert moved.batch.seq_lens.tolist() == written.batch.seq_lens.tolist()
+        assert positions[:count].tolist() == [[length - 3, length - 2, length - 1] for length in lengths]
+        assert positions.min() >= 0
+
+
+def test_padding_stays_where_it_is_and_a_dummy_step_writes_nothing() -> None:
+    metadata = BatchMetadata(max_num_tokens=8, max_num_reqs=4, max_model_len=MAX_LEN, page_size=PAGE, device="cpu")
+    view = metadata.set_dummy(8, 4, 2, capturing=True)
+    advance_step(view, torch.zeros(4, dtype=torch.int64), 2, PAGE)
+    assert view.slot_mapping.tolist() == [-1] * 8
+    assert view.seq_lens.tolist() == [2] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -259,6 +260,68 @@ def test_a_round_that_fails_can_be_tried_again(pairs: dict[str, Any], monkeypatc
                 served.step()
     list(served.stream())
     assert [request.output for request in requests] == plain(pairs["eagle"][0], asked, params)
+
+
+def test_rounds_of_the_same_requests_and_pages_are_not_set_again(
+    pairs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, params = prompts(3, seed=15), SamplingParams(max_tokens=48)
+    served = speculating(pairs["eagle"], mode="FULL_DECODE_ONLY")
+    metadata, inputs = served.runner.metadata, served.runner._inputs
+    calls: Counter[str] = Counter()
+
+    def counted(thing: Any, name: str) -> None:
+        original = getattr(thing, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(thing, name, call)
+
+    requests = [served.add(prompt, params) for prompt in asked]
+    while len(served.scheduler.drafted) < 3:
+        served.step()
+    for thing, name in ((metadata, "set"), (metadata, "advance"), (inputs, "load_round")):
+        counted(thing, name)
+    rounds = 0
+    while not served.idle:
+        served.step()
+        rounds += 1
+    assert [request.output for request in requests] == plain(pairs["eagle"][0], asked, params)
+    assert calls["set"] == calls["load_round"] < rounds / 2
+    assert calls["advance"] == rounds - calls["set"] > 5
+
+
+def test_a_round_that_nobody_took_is_not_gone_on_from(pairs: dict[str, Any]) -> None:
+    asked, params = prompts(3, seed=16), SamplingParams(max_tokens=40)
+    served = speculating(pairs["eagle"])
+    requests = [served.add(prompt, params) for prompt in asked]
+    while not served.idle:
+        served.step()
+        drafted = served.scheduler.schedule_round(K)
+        if drafted is not None and len(requests[0].output) % 2:
+            served.runner.launch_round(drafted).wait()  # the device is a round further than the requests are
+    # Each such round drafted anew, from where the requests were not; refused or taken, no token is another one.
+    assert [request.output for request in requests] == plain(pairs["eagle"][0], asked, params)
+
+
+def test_pages_for_rounds_to_come_are_taken_only_where_there_are_plenty(pairs: dict[str, Any]) -> None:
+    served = speculating(pairs["eagle"], num_pages=150)
+    requests = [served.add(prompt, SamplingParams(max_tokens=60)) for prompt in prompts(2, seed=17)]
+    while len(served.scheduler.drafted) < 2:
+        served.step()
+    served.step()
+    for request in requests:
+        needed = request.num_tokens + 2 * K
+        assert needed + 32 < 8 * request.num_pages <= 8 * -(-(len(request.prompt) + 60 + 2 * K + 1) // 8)
+    scarce = speculating(pairs["eagle"], num_pages=30)
+    request = scarce.add(prompts(1, longest=8)[0], SamplingParams(max_tokens=60))
+    while request not in scarce.scheduler.drafted:
+        scarce.step()
+    for _ in range(8):
+        scarce.step()
+        assert 2 * (29 - request.num_pages) > 29 - 9
 
 
 # Sampling.
