@@ -12,7 +12,15 @@ _PRELOADED = ["torch"]  # which every process would import for seconds; it leave
 
 
 class ProcessFailed(RuntimeError):
-    """The function raised, or its process died."""
+    """The function raised, or its process died.
+
+    Attributes:
+        reason: the error in one line, without its traceback.
+    """
+
+    def __init__(self, told: str, reason: str | None = None) -> None:
+        super().__init__(told)
+        self.reason = reason or told
 
 
 def call(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
@@ -44,13 +52,14 @@ def call(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
         process.join()
         receiver.close()
     if not fine:
-        raise ProcessFailed(answer)
+        raise ProcessFailed(*answer)
     return answer
 
 
 def _answer(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         result = True, function(*args)
-    except Exception:
-        result = False, traceback.format_exc()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        result = False, (traceback.format_exc(), reason)
     sender.send(result)

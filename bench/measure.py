@@ -79,6 +79,27 @@ def step_milliseconds(call: Callable[[], object], device: torch.device, *, warmu
     return statistics.median(first.elapsed_time(second) for first, second in itertools.pairwise(marks))
 
 
+def gpu_busy(call: Callable[[], object], device: torch.device, *, calls: int = 20) -> dict[str, float]:
+    """`kernel_ms`, of a call's kernels and copies, and `busy_share`, the share of its wall time that they fill.
+
+    Calls are issued back to back; the wall time is that of calls without the profiler. Empty on a CPU.
+    """
+    if device.type != "cuda":
+        return {}
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    seconds = time.perf_counter() - started
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            call()
+        synchronize(device)
+    busy = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+    return {"kernel_ms": busy / calls * 1e3, "busy_share": busy / seconds}
+
+
 def host_microseconds(call: Callable[[], object], device: torch.device, *, warmup: int = 5, calls: int = 50) -> float:
     """The median time to issue one call, in us, not waiting for its result.
 

@@ -1,9 +1,10 @@
 """Vision, diffusion and encoder models: how soon do they answer, what does a call cost, and what memory is kept?
 
 ``python -m bench.models_first_call``: every model and arm in a fresh process; ``--models`` and ``--arms`` choose.
-``first``: the first result, from the built model. ``ready``: three calls, after which every arm has compiled or
-captured what it will. Every arm's answer to an input that it has not seen is compared with eager's. What compiles takes
-a minute and more for each model, so it runs only where ``--arms`` names it.
+``first``: the first result, from the built model, imports left out. ``ready``: three calls, after which every arm has
+compiled or captured what it will. Every arm's answer to an input that it has not seen is compared with eager's; ours
+also at batches of 1, 2 and 3, padded where none was captured, each from a replay. What compiles takes a minute and more
+for each model, so it runs only where ``--arms`` names it; ``sooner`` is its first call's time over that of the arm.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,15 @@ from torch import Tensor, nn
 import simplegraph as sg
 from bench import environment, fresh
 from bench.arms.base import NotAvailable
-from bench.measure import Memory, Timeline, say, step_milliseconds, synchronize
+from bench.measure import Memory, Timeline, gpu_busy, say, step_milliseconds
+from bench.model_arms import ARMS, QUICK, Step
 from bench.zoo import ZOO, available
 
 Figures = dict[str, Any]
-Step = Callable[..., Tensor]
 MIB = 1 << 20
 READY_CALLS = 3
-BUSY_CALLS = 20
+RAGGED = (1, 2, 3)  # rows of calls after the measured ones; three are padded to four
+COMPILED = "compiled-reduce-overhead"
 # Of the largest value, for kernels that a compiler chose otherwise.
 ROUNDING = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 NOT_SPEED = "No GPU here: the graphs are the library's emulator, on tiny models. Times are NOT speed."
@@ -43,6 +43,7 @@ class Plan:
     Args:
         models: of `ZOO`; arms: of `ARMS`.
         tiny: the models' tiny shapes.
+        batch: rows of the calls that are measured.
         processes: of each arm and model; medians count.
         timeout: seconds that a process may take.
     """
@@ -50,6 +51,7 @@ class Plan:
     models: tuple[str, ...]
     arms: tuple[str, ...]
     tiny: bool
+    batch: int = 1
     processes: int = 1
     timeout: int = 300
 
@@ -59,84 +61,46 @@ def default_plan(device: torch.device) -> Plan:
     return Plan(tuple(available()), QUICK, tiny=device.type != "cuda")
 
 
-# The arms: each makes a callable of a module; the second argument is a call's tensors.
-
-
-def _eager(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
-    return module
-
-
-def _simplegraph(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
-    return sg.wrap(module, capture_sizes=[inputs[0].shape[0]], progress=False)
-
-
-def _simplegraph_static(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
-    return sg.wrap(module, capture_sizes=[inputs[0].shape[0]], progress=False, outputs="static")
-
-
-def _compiled(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
-    _needs_gpu(inputs)
-    import torch._inductor.config
-
-    torch._inductor.config.force_disable_caches = True  # a first call is a cold one
-    compiled: Step = torch.compile(module, mode="reduce-overhead")
-    return compiled
-
-
-def _graphed_callables(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
-    _needs_gpu(inputs)
-    # It replaces the module's forward, and eager is to stay what it was.
-    graphed: Step = torch.cuda.make_graphed_callables(lambda *tensors: module(*tensors), inputs)
-    return graphed
-
-
-def _needs_gpu(inputs: tuple[Tensor, ...]) -> None:
-    if not inputs[0].is_cuda:
-        raise NotAvailable("needs a GPU")
-
-
-ARMS: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Step]] = {
-    "eager": _eager,
-    "simplegraph": _simplegraph,
-    "simplegraph-static": _simplegraph_static,
-    "compiled-reduce-overhead": _compiled,
-    "make-graphed-callables": _graphed_callables,
-}
-QUICK = tuple(arm for arm in ARMS if not arm.startswith("compiled"))
-OURS = ("eager", "simplegraph", "simplegraph-static")  # which have to work
-
-
 # In the process of an arm.
 
 
-def run_arm(model: str, arm: str, device: torch.device, tiny: bool) -> Figures:
+def run_arm(model: str, arm: str, device: torch.device, tiny: bool, batch: int) -> Figures:
     """The figures of one arm on one model; `skipped` says why there are none.
 
     Raises:
-        RuntimeError: its answers are not eager's.
+        RuntimeError: its answers are not eager's, or one of ours was not replayed.
     """
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
         module = ZOO[model].build(tiny)
     module = module.to(device, dtype).eval().requires_grad_(False)
-    inputs, others = ([_placed(tensor, device, dtype) for tensor in ZOO[model].inputs(tiny)] for _ in range(2))
+
+    def inputs(rows: int) -> list[Tensor]:
+        return [_placed(tensor, device, dtype) for tensor in ZOO[model].inputs(tiny, rows)]
+
+    measured = inputs(batch)
+    try:
+        ARMS[arm].load(device)
+    except NotAvailable as reason:
+        return {"skipped": str(reason)}
     with torch.no_grad():
         before, timeline = Memory.now(device), Timeline(device)
-        try:
-            step = ARMS[arm](module, tuple(inputs))
-        except NotAvailable as reason:
-            return {"skipped": str(reason)}
+        step = ARMS[arm].make(module, tuple(measured))
         for _ in range(READY_CALLS):
-            step(*inputs)
+            step(*measured)
             timeline.mark("first")
         timeline.mark("ready")
         after = Memory.now(device)
         figures: Figures = {f"{name}_seconds": seconds for name, seconds in timeline.seconds.items()}
-        figures["ms"] = step_milliseconds(lambda: step(*inputs), device)
-        figures |= _memory(before, after) | _busy(step, inputs, device)
-        figures["difference"] = _difference(step, module, others, dtype)
-    return figures | ({"replays": step.graph_stats.replays} if isinstance(step, sg.CudaGraphWrapper) else {})
+        figures["ms"] = step_milliseconds(lambda: step(*measured), device)
+        figures |= _memory(before, after) | gpu_busy(lambda: step(*measured), device)
+        differences = [_difference(step, module, inputs(batch))]
+        if isinstance(step, sg.CudaGraphWrapper):
+            figures["replays"] = step.graph_stats.replays
+            differences += [_replayed_difference(step, module, inputs(rows)) for rows in RAGGED]
+        figures["difference"] = max(differences)
+    return figures
 
 
 def _placed(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -149,30 +113,26 @@ def _memory(before: Memory | None, after: Memory | None) -> Figures:
     return {f"{name.removesuffix('_bytes')}_mib": size / MIB for name, size in before.spent(after).items()}
 
 
-def _busy(step: Step, inputs: list[Tensor], device: torch.device) -> Figures:
-    """The share of the time in which the GPU runs kernels or copies, calls issued back to back."""
-    if device.type != "cuda":
-        return {}
-    synchronize(device)
-    started = time.perf_counter()
-    for _ in range(BUSY_CALLS):
+def _replayed_difference(step: sg.CudaGraphWrapper, module: nn.Module, inputs: list[Tensor]) -> float:
+    """As `_difference`, of a call whose size has its graph by then."""
+    for _ in range(READY_CALLS - 1):
         step(*inputs)
-    synchronize(device)
-    seconds = time.perf_counter() - started
-    activity = torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=[activity]) as profile:
-        for _ in range(BUSY_CALLS):
-            step(*inputs)
-        synchronize(device)
-    busy = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
-    return {"kernel_ms": busy / BUSY_CALLS * 1e3, "busy_share": busy / seconds}
+    replays = step.graph_stats.replays
+    difference = _difference(step, module, inputs)
+    if step.graph_stats.replays != replays + 1:
+        raise RuntimeError(f"a batch of {inputs[0].shape[0]} was not replayed:\n{step.graph_report()}")
+    return difference
 
 
-def _difference(step: Step, module: nn.Module, inputs: list[Tensor], dtype: torch.dtype) -> float:
-    found, expected = step(*inputs).float(), module(*inputs).float()
-    difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= ROUNDING[dtype]:
-        raise RuntimeError(f"answers differ from eager's by {difference:.3g} of the largest value.")
+def _difference(step: Step, module: nn.Module, inputs: list[Tensor]) -> float:
+    """From eager's answer, of its largest value."""
+    answer, wanted = step(*inputs), module(*inputs)
+    if answer.shape != wanted.shape:
+        raise RuntimeError(f"an answer of shape {tuple(answer.shape)} where eager's is {tuple(wanted.shape)}.")
+    difference = float((answer.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    if not difference <= ROUNDING[wanted.dtype]:
+        rows = inputs[0].shape[0]
+        raise RuntimeError(f"answers to {rows} rows differ from eager's by {difference:.3g} of the largest value.")
     return difference
 
 
@@ -190,7 +150,7 @@ def _measure_arm(plan: Plan, model: str, arm: str, device: torch.device) -> Figu
     runs: list[Figures] = []
     for _ in range(plan.processes):
         try:
-            runs.append(fresh.call(run_arm, model, arm, device, plan.tiny, seconds=plan.timeout))
+            runs.append(fresh.call(run_arm, model, arm, device, plan.tiny, plan.batch, seconds=plan.timeout))
         except TimeoutError as error:
             return {"skipped": str(error)}
         except fresh.ProcessFailed as error:
@@ -204,7 +164,9 @@ def _measure_arm(plan: Plan, model: str, arm: str, device: torch.device) -> Figu
 def failures(figures: Figures) -> list[str]:
     """Models and arms that had to work and did not; what others' arms cannot do is among their figures."""
     arms = [(model, arm, found) for model, arms in figures["models"].items() for arm, found in arms.items()]
-    return [f"{arm} of {model}:\n{found['failed']}" for model, arm, found in arms if "failed" in found and arm in OURS]
+    return [
+        f"{arm} of {model}:\n{found['failed']}" for model, arm, found in arms if "failed" in found and ARMS[arm].ours
+    ]
 
 
 _COLUMNS = {
@@ -221,20 +183,22 @@ _COLUMNS = {
 def render(figures: Figures) -> str:
     """The figures as a table."""
     lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
-    lines.append(f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "of eager")))
+    lines.append(f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "of eager", "sooner")))
     for model, arms in figures["models"].items():
         for arm, found in arms.items():
-            lines.append(f"{model:>20}  {arm:>24}{_cells(found, arms.get('eager', {}))}")
+            lines.append(f"{model:>20}  {arm:>24}{_cells(found, arms)}")
     return "\n".join(lines)
 
 
-def _cells(found: Figures, eager: Figures) -> str:
+def _cells(found: Figures, arms: Figures) -> str:
     if "ms" not in found:
         return f"    {found.get('skipped') or 'failed: ' + found['failed'].splitlines()[-1]}"
     cells = [
         format(found[name], ".2g" if name == "difference" else ".3f") if name in found else "-" for name in _COLUMNS
     ]
+    eager, compiled = (arms.get(name, {}) for name in ("eager", COMPILED))
     cells.append(format(found["ms"] / eager["ms"], ".3f") if "ms" in eager else "-")
+    cells.append(format(compiled["first_seconds"] / found["first_seconds"], ".1f") if "ms" in compiled else "-")
     return "".join(f"{cell:>12}" for cell in cells)
 
 
@@ -246,6 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), help=f"these; otherwise {' '.join(QUICK)}")
     parser.add_argument("--device", default=device)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
+    parser.add_argument("--batch", type=int, help="rows of the calls that are measured")
     parser.add_argument("--processes", type=int, help="of each arm and model")
     parser.add_argument("--timeout", type=int, help="seconds that a process may take")
     parser.add_argument("--json", type=Path, help="write the figures there")

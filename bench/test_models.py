@@ -1,23 +1,23 @@
-"""Vision, diffusion and encoder models: eager, through graphs, make_graphed_callables; all figures in extra_info.
+"""Vision, diffusion and encoder models: eager, through graphs of several makers; all figures are in extra_info.
 
-`BENCH_MODELS` and `BENCH_MODEL_ARMS` in the environment, separated by commas, choose models and arms.
+`BENCH_MODELS` and `BENCH_MODEL_ARMS` in the environment, separated by commas, choose models and arms;
+`BENCH_PROCESSES` is how many of each arm.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import torch
 
 from bench import models_first_call
+from bench.environment import chosen
 
 
 def test_models(benchmark: Any, device: torch.device) -> None:
     figures: models_first_call.Figures = {}
-    chosen = {"models": os.environ.get("BENCH_MODELS"), "arms": os.environ.get("BENCH_MODEL_ARMS")}
-    changes: dict[str, Any] = {name: tuple(text.split(",")) for name, text in chosen.items() if text}
+    changes = chosen(models="BENCH_MODELS", arms="BENCH_MODEL_ARMS", processes="BENCH_PROCESSES")
     plan = dataclasses.replace(models_first_call.default_plan(device), **changes)
     benchmark.pedantic(lambda: figures.update(models_first_call.measure(plan, device)), rounds=1)
     graphs = "CUDA graphs" if device.type == "cuda" else "emulator: not speed"

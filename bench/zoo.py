@@ -20,12 +20,12 @@ class Entry:
 
     Args:
         build: makes it; told whether it is to be tiny.
-        inputs: makes a call's tensors on the CPU in float32; told the same.
+        inputs: makes a call's tensors on the CPU in float32; told the same, and how many rows.
         package: what must be installed.
     """
 
     build: Callable[[bool], nn.Module]
-    inputs: Callable[[bool], tuple[Tensor, ...]]
+    inputs: Callable[[bool, int], tuple[Tensor, ...]]
     package: str | None = None
 
 
@@ -172,8 +172,9 @@ def _bert(tiny: bool) -> nn.Module:
     return LastHidden(BertModel(BertConfig(**(shape if tiny else {}))))  # the larger is BERT-base
 
 
-def _images(tiny: bool) -> tuple[Tensor, ...]:
-    return (torch.randn(2, 3, *(2 * [32 if tiny else 224])),)
+def _images(tiny: bool, rows: int) -> tuple[Tensor, ...]:
+    side = 32 if tiny else 224
+    return (torch.randn(rows, 3, side, side),)
 
 
 def _latents(rows: int, side: int) -> Tensor:
@@ -182,10 +183,10 @@ def _latents(rows: int, side: int) -> Tensor:
 
 ZOO: dict[str, Entry] = {
     "convnet": Entry(_convnet, _images),
-    "transformer": Entry(_transformer, lambda tiny: (torch.randn(2, *((8, 32) if tiny else (197, 768))),)),
+    "transformer": Entry(_transformer, lambda tiny, rows: (torch.randn(rows, *((8, 32) if tiny else (197, 768))),)),
     "unet": Entry(
         lambda tiny: SmallUNet(8, 1) if tiny else SmallUNet(64, 3),
-        lambda tiny: (_latents(2, 8 if tiny else 64), torch.rand(2)),
+        lambda tiny, rows: (_latents(rows, 8 if tiny else 64), torch.rand(rows)),
     ),
     "timm vit": Entry(
         _timm("vit_small_patch16_224", {"img_size": 32, "depth": 2, "embed_dim": 48, "num_heads": 4}), _images, "timm"
@@ -194,19 +195,25 @@ ZOO: dict[str, Entry] = {
     "torchvision resnet18": Entry(_resnet18, _images, "torchvision"),
     "diffusers unet": Entry(
         _unet,
-        lambda tiny: (
-            _latents(2, 16 if tiny else 64),
+        lambda tiny, rows: (
+            _latents(rows, 16 if tiny else 64),
             torch.tensor(500),
-            torch.randn(2, *((5, 12) if tiny else (77, 768))),
+            torch.randn(rows, *((5, 12) if tiny else (77, 768))),
         ),
         "diffusers",
     ),
     "diffusers dit": Entry(
         _dit,
-        lambda tiny: (_latents(2, 8 if tiny else 32), torch.tensor([500, 500]), torch.tensor([3, 1000 - 1])),
+        lambda tiny, rows: (
+            _latents(rows, 8 if tiny else 32),
+            torch.full((rows,), 500),
+            torch.randint(0, 1000, (rows,)),
+        ),
         "diffusers",
     ),
-    "transformers bert": Entry(_bert, lambda tiny: (torch.randint(1, 1000, (2, 16 if tiny else 128)),), "transformers"),
+    "transformers bert": Entry(
+        _bert, lambda tiny, rows: (torch.randint(1, 1000, (rows, 16 if tiny else 128)),), "transformers"
+    ),
 }
 
 

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Other people's models on every GPU of this machine at once: first call, a call and memory of vision, diffusion and
+# encoder models, and generate of transformers' families, with all arms, those that compile included.
+# Usage: bench/run_models.sh FOLDER; writes a pytest-benchmark JSON and a log for each model there.
+# A model's arms run one after the other on one GPU; a GPU that is done takes the next model.
+# In the environment: CUDA_VISIBLE_DEVICES, these GPUs alone; BENCH_PROCESSES, processes of each arm (1).
+set -uo pipefail
+out=$(mkdir -p "${1:?usage: bench/run_models.sh FOLDER}" && cd "$1" && pwd)
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" BENCH_PROCESSES="${BENCH_PROCESSES:-1}"
+export out python="${PYTHON:-python3}"
+gpus=${CUDA_VISIBLE_DEVICES-$("$python" -c "import torch; print(*range(torch.cuda.device_count()), sep=',')")}
+export gpus
+# What takes longest first, so that no GPU is left with a long one at the end.
+jobs=$("$python" -c "from bench import families, zoo
+print(*(f'generate {name}' for name in families.FAMILIES), *(f'models {name}' for name in reversed(zoo.available())), sep='\n')") || exit
+export BENCH_GENERATE_ARMS="${BENCH_GENERATE_ARMS:-plain,static-compiled,simplegraph}"
+export BENCH_MODEL_ARMS="${BENCH_MODEL_ARMS:-$("$python" -c "from bench.model_arms import ARMS; print(*ARMS, sep=',')")}"
+
+measure() { # KIND MODEL, on the GPU of this slot
+    local test=bench/test_models.py file="$out/${1}_${2// /_}" status=0
+    [[ $1 == generate ]] && test=bench/test_transformers_generate.py
+    IFS=, read -ra ids <<<"$gpus"
+    CUDA_VISIBLE_DEVICES="${ids[$SLOT]-}" BENCH_FAMILIES="$2" BENCH_MODELS="$2" \
+        "$python" -m pytest "$test" -q -s --benchmark-json "$file.json" >"$file.log" 2>&1 || status=1
+    cat "$file.log"
+    return "$status"
+}
+export -f measure
+workers=$(awk -F, '{ print NF > 1 ? NF : 1 }' <<<"$gpus")
+xargs -d '\n' -P "$workers" --process-slot-var=SLOT -I{} bash -c 'kind=${1%% *}; measure "$kind" "${1#* }"' _ {} <<<"$jobs"
