@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Other people's models on every GPU of this machine at once: first call, a call and memory of vision, diffusion and
 # encoder models, and generate of transformers' families, with all arms, those that compile included.
-# Usage: bench/run_models.sh FOLDER; writes a pytest-benchmark JSON and a log for each model there.
+# Usage: bench/run_models.sh FOLDER [PATTERN]; writes a pytest-benchmark JSON and a log for each model there.
+# PATTERN chooses models, each of which is a line such as `generate qwen2` or `models timm vit`, as grep -E does.
 # A model's arms run one after the other on one GPU; a GPU that is done takes the next model.
 # In the environment: CUDA_VISIBLE_DEVICES, these GPUs alone; BENCH_PROCESSES, processes of each arm (1).
 set -uo pipefail
-out=$(mkdir -p "${1:?usage: bench/run_models.sh FOLDER}" && cd "$1" && pwd)
+out=$(mkdir -p "${1:?usage: bench/run_models.sh FOLDER [PATTERN]}" && cd "$1" && pwd)
+pattern=${2:-.}
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" BENCH_PROCESSES="${BENCH_PROCESSES:-1}"
 export out python="${PYTHON:-python3}"
@@ -14,6 +16,7 @@ export gpus
 # What takes longest first, so that no GPU is left with a long one at the end.
 jobs=$("$python" -c "from bench import families, zoo
 print(*(f'generate {name}' for name in families.FAMILIES), *(f'models {name}' for name in reversed(zoo.available())), sep='\n')") || exit
+jobs=$(grep -E -- "$pattern" <<<"$jobs") || { echo "no model matches $pattern" >&2; exit 1; }
 export BENCH_GENERATE_ARMS="${BENCH_GENERATE_ARMS:-plain,static-compiled,simplegraph}"
 export BENCH_MODEL_ARMS="${BENCH_MODEL_ARMS:-$("$python" -c "from bench.model_arms import ARMS; print(*ARMS, sep=',')")}"
 
@@ -27,5 +30,6 @@ measure() { # KIND MODEL, on the GPU of this slot
     return "$status"
 }
 export -f measure
-workers=$(awk -F, '{ print NF > 1 ? NF : 1 }' <<<"$gpus")
-xargs -d '\n' -P "$workers" --process-slot-var=SLOT -I{} bash -c 'kind=${1%% *}; measure "$kind" "${1#* }"' _ {} <<<"$jobs"
+IFS=, read -ra ids <<<"$gpus"
+workers=$((${#ids[@]} > 1 ? ${#ids[@]} : 1))
+xargs -d '\n' -P "$workers" --process-slot-var=SLOT -I{} bash -c 'measure "${1%% *}" "${1#* }"' _ {} <<<"$jobs"
