@@ -23,8 +23,8 @@ from bench.measure import gpu_busy, say, synchronize
 
 Figures = dict[str, Any]
 PLAIN, COMPILED = "plain", "static-compiled"
-FUSED_NORMS = {"simplegraph": True, "simplegraph-own-norms": False}  # our arms
-ARMS = (PLAIN, COMPILED, *FUSED_NORMS)
+FUSED = {"simplegraph": True, "simplegraph-own-kernels": False}  # our arms
+ARMS = (PLAIN, COMPILED, *FUSED)
 SHAPES = {"1b": False, "tiny": True}  # of Llama
 BUSY_TOKENS = 16  # the profiler keeps every kernel of every one
 NOT_SPEED = "No GPU here: the graphs are the library's emulator, and nothing is compiled. Times are NOT speed."
@@ -88,9 +88,9 @@ def run_arm(plan: Plan, name: str, arm: str, device: torch.device, dtype: torch.
     synchronize(device)
     started = time.perf_counter()
     graphs = None
-    if arm in FUSED_NORMS:
+    if arm in FUSED:
         limit = families.FAMILIES[name].max_length
-        graphs = graph_generation(model, max_batch_size=plan.batch, max_length=limit, fused_norms=FUSED_NORMS[arm])
+        graphs = graph_generation(model, max_batch_size=plan.batch, max_length=limit, fused_kernels=FUSED[arm])
     result = generate()
     synchronize(device)
     seconds = [time.perf_counter() - started, *(_seconds(generate, device) for _ in range(plan.rounds))]

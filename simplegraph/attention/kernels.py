@@ -30,7 +30,7 @@ def _write_pages(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """One program for each token and head."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
         return

@@ -19,8 +19,8 @@ TINY = transformers_generate.Plan(tiny=True, batch=2, prompt=5, tokens=6, rounds
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_arm_gives_the_same_tokens_and_graphs_are_replayed(name: str) -> None:
     figures = {arm: transformers_generate.run_arm(TINY, name, arm, CPU, torch.float32) for arm in TINY.arms}
-    plain, static, graphs, own_norms = (figures[arm]["tokens"] for arm in transformers_generate.ARMS)
-    assert plain == static == graphs == own_norms
+    plain, static, graphs, own_kernels = (figures[arm]["tokens"] for arm in transformers_generate.ARMS)
+    assert plain == static == graphs == own_kernels
     assert [len(row) for row in plain] == [6, 6]
     assert figures["simplegraph"]["report"]["replays"] == 3 * 5 - 1
     assert all(len(found["seconds"]) == 3 for found in figures.values())

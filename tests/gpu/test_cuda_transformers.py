@@ -166,8 +166,8 @@ def test_fewer_kernels_a_step_and_the_same_logits(dtype: torch.dtype) -> None:
     exact = logits(models[0].double())
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     nodes = []
-    for model, fused_norms in zip(models[1:], (True, False), strict=True):
-        with graph_generation(model, max_batch_size=2, max_length=128, fused_norms=fused_norms) as graphs:
+    for model, fused_kernels in zip(models[1:], (True, False), strict=True):
+        with graph_generation(model, max_batch_size=2, max_length=128, fused_kernels=fused_kernels) as graphs:
             logits(model)
             found = logits(model)
             assert graphs.stats.replays == 2 * (TOKENS - 1) - 1

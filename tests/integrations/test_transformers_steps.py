@@ -227,19 +227,19 @@ def test_where_a_fused_norm_would_be_another_the_model_s_own_runs(case: str, dev
     assert names == expected
 
 
-@pytest.mark.parametrize("fused_norms", [True, False])
+@pytest.mark.parametrize("fused_kernels", [True, False])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "mixtral"])
 def test_a_generation_has_fused_norms_in_its_steps_only_if_they_are_wanted(
-    name: str, fused_norms: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, fused_kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, model = (tiny.build((tiny.DECODERS | tiny.MIXTURES)[name], device) for _ in range(2))
     calls = []
     rms_norm = nn.functional.rms_norm
     monkeypatch.setattr(nn.functional, "rms_norm", lambda *args, **kwargs: calls.append(1) or rms_norm(*args, **kwargs))
     batch = tiny.prompts([7, 4, 6], device)
-    with graph_generation(model, max_batch_size=4, max_length=64, fused_norms=fused_norms) as graphs:
+    with graph_generation(model, max_batch_size=4, max_length=64, fused_kernels=fused_kernels) as graphs:
         assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
         assert graphs.stats.replays == TOKENS - 3
     steps = 2  # the compared one, which is the first, and the capture
-    assert len(calls) >= steps * len(rms_norms(model)) * fused_norms
-    assert bool(calls) is (fused_norms and name != "gemma3")
+    assert len(calls) >= steps * len(rms_norms(model)) * fused_kernels
+    assert bool(calls) is (fused_kernels and name != "gemma3")

@@ -8,7 +8,6 @@ uses it on one kind of device only; here generations through graphs are given on
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from simplegraph.integrations.transformers.forwards import with_names
 
 _CHECK = "DeferredStopCheck"
 
@@ -101,8 +102,4 @@ def with_late_check(sample: functools.partial[Any]) -> Any:
     function = sample.func
     if function is not GenerationMixin._sample or _CHECK not in function.__code__.co_names:
         return sample
-    # The same code in a copy of its module's names: nobody else's generation is changed.
-    names = {**function.__globals__, _CHECK: LateCheck}
-    late = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    late.__kwdefaults__ = function.__kwdefaults__
-    return functools.partial(late, *sample.args)
+    return functools.partial(with_names(function, {_CHECK: LateCheck}), *sample.args)

@@ -21,6 +21,7 @@ from simplegraph.integrations.transformers.session import Session
 from simplegraph.integrations.transformers.step import ROW_INPUTS, DecodeStep, masks_source
 from simplegraph.integrations.transformers.store import LayerLayout, Layout, Store
 from simplegraph.integrations.transformers.swap import named
+from simplegraph.integrations.transformers.usable import triton_runs
 from simplegraph.report import GraphReport
 from simplegraph.signature import CannotBind
 from simplegraph.stats import GraphStats
@@ -42,7 +43,7 @@ class Decoder:
         max_source_length: tokens of the longest encoder output.
         capture_sizes: batch sizes to capture.
         pool: graph memory to share with others; None for its own.
-        fused_norms: whether steps run RMS norms as one kernel each.
+        fused_kernels: whether steps run rotary embeddings, RMS norms and cache writes as a kernel each.
 
     Attributes:
         ids_name: the argument that a step's tokens are passed in.
@@ -60,7 +61,7 @@ class Decoder:
         max_source_length: int,
         capture_sizes: Sequence[int],
         pool: GraphPool | None,
-        fused_norms: bool,
+        fused_kernels: bool,
     ) -> None:
         self.stats = GraphStats(type(model).__name__)
         self.ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
@@ -72,7 +73,7 @@ class Decoder:
         self._rows, self._length, self._source_length = max(max_batch_size, *sizes), max_length, max_source_length
         self._spans = doubling(_SMALLEST_SPAN, -(-max_length // _ALIGNMENT) * _ALIGNMENT)
         self._sources = doubling(_SMALLEST_SOURCE, max_source_length) if masks_source(model) else []
-        self._sizes, self._pool, self._fused_norms = capture_sizes, pool, fused_norms
+        self._sizes, self._pool, self._fused_kernels = capture_sizes, pool, fused_kernels
         self._step: Any = None  # a wrapped DecodeStep, made for the first cache that comes
         self._session: Session | None = None
         self._busy = threading.Lock()
@@ -228,7 +229,7 @@ class Decoder:
             self.reset()
             length = self._source_length if hidden is not None else 0
             try:
-                store = Store(layout, self._rows, self._spans[-1], length)
+                store = Store(layout, self._rows, self._spans[-1], length, triton=self._may_use_triton(layout))
             except torch.OutOfMemoryError:
                 shape = f"{self._rows} sequences of {self._length} tokens; lower max_batch_size or max_length"
                 raise CannotBind(Reason.CACHE_FULL, f"no memory for {shape}") from None
@@ -236,10 +237,14 @@ class Decoder:
         known: Store = self._step.store
         return known
 
+    def _may_use_triton(self, layout: Layout) -> bool:
+        _, elements, dtype = layout.first_layer.key
+        return self._fused_kernels and triton_runs(layout.device, dtype, elements)
+
     def _wrapped(self, store: Store) -> Any:
         kind = named(DecodeStep, type(self._model).__name__)
         step: Any = wrap(
-            kind(self._model, self._forward, store, fused_norms=self._fused_norms),
+            kind(self._model, self._forward, store, fused_kernels=self._fused_kernels),
             pool=self._pool,
             capture_sizes=self._sizes,
             batch_dims=ROW_INPUTS,

@@ -87,7 +87,7 @@ def graph_generation(
     max_source_length: int | None = None,
     capture_sizes: Sequence[int] | None = None,
     pool: GraphPool | None = None,
-    fused_norms: bool = True,
+    fused_kernels: bool = True,
 ) -> GraphedGeneration:
     """From now on `model.generate(...)` decodes through CUDA graphs, without a compiler; results are the same.
 
@@ -112,8 +112,9 @@ def graph_generation(
         capture_sizes: batch sizes to capture, which others are padded to; None doubles up to `max_batch_size`. The
             cache has rows for the largest.
         pool: graph memory to share with other wrappers; see `graph_pool`.
-        fused_norms: let captured steps run RMS norms that are written as Llama's as one kernel each, rather than seven.
-            In half precision that rounds once where the model's own text rounds twice; False keeps its text.
+        fused_kernels: let captured steps run kernels that do what several of the model's own do, where these are
+            known by their text: rotary embeddings and writes to the cache, which are exact to the bit, and RMS norms,
+            which round once where the model's text in half precision rounds twice. False keeps the model's text.
 
     Returns:
         A handle with `report`, `stats` and `remove`; as a context manager it removes itself at the end.
@@ -135,7 +136,7 @@ def graph_generation(
         max_source_length=source,
         capture_sizes=list(capture_sizes) if capture_sizes is not None else doubling(1, max_batch_size),
         pool=pool,
-        fused_norms=fused_norms,
+        fused_kernels=fused_kernels,
     )
     graphs = GraphedGeneration(model, decoder)
     give_methods(model, graphs, {"generate": graphs.generate, "_sample": graphs.sample, "forward": graphs.forward})

@@ -6,15 +6,15 @@ instruction for instruction, a text below: whatever else it is called or does st
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Iterator
-from types import CodeType, FunctionType
+from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from simplegraph.integrations.transformers.forwards import instructions, other_forwards
 
 
 def _as_llama(self: Any, hidden_states: Any) -> Any:
@@ -35,32 +35,22 @@ def _as_olmo(self: Any, hidden_states: Any) -> Any:
 
 def rms_norms(model: nn.Module) -> list[nn.Module]:
     """The norms below a model that one kernel can stand in for."""
-    return [module for module in model.modules() if _is_rms_norm(type(module))]
+    modules = list(model.modules())
+    known = {kind for kind in set(map(type, modules)) if _is_rms_norm(kind)}
+    return [module for module in modules if type(module) in known]
 
 
-@contextlib.contextmanager
-def fused(norms: list[nn.Module]) -> Iterator[None]:
+def fused(norms: list[nn.Module]) -> AbstractContextManager[None]:
     """In here these norms, when this thread calls them, are one kernel each.
 
     It rounds once, where the text in half precision may round twice: results differ by a unit in the last place.
     """
-    thread = threading.get_ident()
-    taken = []
-    try:
-        for norm in norms:
-            attributes = vars(norm)
-            if "forward" not in attributes:  # else somebody gave it another
-                attributes["forward"] = functools.partial(_forward, norm, thread)
-                taken.append(attributes)
-        yield
-    finally:
-        for attributes in taken:
-            attributes.pop("forward", None)
+    return other_forwards({norm: functools.partial(_forward, norm) for norm in norms})
 
 
-def _forward(norm: Any, thread: int, hidden_states: Tensor) -> Tensor:
+def _forward(norm: Any, hidden_states: Tensor) -> Tensor:
     weight = norm.weight
-    if threading.get_ident() != thread or not _fits(hidden_states, weight):
+    if not _fits(hidden_states, weight):
         original: Tensor = type(norm).forward(norm, hidden_states)
         return original
     return nn.functional.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)
@@ -80,14 +70,7 @@ def _is_rms_norm(kind: Any) -> bool:
     forward = kind.forward
     if not isinstance(forward, FunctionType) or forward.__globals__.get("torch") is not torch:
         return False
-    return _instructions(forward.__code__) in _KNOWN
+    return instructions(forward) in _KNOWN
 
 
-def _instructions(code: CodeType) -> tuple[Any, ...]:
-    """What a function does: all of its code but names, lines and docstring."""
-    docstring, *constants = code.co_consts or (None,)  # Python 3.14 leaves out a docstring that there is not
-    first = None if isinstance(docstring, str) else docstring
-    return code.co_code, code.co_names, first, *constants, code.co_argcount, code.co_varnames, code.co_freevars
-
-
-_KNOWN = frozenset(_instructions(known.__code__) for known in (_as_llama, _as_olmo))
+_KNOWN = frozenset(map(instructions, (_as_llama, _as_olmo)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from simplegraph.config import BatchDim
 from simplegraph.integrations.transformers.attention import grouped_heads
 from simplegraph.integrations.transformers.norms import fused, rms_norms
+from simplegraph.integrations.transformers.rotary import rotary_attentions, rotated_together, rotation
 from simplegraph.integrations.transformers.store import Store
 
 # Arguments of a step that have one entry for every row; the batch is their first dimension.
@@ -30,20 +32,20 @@ class DecodeStep(nn.Module):
         model: the model.
         forward: its own forward, called with the model first.
         store: what it decodes from.
-        fused_norms: whether RMS norms are one kernel each.
+        fused_kernels: whether rotary embeddings and RMS norms are a kernel each.
 
     Attributes:
         ran: whether the forward ran, as it does in every call that is not a replay.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], store: Store, *, fused_norms: bool) -> None:
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], store: Store, *, fused_kernels: bool) -> None:
         super().__init__()
         self.model = model
         self.store = store
         self.ran = False
         self._forward = functools.partial(forward, model)
         self._masks = masks_taken(model, forward)
-        self._fused_norms = fused_norms
+        self._fused_kernels = fused_kernels
         self.training = False  # the model itself says whether it is
 
     def forward(self, span: int, source: int, **inputs: Any) -> Tensor:
@@ -61,10 +63,19 @@ class DecodeStep(nn.Module):
         inputs |= {name: getattr(view, part) for name, part in self._masks.items()}
         if view.hidden is not None:
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=view.hidden)
-        with grouped_heads(), fused(rms_norms(self.model) if self._fused_norms else []):
+        with grouped_heads(), self._fewer_kernels():
             outputs = self._forward(past_key_values=view.cache, **(inputs | {"return_dict": True}))
         logits: Tensor = outputs.logits
         return logits
+
+    @contextlib.contextmanager
+    def _fewer_kernels(self) -> Iterator[None]:
+        if not self._fused_kernels:
+            yield
+            return
+        embedded = rotated_together(rotary_attentions(self.model), rotation(triton=self.store.triton))
+        with fused(rms_norms(self.model)), embedded:
+            yield
 
 
 def masks_taken(model: Any, forward: Callable[..., Any]) -> dict[str, str]:

@@ -74,8 +74,13 @@ class Layout:
         return next(index for index, layer in enumerate(self.layers) if layer is not None)
 
     @property
+    def first_layer(self) -> LayerLayout:
+        """What that layer looks like."""
+        return next(layer for layer in self.layers if layer is not None)
+
+    @property
     def device(self) -> torch.device:
-        return next(layer.device for layer in self.layers if layer is not None)
+        return self.first_layer.device
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -87,6 +92,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     Args:
         keys, values: (rows, heads, length, elements), or None for a layer that is not used.
         position: (1,) int64, where the next token goes.
+        triton: whether a kernel of Triton's may write.
         seen: what `get_seq_length` returns, a tensor without dimensions on the device, or a number.
         is_sliding: whether masks are those of a window.
     """
@@ -101,12 +107,14 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         seen: Tensor | int,
         *,
         is_sliding: bool = False,
+        triton: bool = False,
     ) -> None:
         super().__init__()
         self.keys: Any = keys
         self.values: Any = values
         self.position, self.seen = position, seen
         self.is_sliding = is_sliding
+        self._triton = triton
         self.is_initialized = keys is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -114,9 +122,30 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one token's keys and values, in the dtype that the prefill kept them in, and return all positions."""
-        self.keys.index_copy_(2, self.position, key_states.to(self.keys.dtype))
-        self.values.index_copy_(2, self.position, value_states.to(self.values.dtype))
+        if self._triton and self._are_written_together(key_states, value_states):
+            self._write_together(key_states, value_states)
+        else:
+            self.keys.index_copy_(2, self.position, key_states.to(self.keys.dtype))
+            self.values.index_copy_(2, self.position, value_states.to(self.values.dtype))
         return self.keys, self.values
+
+    def _are_written_together(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Whether keys and values are one token of each row, alike but for their numbers, and as they are kept."""
+        rows, heads, _, elements = self.keys.shape
+        kept = (self.keys, self.values)
+        return (
+            key_states.shape == value_states.shape == (rows, heads, 1, elements)
+            and self.keys.stride() == self.values.stride()
+            and all(state.dtype is keep.dtype for state, keep in zip((key_states, value_states), kept, strict=True))
+        )
+
+    def _write_together(self, key_states: Tensor, value_states: Tensor) -> None:
+        """To the kernel, all heads of all rows are heads of one token, and the layer is one page."""
+        from simplegraph.attention.kernels import write_pages
+
+        k, v = (state.flatten(0, 2).unsqueeze(0) for state in (key_states, value_states))
+        keys, values = (kept.flatten(0, 1).unsqueeze(0) for kept in (self.keys, self.values))
+        write_pages(k, v, keys, values, self.position, self.keys.shape[2], "HND")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (0 if self.keys is None else self.keys.shape[2]), 0
@@ -150,14 +179,15 @@ class Store:
         layout: what the layers look like.
         rows: of the largest batch; length: tokens of the longest sequence.
         source_length: tokens of the encoder's longest sequence; 0 without an encoder.
+        triton: whether steps may run Triton's kernels, which `triton_runs` knows.
 
     Attributes:
         position: (1,) int64, where the next token goes.
         first: the layer of self-attention that stands for all.
     """
 
-    def __init__(self, layout: Layout, rows: int, length: int, source_length: int) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, rows: int, length: int, source_length: int, *, triton: bool = False) -> None:
+        self.layout, self.triton = layout, triton
         self.length, self.source_length = length, source_length
         device = layout.device
         # Graphs write here inside and outside of inference mode, so these are no inference tensors.
@@ -207,7 +237,8 @@ class Store:
                 layers.append(FixedLayer(None, None, self.position, 0))
                 continue
             keys, values = (tensor[:rows, :, :span] for tensor in pair)
-            layers.append(FixedLayer(keys, values, self.position, seen, is_sliding=layout.window is not None))
+            sliding = layout.window is not None
+            layers.append(FixedLayer(keys, values, self.position, seen, is_sliding=sliding, triton=self.triton))
         return layers
 
     # In and out.

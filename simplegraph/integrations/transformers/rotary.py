@@ -1,0 +1,119 @@
+"""Rotary embeddings of queries and keys together: one kernel on a GPU, six operators elsewhere, rather than ten.
+
+Models have the embedding as a function of the module that their attention is in, and most are copies of one text. It
+is known by being, instruction for instruction, the text below: whatever else is called so stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.integrations.transformers.forwards import instructions, other_forwards, with_names
+
+Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NAME, _HALF = "apply_rotary_pos_emb", "rotate_half"
+
+
+def rotate_half(x: Any) -> Any:  # noqa: D103
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: Any = 1) -> Any:  # noqa: D103
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+def rotary_attentions(model: nn.Module) -> list[nn.Module]:
+    """The modules below a model that call a rotary embedding of the known text."""
+    modules = list(model.modules())
+    known = {kind for kind in set(map(type, modules)) if _calls_known_text(kind)}
+    return [module for module in modules if type(module) in known]
+
+
+@contextlib.contextmanager
+def rotated_together(attentions: Sequence[nn.Module], rotate: Rotate) -> Iterator[None]:
+    """In here these modules, when this thread calls them, embed by `rotate`, to the same bits."""
+    functions: set[Any] = {type(module).forward for module in attentions}
+    changed: dict[Any, Any] = {function: _with_rotate(function, rotate) for function in functions}
+    forwards = {module: functools.partial(changed[type(module).forward], module) for module in attentions}
+    with other_forwards(forwards):
+        yield
+
+
+def rotation(*, triton: bool) -> Rotate:
+    """How queries and keys are embedded: by the kernel where Triton runs, else in fewer of torch's operators."""
+    if not triton:
+        return rotate_both
+    from simplegraph.integrations.transformers.rotary_kernel import rotate
+
+    return rotate
+
+
+def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The text on heads of queries and keys at once, in torch's operators.
+
+    Args:
+        q: (rows, heads, tokens, elements).
+        k: as `q`, of as many heads as there are.
+        cos: (rows or 1, tokens, elements).
+        sin: as `cos`.
+    """
+    both = torch.cat((q, k), dim=1)
+    turned: Tensor = both * cos.unsqueeze(1) + rotate_half(both) * sin.unsqueeze(1)
+    return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
+
+
+def _with_rotate(forward: FunctionType, rotate: Rotate) -> FunctionType:
+    original = forward.__globals__[_NAME]
+
+    def embed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if args or kwargs or not _fits(q, k, cos, sin):
+            found: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
+            return found
+        return rotate(q, k, cos, sin)
+
+    return with_names(forward, {_NAME: embed})
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether whole heads are turned, in one dtype, without a gradient."""
+    tensors = (q, k, cos, sin)
+    if any(type(tensor) is not Tensor for tensor in tensors) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3):
+        return False
+    rows, _, tokens, elements = q.shape
+    return (
+        (k.shape[0], *k.shape[2:]) == (rows, tokens, elements)
+        and cos.shape == sin.shape
+        and cos.shape in ((rows, tokens, elements), (1, tokens, elements))
+        and elements % 2 == 0
+        and q.dtype in DTYPES
+        and {(tensor.dtype, tensor.device) for tensor in tensors} == {(q.dtype, q.device)}
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    )
+
+
+def _calls_known_text(kind: Any) -> bool:
+    forward = kind.forward
+    if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+        return False
+    rotary: Any = forward.__globals__.get(_NAME)
+    if instructions(rotary) != _ROTARY or rotary.__defaults__ != (1,):
+        return False
+    half: Any = rotary.__globals__.get(_HALF)
+    return instructions(half) == _HALVES and half.__globals__.get("torch") is torch
+
+
+_ROTARY, _HALVES = instructions(apply_rotary_pos_emb), instructions(rotate_half)
