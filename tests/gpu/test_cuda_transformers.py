@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from simplegraph import Reason
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_encoder, graph_generation  # noqa: E402
+from simplegraph.integrations.transformers.rotary import DTYPES  # noqa: E402
+from simplegraph.integrations.transformers.usable import triton_runs  # noqa: E402
 
 CUDA = torch.device("cuda")
 TOKENS = 32
@@ -179,6 +184,79 @@ def test_fewer_kernels_a_step_and_the_same_logits(dtype: torch.dtype) -> None:
     if nodes:
         norms, operators = 2 * 8 + 1, 6 if dtype is torch.float32 else 8
         assert nodes[1] - nodes[0] >= norms * (operators - 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize(("heads", "shared", "elements"), [(32, 8, 64), (28, 4, 128), (6, 6, 80)])
+def test_rotary_embeddings_by_the_kernel_have_the_same_bits(
+    rows: int, heads: int, shared: int, elements: int, dtype: torch.dtype
+) -> None:
+    from simplegraph.integrations.transformers.rotary_kernel import rotate
+
+    torch.manual_seed(rows)
+    for positions in (1, rows):
+        q, k = (torch.randn(rows, 1, n, elements, device=CUDA).to(dtype).transpose(1, 2) for n in (heads, shared))
+        angles = 100 * torch.rand(positions, 1, elements, device=CUDA)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+        rotate(q, k, cos, sin)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = rotate(q, k, cos, sin)
+        graph.replay()
+        for actual, wanted in zip(found, expected, strict=True):
+            assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("elements", [16, 64, 128])
+def test_triton_runs_here(elements: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    triton_runs.cache_clear()
+    assert triton_runs(CUDA, dtype, elements)
+    assert not caplog.text
+
+
+def kernels_of(generate: Any) -> Counter[str]:
+    """Kernels that ran on the GPU, by name, without copies and fills of memory."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        generate()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == DeviceType.CUDA]
+    return Counter(name for name in names if not name.startswith(("Memcpy", "Memset")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_takes_one_kernel_for_rotary_embeddings_cache_and_norm(dtype: torch.dtype) -> None:
+    layers, short, long = 8, 8, 24
+    batch = tiny.prompts([6], CUDA)
+    settings = {"do_sample": False, "eos_token_id": None}
+    counts, tokens = {}, {}
+    for fused in (True, False):
+        model = middle(layers).to(dtype)
+        with graph_generation(model, max_batch_size=1, max_length=128, fused_kernels=fused) as graphs:
+            model.generate(**batch, **settings, max_new_tokens=long)  # captures
+            # Whatever a generation has once, the two have in common.
+            few, many = (
+                kernels_of(lambda n=n, model=model: model.generate(**batch, **settings, max_new_tokens=n))
+                for n in (short, long)
+            )
+            counts[fused] = {name: (many[name] - few[name]) / (long - short) for name in many}
+            tokens[fused] = model.generate(**batch, **settings, max_new_tokens=long)
+            assert not graphs.stats.failures
+            if dtype is torch.float32:
+                assert torch.equal(
+                    tokens[fused], middle(layers).to(dtype).generate(**batch, **settings, max_new_tokens=long)
+                )
+    assert counts[True]["_rotate"] == layers
+    assert counts[True]["_write_pages"] == layers
+    assert counts[True]["_rms_norm"] == 2 * layers + 1
+    total = {fused: sum(of.values()) for fused, of in counts.items()}
+    # Ten kernels for embeddings, two for the cache, and six or more for each of two norms, which are now one each.
+    assert total[False] - total[True] >= layers * (9 + 1 + 2 * 5)
+    assert (
+        total[True] <= 24 * layers + 60
+    )  # 7 products, 2 norms, 2 sums, activation, attention, and what is once a step
 
 
 def test_generation_on_a_side_stream_and_back() -> None:

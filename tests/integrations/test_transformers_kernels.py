@@ -41,6 +41,8 @@ GREEDY = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False
 MODELS = tiny.DECODERS | tiny.MIXTURES
 WITH_ROTARY = sorted(set(MODELS) - {"gpt2"})
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Triton's interpreter cuts numbers to bfloat16 off, where GPUs round them.
+EXACT_DTYPES = [dtype for dtype in DTYPES if not (INTERPRETED and dtype is torch.bfloat16)]
 
 
 def has_triton() -> bool:
@@ -89,8 +91,7 @@ def test_heads_embedded_together_have_the_same_bits(dtype: torch.dtype, data: An
 
 
 @needs_triton
-# Triton's interpreter cuts numbers to bfloat16 off, where GPUs round them.
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if not (INTERPRETED and dtype is torch.bfloat16)])
+@pytest.mark.parametrize("dtype", EXACT_DTYPES)
 @given(data=st.data())
 @settings(max_examples=60)
 def test_the_kernel_has_the_same_bits(dtype: torch.dtype, data: Any) -> None:
@@ -101,6 +102,25 @@ def test_the_kernel_has_the_same_bits(dtype: torch.dtype, data: Any) -> None:
     for actual, expected in zip(rotate(*inputs), modeling_llama.apply_rotary_pos_emb(*inputs), strict=True):
         assert actual.dtype is dtype
         assert torch.equal(actual, expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", EXACT_DTYPES)
+@pytest.mark.parametrize("columns", [1, 16, 100, 2048, 5000])
+def test_the_norm_s_kernel_is_as_exact_as_torch_s(dtype: torch.dtype, columns: int, device: torch.device) -> None:
+    from simplegraph.integrations.transformers.norm_kernel import rms_norm
+
+    x = (3 * torch.randn(3, 2, 2 * columns, device=device)).to(dtype)[..., ::2]
+    weight = torch.randn(columns, device=device).to(dtype)
+    exact, by_torch = (
+        nn.functional.rms_norm(each, (columns,), given_weight, 1e-5)
+        for each, given_weight in ((x.double(), weight.double()), (x, weight))
+    )
+    found = rms_norm(x, weight, 1e-5)
+    assert found.dtype is dtype
+    unit = torch.finfo(dtype).eps * exact.abs()
+    assert ((found - exact).abs() <= (4 if dtype is torch.float32 else 0.502) * unit + 1e-7).all()
+    assert (found - exact).abs().max() <= (by_torch - exact).abs().max() * 1.05 + 4e-7
 
 
 @needs_triton
@@ -248,7 +268,8 @@ def test_everybody_else_has_the_model_s_own(case: str, device: torch.device) -> 
         elif case == "own forward":
             call(module)
         elif case == "mixed dtypes":
-            with pytest.raises(RuntimeError, match="dtype|scalar type"):  # queries are of float64 then, and values are not
+            # Queries are of float64 then, and values are not.
+            with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
                 call(module, trig=torch.float64)
         elif case == "gradient":
             cos, sin = torch.randn(2, 2, 1, 16, device=device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -167,6 +169,24 @@ def test_a_fused_norm_is_within_a_unit_in_the_last_place(kind: Any, dtype: torch
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     assert vars(norm).keys() == vars(kind(64)).keys()
+
+
+@pytest.mark.parametrize("case", ["few columns", "too many columns", "gradient", "another dtype"])
+def test_triton_s_norm_is_for_what_it_takes(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = ModuleType("simplegraph.integrations.transformers.norm_kernel")
+    kernel.MAX_COLUMNS = 8
+    kernel.rms_norm = lambda x, weight, eps: torch.full_like(x, eps)  # told apart by its answer
+    monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+    columns = 16 if case == "too many columns" else 8
+    norm = LlamaRMSNorm(columns, eps=0.25).to(device)
+    hidden = torch.randn(3, columns, device=device)
+    hidden = hidden.double() if case == "another dtype" else hidden
+    expected = norm(hidden)
+    with torch.set_grad_enabled(case == "gradient"), fused([norm], triton=True):
+        found = norm(hidden)
+    assert torch.equal(found, torch.full_like(hidden, 0.25)) is (case == "few columns")
+    if case != "few columns":
+        torch.testing.assert_close(found, expected)
 
 
 def test_only_norms_of_a_known_text_are_fused() -> None:

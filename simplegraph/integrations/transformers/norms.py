@@ -1,4 +1,4 @@
-"""RMS norms as one kernel: `torch.nn.functional.rms_norm` for those that are written as seven operators.
+"""RMS norms as one kernel, Triton's or torch's own, for those that are written as seven operators.
 
 A model writes its norm as a module of its own, and most are copies of one text. A norm is known by its forward being,
 instruction for instruction, a text below: whatever else it is called or does stays as it is.
@@ -7,6 +7,7 @@ instruction for instruction, a text below: whatever else it is called or does st
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.integrations.transformers.forwards import instructions, other_forwards
+
+Normalize = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def _as_llama(self: Any, hidden_states: Any) -> Any:
@@ -40,20 +43,34 @@ def rms_norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in modules if type(module) in known]
 
 
-def fused(norms: list[nn.Module]) -> AbstractContextManager[None]:
-    """In here these norms, when this thread calls them, are one kernel each.
+def fused(norms: list[nn.Module], *, triton: bool = False) -> AbstractContextManager[None]:
+    """In here these norms, when this thread calls them, are one kernel each: Triton's, where that runs.
 
     It rounds once, where the text in half precision may round twice: results differ by a unit in the last place.
     """
-    return other_forwards({norm: functools.partial(_forward, norm) for norm in norms})
+    normalize = _by_triton if triton else _by_torch
+    return other_forwards({norm: functools.partial(_forward, normalize, norm) for norm in norms})
 
 
-def _forward(norm: Any, hidden_states: Tensor) -> Tensor:
+def _forward(normalize: Normalize, norm: Any, hidden_states: Tensor) -> Tensor:
     weight = norm.weight
     if not _fits(hidden_states, weight):
         original: Tensor = type(norm).forward(norm, hidden_states)
         return original
-    return nn.functional.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)
+    return normalize(hidden_states, weight, norm.variance_epsilon)
+
+
+def _by_torch(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return nn.functional.rms_norm(hidden_states, weight.shape, weight, eps)
+
+
+def _by_triton(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from simplegraph.integrations.transformers.norm_kernel import MAX_COLUMNS, rms_norm
+
+    plain = type(hidden_states) is Tensor and type(weight) in (Tensor, nn.Parameter)
+    if not plain or len(weight) > MAX_COLUMNS or torch.is_grad_enabled():
+        return _by_torch(hidden_states, weight, eps)
+    return rms_norm(hidden_states, weight, eps)
 
 
 def _fits(hidden_states: Tensor, weight: Tensor) -> bool:

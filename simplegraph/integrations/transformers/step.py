@@ -73,8 +73,9 @@ class DecodeStep(nn.Module):
         if not self._fused_kernels:
             yield
             return
-        embedded = rotated_together(rotary_attentions(self.model), rotation(triton=self.store.triton))
-        with fused(rms_norms(self.model)), embedded:
+        triton = self.store.triton
+        embedded = rotated_together(rotary_attentions(self.model), rotation(triton=triton))
+        with fused(rms_norms(self.model), triton=triton), embedded:
             yield
 
 
