@@ -757,7 +757,7 @@ def test_a_model_that_needs_its_length_in_python_is_named_with_its_line(device: 
 
 
 def test_no_memory_for_the_cache(llama: Any, plain: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> Any:
+    def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr("simplegraph.integrations.transformers.decoder.Store", full)

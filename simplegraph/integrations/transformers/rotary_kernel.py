@@ -34,7 +34,7 @@ def _turn(x_ptr, cos_ptr, sin_ptr, out_ptr, half, BLOCK: tl.constexpr):  # type:
     tl.store(out_ptr + high, _sum_of_products(x2, cos2, x1, sin2, dtype), inside)
 
 
-# One variant for all shapes of a dtype and head size: the strides of a step of 3 rows are not those of one of 4.
+# Not by any whole number: one variant for all shapes of a dtype and head size, so that no capture meets a new one.
 @triton.jit(do_not_specialize=list(range(6, 23)))  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]
     q_ptr,
