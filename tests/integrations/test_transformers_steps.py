@@ -6,6 +6,7 @@ import sys
 import threading
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ import tiny_models as tiny  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
+from transformers.models.t5.modeling_t5 import T5LayerNorm  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.attention import grouped_heads  # noqa: E402
@@ -156,7 +159,7 @@ def test_an_attention_that_a_user_registered_as_sdpa_is_called(device: torch.dev
 # Norms.
 
 
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, Olmo2RMSNorm])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Olmo2RMSNorm, T5LayerNorm, GemmaRMSNorm, Gemma3RMSNorm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_fused_norm_is_within_a_unit_in_the_last_place(kind: Any, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
@@ -164,8 +167,10 @@ def test_a_fused_norm_is_within_a_unit_in_the_last_place(kind: Any, dtype: torch
     norm.weight.data.normal_()
     hidden = torch.randn(3, 5, 64, device=device).to(dtype)
     expected = norm(hidden)
-    with fused(rms_norms(norm)):
+    assert list(rms_norms(norm)) == [norm]
+    with mock.patch.object(nn.functional, "rms_norm", wraps=nn.functional.rms_norm) as one, fused(rms_norms(norm)):
         found = norm(hidden)
+    one.assert_called_once()
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     assert vars(norm).keys() == vars(kind(64)).keys()
@@ -175,14 +180,14 @@ def test_a_fused_norm_is_within_a_unit_in_the_last_place(kind: Any, dtype: torch
 def test_triton_s_norm_is_for_what_it_takes(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = ModuleType("simplegraph.integrations.transformers.norm_kernel")
     kernel.MAX_COLUMNS = 8
-    kernel.rms_norm = lambda x, weight, eps: torch.full_like(x, eps)  # told apart by its answer
+    kernel.rms_norm = lambda x, weight, eps, offset: torch.full_like(x, eps)  # told apart by its answer
     monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
     columns = 16 if case == "too many columns" else 8
     norm = LlamaRMSNorm(columns, eps=0.25).to(device)
     hidden = torch.randn(3, columns, device=device)
     hidden = hidden.double() if case == "another dtype" else hidden
     expected = norm(hidden)
-    with torch.set_grad_enabled(case == "gradient"), fused([norm], triton=True):
+    with torch.set_grad_enabled(case == "gradient"), fused(rms_norms(norm), triton=True):
         found = norm(hidden)
     assert torch.equal(found, torch.full_like(hidden, 0.25)) is (case == "few columns")
     if case != "few columns":
@@ -203,9 +208,14 @@ def test_only_norms_of_a_known_text_are_fused() -> None:
 
     own = WithoutConstants.forward
     own.__code__ = own.__code__.replace(co_consts=())  # as Python 3.14 has it
-    norms = [Doubled(8), Renamed(8), GemmaRMSNorm(8), nn.RMSNorm(8), nn.LayerNorm(8), WithoutConstants(8)]
+
+    class ByHalf(GemmaRMSNorm):  # type: ignore[misc,valid-type]
+        def _norm(self, x: Tensor) -> Tensor:
+            return x * 0.5
+
+    norms = [Doubled(8), Renamed(8), ByHalf(8), nn.RMSNorm(8), nn.LayerNorm(8), WithoutConstants(8)]
     model = nn.ModuleList([LlamaRMSNorm(8), *norms])
-    assert rms_norms(model) == [model[0], model[2]]
+    assert list(rms_norms(model)) == [model[0], model[2]]
 
 
 def test_a_forward_of_the_users_own_stays_and_hooks_fire(device: torch.device) -> None:
@@ -237,7 +247,7 @@ def test_where_a_fused_norm_would_be_another_the_model_s_own_runs(case: str, dev
     call()
     expected = names.copy()
     names.clear()
-    with fused([norm]):
+    with fused(rms_norms(norm)):
         if case == "thread":
             thread = threading.Thread(target=call)
             thread.start()
@@ -248,11 +258,12 @@ def test_where_a_fused_norm_would_be_another_the_model_s_own_runs(case: str, dev
 
 
 @pytest.mark.parametrize("fused_kernels", [True, False])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma", "gemma3", "mixtral", "t5"])
 def test_a_generation_has_fused_norms_in_its_steps_only_if_they_are_wanted(
     name: str, fused_kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, model = (tiny.build((tiny.DECODERS | tiny.MIXTURES)[name], device) for _ in range(2))
+    models = tiny.DECODERS | tiny.MIXTURES | tiny.ENCODER_DECODERS
+    plain, model = (tiny.build(models[name], device) for _ in range(2))
     calls = []
     rms_norm = nn.functional.rms_norm
     monkeypatch.setattr(nn.functional, "rms_norm", lambda *args, **kwargs: calls.append(1) or rms_norm(*args, **kwargs))
@@ -261,5 +272,8 @@ def test_a_generation_has_fused_norms_in_its_steps_only_if_they_are_wanted(
         assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
         assert graphs.stats.replays == TOKENS - 3
     steps = 2  # the compared one, which is the first, and the capture
-    assert len(calls) >= steps * len(rms_norms(model)) * fused_kernels
-    assert bool(calls) is (fused_kernels and name != "gemma3")
+    norms = rms_norms(model.get_decoder())
+    assert len(norms) > 4
+    assert len(calls) >= steps * len(norms) * fused_kernels
+    assert len(calls) % len(norms) == 0
+    assert bool(calls) is fused_kernels
