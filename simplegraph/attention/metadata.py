@@ -142,6 +142,7 @@ class BatchMetadata:
         self.graphs = graph_device(device)
         self.device = self.graphs.torch_device
         self._one_each = np.arange(max_num_reqs + 1, dtype=np.int32)
+        self._longest = np.array(max_model_len, np.int32)  # an array, which numpy reads quicker than a number
         self._growth: Growth | None = None  # since the last step that was set
         self._staging = Staging(Extent(max_num_tokens, max_num_reqs, self.max_blocks), self.device)
         self._views: dict[tuple[int, int], CommonMetadata] = {}
@@ -241,11 +242,11 @@ class BatchMetadata:
             raise CaptureSizeError(f"{step.num_reqs} requests are to be followed in a graph of {num_reqs}.")
         if ahead > step.ahead:
             raise InputError(f"the step that is followed was set with ahead={step.ahead}; {ahead} are needed.")
-        batch, most = self.batch, self.max_model_len
+        batch = self.batch
         batch.num_reqs = batch.num_tokens = step.num_reqs
         batch.max_query_len = 1
         batch.query_start_loc = self._one_each[: step.num_reqs + 1]
-        batch.seq_lens = np.minimum(step.seq_lens + ahead, most)
+        batch.seq_lens = np.minimum(step.seq_lens + ahead, self._longest)
         batch.block_table = step.block_table
         batch.padded_tokens = batch.padded_reqs = num_reqs
         batch.ahead, batch.capturing = 0, False

@@ -180,17 +180,17 @@ class EagleDrafter:
                 f"requests of {uniform_query_len} tokens each are to be drafted for, but the target's step has "
                 f"requests of {sorted(live.query_lens)}. Run prompts in a step of their own, without uniform_query_len."
             )
-        more, rows = self.num_draft_tokens - 1, self.padded_reqs(num_reqs)
+        manager = self.decode_manager
+        batch = None if manager is None else manager.dispatch(num_reqs, num_reqs, 1)
+        more, rows = self.num_draft_tokens - 1, num_reqs if batch is None else batch.descriptor.num_tokens
         if live.ahead < more or (self.chained and live.padded_reqs < rows):
             raise InputError(
                 f"the target's step was set with ahead={live.ahead} and {live.padded_reqs} requests, padding included; "
                 f"the draft's steps need ahead={more} and num_reqs={rows} at least. Pass them to BatchMetadata.set."
             )
         self.prefill_manager.run(self.dispatch(num_tokens, num_reqs, uniform_query_len), self._prefill)
-        manager = self.decode_manager
-        if manager is None:
+        if manager is None or batch is None:
             return
-        batch = manager.dispatch(num_reqs, num_reqs, 1)
         if self.chained:
             self._metadata.follow(live, rows, more)
             manager.run(batch, self._decode)
