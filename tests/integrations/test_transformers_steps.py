@@ -232,16 +232,30 @@ def test_a_forward_of_the_users_own_stays_and_hooks_fire(device: torch.device) -
     assert "forward" not in vars(hooked)
 
 
-@pytest.mark.parametrize("case", ["dtype", "float64", "autocast", "thread"])
+def test_a_norm_of_which_a_part_is_the_users_own_stays(device: torch.device) -> None:
+    patched, other = (GemmaRMSNorm(8).to(device) for _ in range(2))
+    patched._norm = lambda x: x * 0.5
+    norms = rms_norms(nn.ModuleList([patched, other]))
+    assert list(norms) == [other]
+    with fused(norms):
+        assert torch.equal(patched(torch.ones(2, 8, device=device)), torch.full((2, 8), 0.5, device=device))
+
+
+class Own(Tensor):
+    """A tensor as a DTensor is one, which need not know every operator."""
+
+
+@pytest.mark.parametrize("case", ["dtype", "float64", "autocast", "thread", "subclass", "keyword"])
 def test_where_a_fused_norm_would_be_another_the_model_s_own_runs(case: str, device: torch.device) -> None:
     dtype = torch.float64 if case == "float64" else torch.float32
-    norm = LlamaRMSNorm(8).to(device, dtype)
+    norm = (GemmaRMSNorm if case == "keyword" else LlamaRMSNorm)(8).to(device, dtype)
     hidden = torch.randn(2, 8, device=device, dtype=torch.bfloat16 if case == "dtype" else dtype)
+    hidden = hidden.as_subclass(Own) if case == "subclass" else hidden
     names: list[str] = []
 
     def call() -> None:
         with Recorder() as recorder, torch.autocast(device.type, torch.bfloat16, enabled=case == "autocast"):
-            assert norm(hidden).dtype == dtype
+            assert (norm(x=hidden) if case == "keyword" else norm(hidden)).dtype == dtype
         names.extend(recorder.names)
 
     call()

@@ -69,7 +69,9 @@ def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
     """The norms below a model that one kernel can stand in for."""
     modules = list(model.modules())
     known = {kind: _known(kind) for kind in set(map(type, modules))}
-    return {module: norm for module in modules if (norm := known[type(module)]) is not None}
+    # One with a part of its own is no copy of the text.
+    copies = (module for module in modules if "_norm" not in vars(module))
+    return {module: norm for module in copies if (norm := known[type(module)]) is not None}
 
 
 def fused(norms: Mapping[nn.Module, Norm], *, triton: bool = False) -> AbstractContextManager[None]:
@@ -83,12 +85,12 @@ def fused(norms: Mapping[nn.Module, Norm], *, triton: bool = False) -> AbstractC
     )
 
 
-def _forward(normalize: Normalize, module: Any, norm: Norm, hidden_states: Tensor) -> Tensor:
+def _forward(normalize: Normalize, module: Any, norm: Norm, *args: Any, **kwargs: Any) -> Tensor:
     weight = module.weight
-    if not _fits(hidden_states, weight):
-        original: Tensor = type(module).forward(module, hidden_states)
+    if kwargs or len(args) != 1 or not _fits(args[0], weight):
+        original: Tensor = type(module).forward(module, *args, **kwargs)
         return original
-    return normalize(hidden_states, weight, getattr(module, norm.eps), norm.offset)
+    return normalize(args[0], weight, getattr(module, norm.eps), norm.offset)
 
 
 def _by_torch(hidden_states: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -102,8 +104,7 @@ def _by_torch(hidden_states: Tensor, weight: Tensor, eps: float, offset: float) 
 def _by_triton(hidden_states: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     from simplegraph.integrations.transformers.norm_kernel import MAX_COLUMNS, rms_norm
 
-    plain = type(hidden_states) is Tensor and type(weight) in (Tensor, nn.Parameter)
-    if not plain or len(weight) > MAX_COLUMNS or torch.is_grad_enabled():
+    if len(weight) > MAX_COLUMNS or torch.is_grad_enabled():
         return _by_torch(hidden_states, weight, eps, offset)
     return rms_norm(hidden_states, weight, eps, offset)
 
@@ -111,8 +112,11 @@ def _by_triton(hidden_states: Tensor, weight: Tensor, eps: float, offset: float)
 def _fits(hidden_states: Tensor, weight: Tensor) -> bool:
     """Whether one kernel gives what the text gives.
 
-    Autocast, or a weight of another dtype, would change the dtype; the text computes in float32 even in float64.
+    Autocast, or a weight of another dtype, would change the dtype; the text computes in float32 even in float64. A
+    tensor of another class, such as a DTensor, may have the operators of the text only.
     """
+    if type(hidden_states) is not Tensor or type(weight) not in (Tensor, nn.Parameter):
+        return False
     dtype = hidden_states.dtype
     alike = dtype is weight.dtype and dtype is not torch.float64 and hidden_states.shape[-1:] == weight.shape
     return alike and not torch.is_autocast_enabled(hidden_states.device.type)
