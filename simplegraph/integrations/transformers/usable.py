@@ -1,12 +1,12 @@
-"""Whether Triton's kernels run on this machine: tried once, before anything is captured."""
+"""Whether Triton's kernels run on this machine: each is tried once, before anything is captured."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from types import ModuleType
 
 import torch
+from torch import Tensor, nn
 
 from simplegraph.integrations.transformers.rotary import DTYPES, apply_rotary_pos_emb
 
@@ -15,16 +15,14 @@ _log = logging.getLogger("simplegraph")
 
 @functools.cache
 def triton_runs(device: torch.device, dtype: torch.dtype, elements: int) -> bool:
-    """Whether a kernel for heads of so many elements compiles, runs, and answers to the bit; else a log line says why.
+    """Whether the kernels of a step, for heads of so many elements, compile, run and answer; else a log line says why.
 
     Triton needs a C compiler, and knows some GPUs only.
     """
     if device.type != "cuda" or dtype not in DTYPES or elements % 2:
         return False
     try:
-        from simplegraph.integrations.transformers import rotary_kernel
-
-        found = _wrong(rotary_kernel, device, dtype, elements)
+        found = _wrong(device, dtype, elements)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     if found is not None:
@@ -34,14 +32,41 @@ def triton_runs(device: torch.device, dtype: torch.dtype, elements: int) -> bool
     return found is None
 
 
-def _wrong(kernel: ModuleType, device: torch.device, dtype: torch.dtype, elements: int) -> str | None:
-    """What is wrong with the kernel; None if nothing."""
+def _wrong(device: torch.device, dtype: torch.dtype, elements: int) -> str | None:
+    """What is wrong with a kernel; None if nothing."""
     with torch.no_grad():
         # From numbers that are not random: nobody's generator is to move.
-        numbers = torch.arange(4 * elements, device=device).reshape(4, 1, elements)
-        q, k, cos, sin = torch.cos(1.7 * numbers + 0.3).to(dtype)
-        tensors = (q.view(1, 1, 1, -1), k.view(1, 1, 1, -1), cos.view(1, 1, -1), sin.view(1, 1, -1))
-        pairs = zip(kernel.rotate(*tensors), apply_rotary_pos_emb(*tensors), strict=True)
-        if all(torch.equal(actual, expected) for actual, expected in pairs):
-            return None
-    return "its products are not rounded as torch's are"
+        numbers = torch.arange(4 * elements, device=device).reshape(4, elements)
+        rows = torch.cos(1.7 * numbers + 0.3).to(dtype)
+        if not _rotates(rows):
+            return "products of the rotary embedding's are not rounded as torch's are"
+        if not _normalizes(rows):
+            return "the norm's answers are not torch's"
+        return None if _writes(rows) else "the cache's are not the keys and values that were written"
+
+
+def _rotates(rows: Tensor) -> bool:
+    from simplegraph.integrations.transformers.rotary_kernel import rotate
+
+    q, k, cos, sin = rows.unsqueeze(1)
+    tensors = (q.view(1, 1, 1, -1), k.view(1, 1, 1, -1), cos.view(1, 1, -1), sin.view(1, 1, -1))
+    pairs = zip(rotate(*tensors), apply_rotary_pos_emb(*tensors), strict=True)
+    return all(torch.equal(actual, expected) for actual, expected in pairs)
+
+
+def _normalizes(rows: Tensor) -> bool:
+    from simplegraph.integrations.transformers.norm_kernel import rms_norm
+
+    weight, unit = rows[0], torch.finfo(rows.dtype).eps
+    expected = nn.functional.rms_norm(rows.float(), weight.shape, weight.float(), 1e-5)
+    return torch.allclose(rms_norm(rows, weight, 1e-5).float(), expected, rtol=4 * unit, atol=unit)
+
+
+def _writes(rows: Tensor) -> bool:
+    from simplegraph.attention.kernels import write_pages
+
+    states = rows[:2].view(2, 1, 1, -1)  # keys and values: of one token, and one head
+    kept = torch.zeros_like(rows).view(2, 1, 1, 2, -1)
+    position = torch.ones(1, dtype=torch.int64, device=rows.device)
+    write_pages(states[0], states[1], kept[0], kept[1], position, 2, "HND")
+    return torch.equal(kept[..., 1, :], states) and not kept[..., 0, :].any()
