@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -287,6 +289,18 @@ def test_everybody_else_has_the_model_s_own(case: str, device: torch.device) -> 
         call(module)
     assert calls == []
     assert ("forward" in vars(module)) is (case == "own forward")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_made_meanwhile_has_the_model_s_own(copied: Callable[[Any], Any], device: torch.device) -> None:
+    module, calls = attention(device), []
+    with rotated_together([module], functools.partial(counted, calls)):
+        other = copied(module)
+        found = call(other)
+    module.o_proj.weight.data.zero_()  # which is not the copy's
+    assert torch.equal(found, call(other))
+    assert not torch.equal(found, call(module))
+    assert calls == []
 
 
 # In a generation.

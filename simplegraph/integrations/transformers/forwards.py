@@ -25,12 +25,20 @@ def other_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
         for module, forward in forwards.items():
             attributes = vars(module)
             if "forward" not in attributes:  # else somebody gave it another
-                attributes["forward"] = functools.partial(_forward, module, forward, thread)
+                attributes["forward"] = _Swapped(_forward, module, forward, thread)
                 taken.append(attributes)
         yield
     finally:
         for attributes in taken:
             attributes.pop("forward", None)
+
+
+class _Swapped(functools.partial[Any]):
+    """A module's other forward; copies and pickles that are made meanwhile have the module's own."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self.args[0]
+        return functools.partial, (type(module).forward, module)
 
 
 def _forward(module: Any, forward: Forward, thread: int, *args: Any, **kwargs: Any) -> Any:

@@ -114,7 +114,8 @@ def graph_generation(
         pool: graph memory to share with other wrappers; see `graph_pool`.
         fused_kernels: let captured steps run kernels that do what several of the model's own do, where these are
             known by their text: rotary embeddings and writes to the cache, which are exact to the bit, and RMS norms,
-            which round once where the model's text in half precision rounds twice. False keeps the model's text.
+            which are exact but for rounding: once, where the model's text in half precision rounds twice. False keeps
+            the model's text.
 
     Returns:
         A handle with `report`, `stats` and `remove`; as a context manager it removes itself at the end.
