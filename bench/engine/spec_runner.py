@@ -127,6 +127,7 @@ class SpecRunner:
     def capture(self) -> list[Any]:
         """Capture every graph; the managers' summaries."""
         self._inputs.forget()
+        self._ran = None  # what the device knew of the last round
         summaries = [manager.capture(self._forwards[count]) for count, manager in self.managers.items()]
         for drafter in self.drafters.values():
             summaries += drafter.capture()

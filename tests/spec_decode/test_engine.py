@@ -306,6 +306,18 @@ def test_a_round_that_nobody_took_is_not_gone_on_from(pairs: dict[str, Any]) -> 
     assert [request.output for request in requests] == plain(pairs["eagle"][0], asked, params)
 
 
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+def test_graphs_may_be_captured_between_rounds(pairs: dict[str, Any], mode: str) -> None:
+    asked, params = prompts(3, seed=18), SamplingParams(max_tokens=40)
+    served = speculating(pairs["eagle"], mode=mode)
+    requests = [served.add(prompt, params) for prompt in asked]
+    while not served.idle:
+        served.step()
+        if len(requests[0].output) % 3 == 0:
+            served.capture()
+    assert [request.output for request in requests] == plain(pairs["eagle"][0], asked, params)
+
+
 def test_pages_for_rounds_to_come_are_taken_only_where_there_are_plenty(pairs: dict[str, Any]) -> None:
     served = speculating(pairs["eagle"], num_pages=150)
     requests = [served.add(prompt, SamplingParams(max_tokens=60)) for prompt in prompts(2, seed=17)]
