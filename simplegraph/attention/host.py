@@ -71,6 +71,16 @@ class Limits:
                 f"{self.max_num_reqs} requests. Split the batch, or build BatchMetadata with higher limits."
             )
 
+    def check_ahead(self, ahead: int) -> int:
+        """Tokens beyond each request's, no more than there can be.
+
+        Raises:
+            InputError: it is no whole number, or below 0.
+        """
+        if (type(ahead) is not int and not isinstance(ahead, np.integer)) or ahead < 0:
+            raise InputError(f"ahead is {ahead!r}; expected a whole number of 0 or more.")
+        return int(min(ahead, self.max_model_len))
+
 
 class ContextShare(NamedTuple):
     """Which tokens of every sequence are in this rank's cache, where context parallel ranks share them.
@@ -164,26 +174,31 @@ class Request:
                 "its own, or each token of a prompt the length up to itself."
             )
 
-    def check_written_once(self) -> None:
-        """Refuse pages that two requests write to, and a request that has one twice.
+    def check_written_once(self, ahead: int = 0) -> None:
+        """Refuse pages that two requests write to, and a request that has one twice, in this step or those ahead.
+
+        Args:
+            ahead: tokens beyond the step's that each request has pages for.
 
         Raises:
             InputError: there is one.
         """
-        limits = self._limits
-        owners = np.repeat(limits.tokens[: self.num_reqs], self._queries)
-        written = np.unique(np.stack([self.step.slots // limits.page_size, owners]), axis=1)
-        twice = np.flatnonzero(written[0, 1:] == written[0, :-1])
-        if len(twice):
-            page, first, second = written[0, twice[0]], written[1, twice[0]], written[1, twice[0] + 1]
-            raise InputError(
-                f"requests {first} and {second} both write to page {page}; pages may be shared for reading only. "
-                "Give each request pages of its own for what it writes."
-            )
-        slots, counts = np.unique(self.step.slots, return_counts=True)
-        if counts.max() > 1:
-            page = slots[counts.argmax()] // limits.page_size
+        step, limits = self.step, self._limits
+        starts = limits.page_starts[: step.pages.shape[1]]
+        begun = starts + limits.page_size > (step.seq_lens - self._queries)[:, None]
+        owners, columns = np.nonzero(begun & (starts < (step.seq_lens + ahead)[:, None]))
+        pages = step.pages[owners, columns]
+        order = np.argsort(pages, kind="stable")
+        twice = np.flatnonzero(pages[order][1:] == pages[order][:-1])
+        if len(twice) == 0:
+            return
+        page, first, second = pages[order[twice[0]]], owners[order[twice[0]]], owners[order[twice[0] + 1]]
+        if first == second:
             raise InputError(f"a request has page {page} twice in its row of block_table; give it another one.")
+        raise InputError(
+            f"requests {first} and {second} both write to page {page}; pages may be shared for reading only. "
+            "Give each request pages of its own for what it writes."
+        )
 
 
 class Growth:
@@ -200,7 +215,7 @@ class Growth:
         self.reach, self.ahead = reach, ahead
         most = np.where(reach >= max_model_len, max_model_len, reach - ahead)
         self._most: _Int64s = most.astype(np.int64)
-        self._lengths: npt.NDArray[Any] = seq_lens
+        self._lengths = seq_lens
         self._room = np.maximum(self._most - seq_lens, 0)
 
     def checked(self, seq_lens: Ints) -> _Int32s:
@@ -224,8 +239,9 @@ class Growth:
                 f"{self._most[row]}: its pages on the device hold so many with ahead={self.ahead}. Call "
                 "BatchMetadata.set with more."
             )
-        self._room, self._lengths = room, lengths
-        return lengths.astype(np.int32)
+        taken = lengths.astype(np.int32)
+        self._room, self._lengths = room, taken
+        return taken
 
 
 def read_requests(query_lens: QueryLens, seq_lens: Ints, block_table: Pages, limits: Limits, ahead: int = 0) -> Request:

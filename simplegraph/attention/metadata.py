@@ -104,8 +104,9 @@ class BatchMetadata:
         num_pages: how many pages the cache has; a backend fills it in.
         share: of context parallel ranks, which part of every sequence is in this rank's cache; the block table's pages
             then have `page_size` tokens of each rank.
-        debug: check every step's pages, too: none is written by two requests, or twice by one. Where ranks share a
-            context, a prompt's tokens are requests with the same pages, and no place in them is.
+        debug: check every step's pages, those of tokens `ahead` included: none is written by two requests, or twice by
+            one. Where ranks share a context, a prompt's tokens are requests with the same pages, and no place in them
+            is.
 
     Attributes:
         max_blocks: the most pages a request can have.
@@ -176,11 +177,12 @@ class BatchMetadata:
 
         Raises:
             CaptureSizeError: the batch is empty, or larger than the limits or the padded shape.
-            InputError: the lengths or pages do not fit each other, or a request has several tokens where ranks share
-                its context. After an error the previous step is still in place.
+            InputError: the lengths or pages do not fit each other; a request has several tokens where ranks share its
+                context; `ahead` is below 0. After an error the previous step is still in place.
         """
         if self.graphs.is_capturing():
             raise InputError("the batch was set inside a capture; set it before the graph is captured or replayed.")
+        ahead = self._limits.check_ahead(ahead)
         request = read_requests(query_lens, seq_lens, block_table, self._limits, ahead)
         shape = self._padded(request, num_tokens, num_reqs)
         request.check_pages(self.num_pages)
@@ -193,7 +195,7 @@ class BatchMetadata:
                 request.check_places()
             step = self.share.of(step)
         elif self.debug:
-            request.check_written_once()
+            request.check_written_once(ahead)
         self._put(step, *shape, request.max_query_len, ahead=ahead)
         return self.view(*shape)
 
@@ -209,10 +211,14 @@ class BatchMetadata:
 
         Raises:
             InputError: there are other numbers of requests; a request has become shorter, or longer than the pages that
-                it was set with, `ahead` included; ranks share the context. The step is then what it was.
+                it was set with, `ahead` included; `ahead` is below 0; ranks share the context. The step is then what
+                it was.
             ReplayError: no step is set.
         """
+        if self.graphs.is_capturing():
+            raise InputError("the batch was moved on inside a capture; do so before the graph is captured or replayed.")
         self._check_set()
+        ahead = self._limits.check_ahead(ahead)
         batch = self.batch
         if self.share.size > 1:
             raise InputError("steps are set one by one where ranks share a context; call BatchMetadata.set.")
@@ -235,14 +241,15 @@ class BatchMetadata:
 
         Raises:
             CaptureSizeError: num_reqs is above the limits, or below the step's requests.
-            InputError: the step was set with less `ahead`.
+            InputError: the step was set with less `ahead`, or it is below 0.
         """
+        ahead = self._limits.check_ahead(ahead)
         self._limits.check_shape(num_reqs, num_reqs)
         if num_reqs < step.num_reqs:
             raise CaptureSizeError(f"{step.num_reqs} requests are to be followed in a graph of {num_reqs}.")
         if ahead > step.ahead:
             raise InputError(f"the step that is followed was set with ahead={step.ahead}; {ahead} are needed.")
-        batch = self.batch
+        batch, self._growth = self.batch, None
         batch.num_reqs = batch.num_tokens = step.num_reqs
         batch.max_query_len = 1
         batch.query_start_loc = self._one_each[: step.num_reqs + 1]

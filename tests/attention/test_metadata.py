@@ -209,6 +209,74 @@ def test_a_step_goes_on_within_its_pages_only(lengths: list[int], ahead: int, me
         built.advance([8, 9], ahead=4)
 
 
+def test_lengths_may_change_in_the_callers_array_afterwards() -> None:
+    built = metadata()
+    built.set(1, [7], [[5, 2, 9]], ahead=3)
+    lengths = np.array([9])
+    built.advance(lengths)
+    lengths[:] = 0
+    assert built.batch.seq_lens.tolist() == [9]
+    with pytest.raises(InputError, match="is 8 after 9"):
+        built.advance([8])
+
+
+@pytest.mark.parametrize("ahead", [-1, 1.5, None, "1", True], ids=repr)
+def test_tokens_ahead_are_a_whole_number_of_0_or_more(ahead: Any) -> None:
+    """Fewer than none would take a page from the step, or let it outgrow its pages."""
+    built, other = metadata(), metadata()
+    view = built.set(1, [9], [[5, 2, 9]])
+    for call in (
+        lambda: built.set(1, [9], [[5, 2, 9]], ahead=ahead),
+        lambda: built.advance([13], ahead=ahead),
+        lambda: other.follow(built.batch, 1, ahead),
+    ):
+        with pytest.raises(InputError, match=r"ahead is .*expected a whole number of 0 or more"):
+            call()
+    assert (built.batch.seq_lens.tolist(), view.block_table[0, :3].tolist()) == ([9], [5, 2, 9])
+
+
+@pytest.mark.parametrize("ahead", [LENGTH, 2**31 - 1, 2**70, np.int64(LENGTH)])
+def test_more_tokens_ahead_than_there_can_be_are_all_that_there_can_be(ahead: int) -> None:
+    built = metadata()
+    built.set(1, [9], [list(range(1, 7))], ahead=ahead)
+    built.advance([LENGTH], ahead=ahead)
+    assert built.batch.seq_lens.tolist() == [LENGTH]
+
+
+def test_a_step_that_follows_another_metadatas_forgets_the_one_that_was_moved_on() -> None:
+    built, other = metadata(), metadata()
+    built.set(1, [7, 9], [[5, 2, 9], [8, 1, 3]], ahead=3)
+    built.advance([8, 9])
+    other.set(1, [3], [[4]], ahead=1)
+    built.follow(other.batch, 2, 1)
+    with pytest.raises(InputError, match="seq_lens has 2 entries; the step that is set has 1 requests"):
+        built.advance([9, 10])
+
+
+def test_a_step_moved_on_inside_a_capture_is_refused(device: torch.device) -> None:
+    built = metadata(device)
+    built.set(1, [7], [[5, 2, 9]], ahead=3)
+    manager = CudaGraphManager(device=device, capture_sizes=[2], progress=False, num_warmups=0)
+    with pytest.raises(InputError, match="inside a capture"):
+        manager.capture(lambda mode, descriptor: built.advance([8]))
+    assert built.batch.seq_lens.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ([[5, 2, 9], [8, 1, 9]], "requests 0 and 1 both write to page 9"),
+        ([[5, 2, 9], [8, 1, 1]], "a request has page 1 twice"),
+    ],
+)
+def test_debug_refuses_pages_that_steps_ahead_would_write_twice(table: list[list[int]], words: str) -> None:
+    built = metadata(debug=True)
+    built.set(1, [7, 8], table, ahead=0)
+    with pytest.raises(InputError, match=words):
+        built.set(1, [7, 8], table, ahead=2)
+    built.set(1, [7, 8], [[5, 2, 9], [5, 1, 3]], ahead=2)  # what is only read may be shared
+
+
 def test_a_step_at_the_models_limit_needs_no_pages_beyond() -> None:
     built = metadata()
     built.set(1, [LENGTH - 2], [list(range(1, 7))], ahead=9)
