@@ -50,6 +50,7 @@ class Draft(nn.Module, abc.ABC):
         self.rotary_emb = RotaryEmbedding(config)
         self._target = (target,)  # a tuple: not registered, it is no part of the draft
         self._table: Tensor | None = None
+        self._earlier: list[Tensor | None] = []  # graphs of other engines read them
 
     def tabulate(self, max_positions: int) -> None:
         """Look cosines and sines up from now on: one kernel a step in place of ten.
@@ -59,6 +60,7 @@ class Draft(nn.Module, abc.ABC):
         """
         if self._table is not None and len(self._table) >= max_positions:
             return
+        self._earlier.append(self._table)
         weight = self.fc.weight
         positions = torch.arange(max_positions, device=weight.device)
         self._table = torch.stack(self.rotary_emb(positions, weight.dtype), dim=1)  # (positions, 2, 1, head_dim)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -177,3 +179,14 @@ def test_sampling_settings_at_their_ends(pair: Any) -> None:
     assert all(0 <= token < 256 for token in hot[0])
     with pytest.raises(RequestError, match="top_p is 0"):
         SamplingParams(temperature=1.0, top_p=0)
+
+
+def test_a_second_engine_with_longer_requests_leaves_the_firsts_graphs_what_they_read() -> None:
+    own = tiny_pair("eagle3", device="cuda" if torch.cuda.is_available() else "cpu")
+    first = speculating(own, captured=False)
+    read = weakref.ref(own[1]._table)
+    second = speculating(own, captured=False, max_model_len=96)
+    gc.collect()
+    assert second.config.max_model_len > first.config.max_model_len
+    assert own[1]._table is not read()
+    assert read() is not None
