@@ -153,7 +153,7 @@ class SpecRunner:
         params, generators = zip(*((one.params, one.generator) for one in plan.requests), strict=True)
         chosen = sample(self.llama.head(found.hidden.index_select(0, last)), params, generators)
         if self.config.acceptance == "rejection":
-            temperatures = torch.tensor([one.temperature for one in params], device=self.device)
+            temperatures = torch.tensor([one.temperature for one in params], dtype=torch.float32, device=self.device)
             self._temperatures.index_copy_(0, slots, temperatures)
         after = inputs.shifted[:tokens]
         after.index_copy_(0, last, torch.where(inputs.samples[:reqs] > 0, chosen, after.index_select(0, last)))

@@ -190,3 +190,10 @@ def test_a_second_engine_with_longer_requests_leaves_the_firsts_graphs_what_they
     assert second.config.max_model_len > first.config.max_model_len
     assert own[1]._table is not read()
     assert read() is not None
+
+
+def test_temperatures_may_be_whole_numbers(pair: Any) -> None:
+    served = speculating(pair, captured=False, mode="NONE", acceptance="rejection")
+    prompt = prompts(1, seed=8)[0]
+    greedy = plain(pair, [prompt], SamplingParams(max_tokens=12))
+    assert served.generate([prompt], SamplingParams(max_tokens=12, temperature=0)) == greedy
