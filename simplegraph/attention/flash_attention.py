@@ -135,7 +135,8 @@ class FlashAttentionBackend(_Flash):
         self._schedule = None
         self._last_layer = -1
         if self._schedule_in == "buffer":
-            computed = self._compute(metadata)
+            # Lengths on the device are still the last step's, where the graph itself moves them on.
+            computed = self._compute(metadata, host_lengths(metadata))
             count = computed.tensor.numel()
             self._buffer[:count].copy_(computed.tensor)
             # Zero the tail: blocks past this batch would run stale work and overwrite live rows.
@@ -166,10 +167,10 @@ class FlashAttentionBackend(_Flash):
         """This forward's schedule; a layer that is not above the last one begins another forward."""
         again, self._last_layer = layer <= self._last_layer, layer
         if self._schedule is None or (again and self._schedule_in == "graph"):
-            self._schedule = self._compute(metadata)
+            self._schedule = self._compute(metadata, metadata.seq_lens)
         return self._schedule
 
-    def _compute(self, metadata: CommonMetadata) -> _Schedule:
+    def _compute(self, metadata: CommonMetadata, seq_lens: Tensor) -> _Schedule:
         splits = self.num_splits(metadata)
         tensor = self._flash.get_scheduler_metadata(
             batch_size=metadata.num_reqs,
@@ -178,7 +179,7 @@ class FlashAttentionBackend(_Flash):
             num_heads_q=self.num_heads,
             num_heads_kv=self.cache.num_kv_heads,
             headdim=self.cache.head_dim,
-            cache_seqlens=metadata.seq_lens,
+            cache_seqlens=seq_lens,
             qkv_dtype=self.cache.dtype,
             cu_seqlens_q=metadata.query_start_loc,
             page_size=self.cache.page_size,
@@ -186,6 +187,14 @@ class FlashAttentionBackend(_Flash):
             num_splits=splits,
         )
         return _Schedule(tensor, splits, metadata.num_reqs)
+
+
+def host_lengths(metadata: CommonMetadata) -> Tensor:
+    """(num_reqs,) int32, on the device: a step's lengths as the host knows them, 0 for padding."""
+    lengths = torch.zeros(metadata.num_reqs, dtype=torch.int32)
+    known = torch.from_numpy(metadata.batch.seq_lens)
+    lengths[: len(known)] = known
+    return lengths.to(metadata.seq_lens.device)
 
 
 class _Schedule(NamedTuple):

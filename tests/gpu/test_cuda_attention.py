@@ -158,6 +158,25 @@ def test_unequal_split_bounds_are_refused_before_the_kernel_runs() -> None:
         served.backend.run(0, served.q[:4], torch.zeros_like(served.q[:4]), served.backend.live)
 
 
+@needs_fa3
+def test_a_schedule_in_a_buffer_goes_by_the_lengths_that_the_graph_moves_on_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine(in_buffer, max_reqs=4, max_len=256, num_pages=100, mode="NONE")
+    lengths = [40, 41, 42, 43]
+    table = torch.arange(4 * 8, dtype=torch.int32).view(4, 8)
+    served.metadata.set(1, lengths, table, ahead=60)
+    served.metadata.advance([length + 3 for length in lengths])
+    scheduled = []
+    original = served.backend._flash.get_scheduler_metadata
+
+    def spied(**options: Any) -> Any:
+        scheduled.append(options["cache_seqlens"].tolist())
+        return original(**options)
+
+    monkeypatch.setattr(served.backend._flash, "get_scheduler_metadata", spied)
+    served.backend.before_replay(CudaGraphMode.NONE, served.manager.dispatch(4, 4, 1).descriptor)
+    assert scheduled == [[43, 44, 45, 46]]
+
+
 @needs_flashinfer
 def test_all_sizes_of_flashinfer_share_one_integer_workspace() -> None:
     roomy = functools.partial(FlashInferBackend, workspace_bytes=256 << 20)
