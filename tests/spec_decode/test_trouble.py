@@ -18,6 +18,7 @@ from bench.engine import Engine, EngineConfig, RequestError, SamplingParams  # n
 from bench.engine.request import FinishReason, Request  # noqa: E402
 from bench.engine.spec import SpecEngine  # noqa: E402
 from bench.engine.spec_config import SpecConfig  # noqa: E402
+from bench.engine.spec_scheduler import RoundPlan  # noqa: E402
 from bench.models.eagle import tiny_pair  # noqa: E402
 from simplegraph import CaptureSizeError  # noqa: E402
 
@@ -197,3 +198,106 @@ def test_temperatures_may_be_whole_numbers(pair: Any) -> None:
     prompt = prompts(1, seed=8)[0]
     greedy = plain(pair, [prompt], SamplingParams(max_tokens=12))
     assert served.generate([prompt], SamplingParams(max_tokens=12, temperature=0)) == greedy
+
+
+# What the device knows of a round, whether the host sent it or not.
+
+
+class _Interrupt(BaseException):
+    """Like a KeyboardInterrupt: nobody handles it."""
+
+
+def check_on_device(served: SpecEngine, plan: RoundPlan) -> None:
+    """The round that just ran had the lengths, slots, tokens and pages that its requests have on the host."""
+    runner, size = served.runner, served.config.page_size
+    query_len, reqs, batch = plan.num_draft_tokens + 1, len(plan.requests), runner.metadata.batch
+    starts = np.array([request.num_tokens - 1 for request in plan.requests])
+    positions = starts[:, None] + np.arange(query_len)
+    table = served.scheduler.pages.table[[request.slot for request in plan.requests]]
+    slots = np.take_along_axis(table, positions // size, axis=1) * size + positions % size
+    view, rows = runner.metadata.view(batch.padded_tokens, batch.padded_reqs), reqs * query_len
+    assert view.seq_lens.tolist() == (starts + query_len).tolist() + [0] * (batch.padded_reqs - reqs)
+    assert batch.seq_lens.tolist() == (starts + query_len).tolist()
+    assert view.slot_mapping.tolist() == slots.ravel().tolist() + [-1] * (batch.padded_tokens - rows)
+    inputs = runner._inputs
+    assert inputs.positions[:rows].tolist() == positions.ravel().tolist()
+    assert inputs.ids[:rows:query_len].tolist() == [request.output[-1] for request in plan.requests]
+    assert inputs.slots[:reqs].tolist() == [request.slot for request in plan.requests]
+    for row, length in enumerate(starts + query_len + plan.num_draft_tokens - 1):
+        width = -(-length // size)
+        assert view.block_table[row, :width].tolist() == table[row, :width].tolist()
+
+
+def interfere(served: SpecEngine, draw: random.Random, patch: pytest.MonkeyPatch) -> None:
+    """Capture, launch rounds that nobody takes, or let some part of the next step fail, before or after its work."""
+    runner, count = served.runner, served.num_draft_tokens
+    if draw.random() < 0.05:
+        served.capture()
+    if draw.random() < 0.05 and (plan := served.scheduler.schedule_round(count)) is not None:
+        for _ in range(draw.randint(1, 2)):
+            runner.launch_round(plan).wait()
+    if draw.random() < 0.1:
+        places: list[tuple[Any, str]] = [
+            (runner.managers[count], "run"),
+            (runner.drafters[count], "draft"),
+            (runner, "wait"),
+            (runner.metadata, "set"),
+            (runner.metadata, "advance"),
+            (runner._inputs, "load_round"),
+            (runner._results, "send"),
+        ]
+        thing, name = draw.choice(places)
+        work, after = getattr(thing, name), draw.random() < 0.5
+
+        def fail(*args: Any, **settings: Any) -> None:
+            if after:
+                work(*args, **settings)
+            raise _Interrupt
+
+        patch.setattr(thing, name, fail)
+
+
+@pytest.mark.parametrize("num_pages", [20, 80])
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_DECODE_ONLY"])
+def test_whatever_interferes_the_device_knows_what_the_host_would_have_sent(
+    pair: Any, mode: str, num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = speculating(pair, mode=mode, num_pages=num_pages)
+    launch, advance, moved, interrupted = served.runner.launch_round, served.runner.metadata.advance, 0, 0
+
+    def checked(plan: RoundPlan) -> Any:
+        arriving = launch(plan)
+        check_on_device(served, plan)
+        return arriving
+
+    def counted(*args: Any, **settings: Any) -> None:
+        nonlocal moved
+        moved += 1
+        advance(*args, **settings)
+
+    monkeypatch.setattr(served.runner, "launch_round", checked)
+    monkeypatch.setattr(served.runner.metadata, "advance", counted)
+    for seed in range(8):
+        draw = random.Random(seed)
+        asked = prompts(8, seed=seed)
+        params = [SamplingParams(max_tokens=draw.randint(1, 28)) for _ in asked]
+        waiting, requests = list(zip(asked, params, strict=True)), []
+        often, changing = draw.choice([0.8, 0.2]), draw.choice([0, 0.2])
+        while waiting or not served.idle:
+            if waiting and draw.random() < often:
+                requests.append(served.add(*waiting.pop(0)))
+            if requests and draw.random() < 0.03:
+                served.cancel(draw.choice(requests))
+            if draw.random() < changing:
+                served.num_draft_tokens = draw.choice([3, 1, 2])
+            with monkeypatch.context() as patch:
+                interfere(served, draw, patch)
+                try:
+                    served.step()
+                except _Interrupt:
+                    interrupted += 1
+        for request, tokens in zip(requests, plain(pair, asked, params), strict=True):
+            whole = request.finished is not FinishReason.CANCELLED
+            assert request.output == (tokens if whole else tokens[: len(request.output)])
+    assert moved > 40
+    assert interrupted > 10
