@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -60,6 +60,9 @@ class SamplingParams:
         _require(finite and self.temperature >= 0, "temperature", self.temperature, "0 or more")
         _require(_whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "0 or more, as a whole number")
         _require(isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1")
+        stops = self.stop_token_ids
+        known = isinstance(stops, Collection) and all(hasattr(token, "__index__") for token in stops)
+        _require(known, "stop_token_ids", stops, "token ids")
         _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number or None")
 
     @property

@@ -169,6 +169,16 @@ def test_stop_tokens_may_come_as_any_sequence(pair: Any) -> None:
         assert served.generate([prompt], params) == [expected[: found + 1]]
 
 
+@pytest.mark.parametrize(
+    "stops",
+    [None, 5, (token for token in [3]), ["3"], "3", [0.5]],
+    ids=["None", "number", "generator", "words", "text", "fraction"],
+)
+def test_stop_tokens_that_are_none_are_refused_before_they_cost_others_their_tokens(stops: Any) -> None:
+    with pytest.raises(RequestError, match=r"stop_token_ids is .*expected token ids"):
+        SamplingParams(stop_token_ids=stops)
+
+
 def test_sampling_settings_at_their_ends(pair: Any) -> None:
     served = speculating(pair, captured=False, mode="NONE", acceptance="rejection")
     prompt = prompts(1, seed=8)[0]
