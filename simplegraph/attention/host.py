@@ -201,49 +201,6 @@ class Request:
         )
 
 
-class Growth:
-    """The lengths of steps that the device makes of one another; see `BatchMetadata.advance`.
-
-    Args:
-        seq_lens: (num_reqs,) int32, of the step that they follow.
-        reach: (num_reqs,), tokens that each request has pages for on the device, or max_model_len and more.
-        ahead: tokens beyond each step's that need pages, up to max_model_len.
-        max_model_len: no request is longer.
-    """
-
-    def __init__(self, seq_lens: _Int32s, reach: npt.NDArray[Any], ahead: int, max_model_len: int) -> None:
-        self.reach, self.ahead = reach, ahead
-        most = np.where(reach >= max_model_len, max_model_len, reach - ahead)
-        self._most: _Int64s = most.astype(np.int64)
-        self._lengths = seq_lens
-        self._room = np.maximum(self._most - seq_lens, 0)
-
-    def checked(self, seq_lens: Ints) -> _Int32s:
-        """The next step's lengths.
-
-        Raises:
-            InputError: there are other numbers of requests; one has become shorter, or longer than its pages.
-        """
-        lengths = _ints("seq_lens", seq_lens)
-        if len(lengths) != len(self._room):
-            raise InputError(
-                f"seq_lens has {len(lengths)} entries; the step that is set has {len(self._room)} requests."
-            )
-        room = self._most - lengths
-        # Read without a sign, less than no room is more than there was before: one pass finds that, and what shrinks.
-        wrong = room.view(np.uint64) > self._room.view(np.uint64)
-        if np.logical_or.reduce(wrong):
-            row = int(wrong.argmax())
-            raise InputError(
-                f"seq_lens[{row}] is {lengths[row]} after {self._lengths[row]}; expected no less, and at most "
-                f"{self._most[row]}: its pages on the device hold so many with ahead={self.ahead}. Call "
-                "BatchMetadata.set with more."
-            )
-        taken = lengths.astype(np.int32)
-        self._room, self._lengths = room, taken
-        return taken
-
-
 def read_requests(query_lens: QueryLens, seq_lens: Ints, block_table: Pages, limits: Limits, ahead: int = 0) -> Request:
     """What an engine says of a step, as arrays of its own; see `BatchMetadata.set`.
 
@@ -253,12 +210,12 @@ def read_requests(query_lens: QueryLens, seq_lens: Ints, block_table: Pages, lim
     """
     # The least number of numpy calls: each costs a microsecond or two, thirty would be a tenth of a step.
     if isinstance(query_lens, int):
-        lengths = _ints("seq_lens", seq_lens)
+        lengths = int64s("seq_lens", seq_lens)
         if type(query_lens) is int and 1 <= query_lens <= limits.max_model_len:
             return _uniform_requests(query_lens, lengths, block_table, limits, ahead)
-        queries = _ints("query_lens", [query_lens] * len(lengths))  # what is wrong with it is said below
+        queries = int64s("query_lens", [query_lens] * len(lengths))  # what is wrong with it is said below
     else:
-        queries, lengths = _ints("query_lens", query_lens), _ints("seq_lens", seq_lens)
+        queries, lengths = int64s("query_lens", query_lens), int64s("seq_lens", seq_lens)
     before, longest = _check_lengths(queries, lengths, limits)
     most = int(np.maximum.reduce(queries))
     starts = np.zeros(len(queries) + 1, np.int64)
@@ -369,7 +326,7 @@ def _check_counts(counts: _Int64s | None, reach: _Int64s, columns: int, limits: 
         )
 
 
-def _ints(name: str, values: Ints) -> _Int64s:
+def int64s(name: str, values: Ints) -> _Int64s:
     """Whole numbers as int64, which may be the caller's own array.
 
     Raises:

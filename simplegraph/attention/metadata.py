@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from simplegraph.attention.host import ContextShare, Growth, Ints, Limits, Pages, QueryLens, Request, read_requests
+from simplegraph.attention.growth import Growth
+from simplegraph.attention.host import ContextShare, Ints, Limits, Pages, QueryLens, Request, read_requests
 from simplegraph.attention.staging import Extent, Staging, Step
 from simplegraph.errors import CaptureSizeError, InputError, ReplayError
 from simplegraph.graph.select import graph_device
