@@ -135,8 +135,8 @@ class FlashAttentionBackend(_Flash):
         self._schedule = None
         self._last_layer = -1
         if self._schedule_in == "buffer":
-            # Lengths on the device are still the last step's, where the graph itself moves them on.
-            computed = self._compute(metadata, host_lengths(metadata))
+            lengths = host_lengths(metadata) if metadata.batch.behind else metadata.seq_lens
+            computed = self._compute(metadata, lengths)
             count = computed.tensor.numel()
             self._buffer[:count].copy_(computed.tensor)
             # Zero the tail: blocks past this batch would run stale work and overwrite live rows.
@@ -190,11 +190,12 @@ class FlashAttentionBackend(_Flash):
 
 
 def host_lengths(metadata: CommonMetadata) -> Tensor:
-    """(num_reqs,) int32, on the device: a step's lengths as the host knows them, 0 for padding."""
-    lengths = torch.zeros(metadata.num_reqs, dtype=torch.int32)
+    """(num_reqs,) int32, on the device: a step's lengths as the host knows them, 0 for padding; waits for nothing."""
+    device = metadata.seq_lens.device
+    lengths = torch.zeros(metadata.num_reqs, dtype=torch.int32, pin_memory=device.type == "cuda")
     known = torch.from_numpy(metadata.batch.seq_lens)
     lengths[: len(known)] = known
-    return lengths.to(metadata.seq_lens.device)
+    return lengths.to(device, non_blocking=True)
 
 
 class _Schedule(NamedTuple):

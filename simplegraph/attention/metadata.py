@@ -39,6 +39,7 @@ class BatchState:
         ahead: tokens beyond `seq_lens` that each request has pages for, or up to max_model_len.
         version: counts the steps, so that a backend can tell whether it planned for this one.
         capturing: whether it only stands in for a step, in a warmup or a capture.
+        behind: whether lengths and slots on the device are those of the step before, until the graph moves them on.
     """
 
     num_reqs: int = 0
@@ -52,6 +53,7 @@ class BatchState:
     ahead: int = 0
     version: int = 0
     capturing: bool = False
+    behind: bool = False
 
     @property
     def max_seq_len(self) -> int:
@@ -226,7 +228,7 @@ class BatchMetadata:
         if self._growth is None or self._growth.ahead != ahead:
             reach = self._growth.reach if self._growth else batch.seq_lens + batch.ahead
             self._growth = Growth(batch.seq_lens, reach, ahead, self.max_model_len)
-        batch.seq_lens, batch.ahead = self._growth.checked(seq_lens), ahead
+        batch.seq_lens, batch.ahead, batch.behind = self._growth.checked(seq_lens), ahead, True
         batch.version += 1
 
     def follow(self, step: BatchState, num_reqs: int, ahead: int) -> None:
@@ -257,7 +259,7 @@ class BatchMetadata:
         batch.seq_lens = np.minimum(step.seq_lens + ahead, self._longest)
         batch.block_table = step.block_table
         batch.padded_tokens = batch.padded_reqs = num_reqs
-        batch.ahead, batch.capturing = 0, False
+        batch.ahead, batch.capturing, batch.behind = 0, False, True
         batch.version += 1
 
     def set_dummy(
@@ -402,4 +404,4 @@ class BatchMetadata:
         batch.query_start_loc, batch.seq_lens, batch.block_table = step.query_start_loc, step.seq_lens, step.pages
         batch.padded_tokens, batch.padded_reqs = num_tokens, num_reqs
         batch.version += 1
-        batch.ahead, batch.capturing = ahead, capturing
+        batch.ahead, batch.capturing, batch.behind = ahead, capturing, False
