@@ -22,7 +22,8 @@ from transformers import LlamaConfig
 from bench import text
 from bench.measure import say
 from bench.models.eagle import TINY, Eagle, Eagle3, build_eagle, draft_config
-from bench.models.llama import Attention, CacheShape, Joined, Llama, build_llama
+from bench.models.joined import Joined
+from bench.models.llama import Attention, CacheShape, Llama, build_llama
 
 VOCAB = 256
 KINDS = ("eagle", "eagle3")

@@ -12,7 +12,8 @@ from transformers import AutoConfig, LlamaConfig
 
 from bench import text
 from bench.models.checkpoint import has_checkpoint, load_checkpoint
-from bench.models.llama import CacheShape, Llama, build_llama, config_dtype
+from bench.models.family import config_dtype
+from bench.models.llama import CacheShape, Llama, build_llama
 from bench.models.parallel import WHOLE, Shard
 
 CONFIGS = Path(__file__).parent / "models" / "configs"

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from bench.models.llama import Joined, Llama
+from bench.models.joined import Joined
+from bench.models.llama import Llama
 
 COLUMNS = ("self_attn.qkv_proj", "mlp.gate_up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")

@@ -17,18 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig
 
 from bench.models.checkpoint import CheckpointError, load_checkpoint, load_tensors, read_checkpoint
-from bench.models.llama import (
-    Attention,
-    CacheShape,
-    DecoderLayer,
-    Joined,
-    Llama,
-    RotaryEmbedding,
-    Step,
-    build_llama,
-    materialize,
-    randomize,
-)
+from bench.models.joined import Joined
+from bench.models.llama import Attention, CacheShape, DecoderLayer, Llama, Step, build_llama, materialize, randomize
+from bench.models.rotary import RotaryEmbedding
 from bench.models.serving import ServingStep
 
 TINY = Path(__file__).parent.parent / "data" / "eagle"

@@ -6,9 +6,8 @@ Face checkpoints. Qwen2 and Qwen3 are Llamas but for biases and a norm of querie
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,39 +15,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from bench.models import attention
+from bench.models.family import config_dtype, family, head_dim
 from bench.models.fused import FusedLayers
+from bench.models.joined import Joined
 from bench.models.parallel import WHOLE, Shard, normal_part
-
-
-class Family(NamedTuple):
-    """What sets a model type apart.
-
-    Attributes:
-        qkv_bias, o_bias: of the projections around attention; None: as ``config.attention_bias`` says.
-        qk_norm: whether the heads of queries and keys are normed before they are rotated.
-    """
-
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    qk_norm: bool = False
-
-
-FAMILIES = {"llama": Family(), "qwen2": Family(qkv_bias=True, o_bias=False), "qwen3": Family(qk_norm=True)}
-
-
-def family(config: LlamaConfig) -> Family:
-    """The config's family.
-
-    Raises:
-        ValueError: this is no Llama, or one with attention over a window.
-    """
-    kind = config.model_type
-    if kind not in FAMILIES:
-        raise ValueError(f"model_type is {kind!r}; expected {', '.join(FAMILIES)}.")
-    if getattr(config, "use_sliding_window", False):
-        raise ValueError("use_sliding_window is true; attention here is over the whole context.")
-    return FAMILIES[kind]
-
+from bench.models.rotary import RotaryEmbedding, rotate
 
 # Called before each layer with its index and its input, (T, hidden_size), which is valid during the call.
 Tap = Callable[[int, Tensor], None]
@@ -98,64 +69,6 @@ class DecodeStep(NamedTuple):
         attend(q, k, v, layer.k_cache, layer.v_cache, out, *self[2:], layer.head_dim**-0.5)
 
 
-class RotaryEmbedding(nn.Module):
-    """Rotary positions; the frequencies of the ``default`` and ``llama3`` kinds."""
-
-    inv_freq: Tensor
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.register_buffer("inv_freq", torch.empty(head_dim(config) // 2), persistent=False)
-
-    def reset(self) -> None:
-        """Fill the frequencies, in radians per token."""
-        self.inv_freq.copy_(inverse_frequencies(self.config))
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (T, 1, head_dim), of (T,) positions, or of (3, T): time, height and width (M-RoPE)."""
-        angles = positions.float()[..., None, None] * self.inv_freq
-        if positions.dim() == 2:
-            parts = angles.split(mrope_section(self.config), dim=-1)
-            angles = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
-
-
-class Joined(nn.Module):
-    """Several projections of one input as one, over the very memory of their weights.
-
-    The parts stay parameters under their checkpoint names; `join` lays them side by side.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, *parts: nn.Linear) -> None:
-        super().__init__()
-        self._parts = parts  # a tuple: not registered, they belong to the parent
-        self.register_buffer("weight", torch.empty(0), persistent=False)
-        self.register_buffer("bias", None, persistent=False)
-
-    def join(self) -> None:
-        """Give the parts one memory, with their values; call after they were made or moved."""
-        self.weight = _join([part.weight for part in self._parts])
-        self.bias = None if self._parts[0].bias is None else _join([part.bias for part in self._parts])
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight, self.bias)
-
-
-def _join(parameters: list[nn.Parameter]) -> Tensor:
-    """The parameters' values in one tensor, of which they become parts."""
-    joined = torch.cat([parameter.data for parameter in parameters])
-    start = 0
-    for parameter in parameters:
-        parameter.data = joined[start : start + parameter.shape[0]]
-        start += parameter.shape[0]
-    return joined
-
-
 class Attention(nn.Module):
     """Grouped-query attention over the layer's own paged cache."""
 
@@ -184,7 +97,8 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         tokens, rotated = hidden.shape[0], self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).view(tokens, -1, self.head_dim)
-        q, k = rotate(self.norm(heads[:, :rotated]), step).split((self.num_heads, self.num_kv_heads), dim=1)
+        turned = rotate(self.norm(heads[:, :rotated]), step.cos, step.sin)
+        q, k = turned.split((self.num_heads, self.num_kv_heads), dim=1)
         v = heads[:, rotated:]
         # The output is allocated here, outside the operator: a compiler that splits at the operator
         # then has it in graph memory, at an address that stays.
@@ -388,72 +302,3 @@ def randomize(model: nn.Module, std: float, seed: int, shard: Shard = WHOLE) -> 
         else:
             whole, dim = shard.whole_shape(name, weight), shard.split_dim(name)
             normal_part(weight, whole, dim, shard, std=std, generator=generator)
-
-
-def rotate(heads: Tensor, step: Step) -> Tensor:
-    """Apply rotary positions to (T, num_heads, head_dim)."""
-    # The halves change places, and the sign that goes with it is in `sin`.
-    first, second = heads.chunk(2, dim=-1)
-    return heads * step.cos + torch.cat((second, first), dim=-1) * step.sin
-
-
-def head_dim(config: LlamaConfig) -> int:
-    """Elements per head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def mrope_section(config: LlamaConfig) -> list[int]:
-    """How many frequencies turn with time, height and width.
-
-    Raises:
-        ValueError: the config does not say, or not about all of them.
-    """
-    sections = list(_rope_parameters(config).get("mrope_section", ()))
-    if len(sections) != 3 or sum(sections) != head_dim(config) // 2:
-        raise ValueError(
-            f"mrope_section is {sections} for {head_dim(config) // 2} frequencies; positions of shape (3, T) need "
-            "three numbers with that sum."
-        )
-    return sections
-
-
-def config_dtype(config: LlamaConfig) -> torch.dtype:
-    """The dtype the config names, float32 where it names none."""
-    # `torch_dtype` in transformers 4, `dtype` from 5 on, where reading the old name warns.
-    values = vars(config)
-    named = values.get("dtype") or values.get("torch_dtype") or values.get("_dtype") or torch.float32
-    return getattr(torch, named) if isinstance(named, str) else named
-
-
-def inverse_frequencies(config: LlamaConfig) -> Tensor:
-    """(head_dim / 2,) float32, radians per token.
-
-    Raises:
-        ValueError: the config's kind of rotary scaling is not known here.
-
-    Source: the llama3 rule is that of the Llama 3.1 model card, as in transformers' ``rope_utils``.
-    """
-    rope = _rope_parameters(config)
-    size = head_dim(config)
-    frequencies = rope["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
-    if rope["rope_type"] == "default":
-        return frequencies
-    if rope["rope_type"] == "llama3":
-        return _llama3(frequencies, rope)
-    raise ValueError(f"rope_type is {rope['rope_type']!r}; this Llama knows 'default' and 'llama3'.")
-
-
-def _rope_parameters(config: LlamaConfig) -> dict[str, Any]:
-    """Base and scaling from either generation of transformers' configs."""
-    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    return rope
-
-
-def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Long wavelengths stretched by the factor, short ones kept, a smooth blend between."""
-    old_context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
-    wavelengths = 2 * math.pi / frequencies
-    blend = ((old_context / wavelengths - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * frequencies / rope["factor"] + blend * frequencies

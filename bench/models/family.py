@@ -1,0 +1,51 @@
+"""What a model's config says of its kind, heads and numbers, in either generation of transformers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers import LlamaConfig
+
+
+class Family(NamedTuple):
+    """What sets a model type apart.
+
+    Attributes:
+        qkv_bias, o_bias: of the projections around attention; None: as ``config.attention_bias`` says.
+        qk_norm: whether the heads of queries and keys are normed before they are rotated.
+    """
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: bool = False
+
+
+FAMILIES = {"llama": Family(), "qwen2": Family(qkv_bias=True, o_bias=False), "qwen3": Family(qk_norm=True)}
+
+
+def family(config: LlamaConfig) -> Family:
+    """The config's family.
+
+    Raises:
+        ValueError: this is no Llama, or one with attention over a window.
+    """
+    kind = config.model_type
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type is {kind!r}; expected {', '.join(FAMILIES)}.")
+    if getattr(config, "use_sliding_window", False):
+        raise ValueError("use_sliding_window is true; attention here is over the whole context.")
+    return FAMILIES[kind]
+
+
+def head_dim(config: LlamaConfig) -> int:
+    """Elements per head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def config_dtype(config: LlamaConfig) -> torch.dtype:
+    """The dtype the config names, float32 where it names none."""
+    # `torch_dtype` in transformers 4, `dtype` from 5 on, where reading the old name warns.
+    values = vars(config)
+    named = values.get("dtype") or values.get("torch_dtype") or values.get("_dtype") or torch.float32
+    return getattr(torch, named) if isinstance(named, str) else named
