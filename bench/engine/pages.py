@@ -39,5 +39,9 @@ class PageAllocator:
 
     def free(self, slot: int, owned: int) -> None:
         """Take a slot's pages back."""
-        self._free.extend(self.table[slot, :owned][::-1].tolist())
-        self.table[slot, :owned] = 0
+        self.shrink(slot, owned, 0)
+
+    def shrink(self, slot: int, owned: int, kept: int) -> None:
+        """Take back what a slot has beyond its first pages."""
+        self._free.extend(self.table[slot, kept:owned][::-1].tolist())
+        self.table[slot, kept:owned] = 0

@@ -58,6 +58,7 @@ class SpecScheduler(Scheduler):
         self.drafted: set[Request] = set()
         # Drafts are written behind what is verified.
         self._ahead = max(config.drafts) - 1
+        self._needed = max(config.drafts) + 1 + self._ahead  # tokens that a round may add, at most
         self._next: RoundPlan | None = None
         self._numbers = itertools.count()
 
@@ -109,9 +110,23 @@ class SpecScheduler(Scheduler):
         end = min(len(request.prompt) + request.params.max_tokens + count, pages.table.shape[1] * self._page_size)
         more = min(count + _SPARE_TOKENS, end - request.num_computed)
         if not self.waiting and 2 * pages.num_free > pages.num_pages:
-            self._grow(request, more)
+            super()._grow(request, more)
+
+    def _grow(self, request: Request, count: int) -> bool:
+        return super()._grow(request, count) or (self._give_back() and super()._grow(request, count))
+
+    def _give_back(self) -> bool:
+        """Take the pages back that were for rounds to come; whether there were any."""
+        before = self.pages.num_free
+        for request in self.drafted:
+            kept = -(-(request.num_computed + self._needed) // self._page_size)
+            if request.slot is not None and kept < request.num_pages:
+                self.pages.shrink(request.slot, request.num_pages, kept)
+                request.num_pages, self._next = kept, None
+        return self.pages.num_free > before
 
     def _release(self, request: Request) -> None:
         super()._release(request)
-        self.drafted.discard(request)
-        self._next = None
+        if request in self.drafted:
+            self.drafted.remove(request)
+            self._next = None

@@ -336,6 +336,27 @@ def test_pages_for_rounds_to_come_are_taken_only_where_there_are_plenty(pairs: d
         assert 2 * (29 - request.num_pages) > 29 - 9
 
 
+def test_pages_for_rounds_to_come_are_given_back_to_who_needs_them(pairs: dict[str, Any]) -> None:
+    short = prompts(2, longest=6, seed=18)
+    asked = [*short, [5, 9] * 40]
+    params = [SamplingParams(max_tokens=60), SamplingParams(max_tokens=60), SamplingParams(max_tokens=8)]
+    served = speculating(pairs["eagle"], num_pages=26, max_num_tokens=96)
+    running = [served.add(prompt, one) for prompt, one in zip(short, params, strict=False)]
+    while len(served.scheduler.drafted) < 2:
+        served.step()
+    served.step()
+    free, needed = served.scheduler.pages.num_free, 11  # for a prompt of 80 tokens, and what is drafted
+    assert free < needed <= 25 - sum(-(-(request.num_computed + 2 * K) // 8) for request in running)
+    late = served.add(asked[2], params[2])
+    served.step()
+    assert late.slot is not None
+    list(served.stream())
+    requests = [*running, late]
+    assert [request.output for request in requests] == plain(pairs["eagle"][0], asked, params, max_num_tokens=96)
+    assert all(request.preemptions == 0 for request in requests)
+    assert served.scheduler.pages.num_free == 25
+
+
 # Sampling.
 
 
