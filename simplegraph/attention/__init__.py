@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from simplegraph.attention.flashinfer import FlashInferBackend as FlashInferBackend
     from simplegraph.attention.host import ContextShare as ContextShare
     from simplegraph.attention.metadata import BatchMetadata as BatchMetadata
-    from simplegraph.attention.metadata import CommonMetadata as CommonMetadata
     from simplegraph.attention.reference import reference_attention as reference_attention
     from simplegraph.attention.sdpa import SDPABackend as SDPABackend
+    from simplegraph.attention.state import CommonMetadata as CommonMetadata
     from simplegraph.attention.triton_decode import TritonDecodeBackend as TritonDecodeBackend
 
 _HOMES = {
@@ -40,9 +40,10 @@ _HOMES = {
     "flash_attention": ("FlashAttention2Backend", "FlashAttentionBackend"),
     "flashinfer": ("FlashInferBackend",),
     "host": ("ContextShare",),
-    "metadata": ("BatchMetadata", "CommonMetadata"),
+    "metadata": ("BatchMetadata",),
     "reference": ("reference_attention",),
     "sdpa": ("SDPABackend",),
+    "state": ("CommonMetadata",),
     "triton_decode": ("TritonDecodeBackend",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

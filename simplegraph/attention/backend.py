@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from simplegraph.attention.cache import PagedKVCache
-from simplegraph.attention.metadata import BatchMetadata, CommonMetadata
+from simplegraph.attention.metadata import BatchMetadata
+from simplegraph.attention.state import CommonMetadata
 from simplegraph.batch.dispatch import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, InputError, ReplayError

@@ -19,8 +19,9 @@ from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.flash_attention import FlashAttentionBackend
 from simplegraph.attention.flashinfer import FlashInferBackend
-from simplegraph.attention.metadata import BatchMetadata, CommonMetadata
+from simplegraph.attention.metadata import BatchMetadata
 from simplegraph.attention.sdpa import SDPABackend
+from simplegraph.attention.state import CommonMetadata
 from simplegraph.batch.dispatch import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, InputError
