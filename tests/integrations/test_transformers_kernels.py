@@ -30,10 +30,12 @@ from simplegraph.integrations.transformers import graph_generation, usable  # no
 from simplegraph.integrations.transformers.forwards import with_names  # noqa: E402
 from simplegraph.integrations.transformers.rotary import (  # noqa: E402
     DTYPES,
+    Rotate,
     apply_rotary_pos_emb,
     rotary_attentions,
     rotate_both,
     rotated_together,
+    rotation,
 )
 from simplegraph.integrations.transformers.store import FixedLayer  # noqa: E402
 from simplegraph.integrations.transformers.usable import triton_runs  # noqa: E402
@@ -81,15 +83,18 @@ def rotary_inputs(draw: Callable[..., Any], dtype: torch.dtype, device: torch.de
     return states(), states(), cos, sin
 
 
+def assert_the_same_bits(rotate: Rotate, dtype: torch.dtype, draw: Any) -> None:
+    inputs = rotary_inputs(draw, dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    for actual, expected in zip(rotate(*inputs), modeling_llama.apply_rotary_pos_emb(*inputs), strict=True):
+        assert actual.dtype is dtype
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
 @settings(max_examples=60)
 def test_heads_embedded_together_have_the_same_bits(dtype: torch.dtype, data: Any) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    inputs = rotary_inputs(data.draw, dtype, device)
-    for actual, expected in zip(rotate_both(*inputs), modeling_llama.apply_rotary_pos_emb(*inputs), strict=True):
-        assert actual.dtype is dtype
-        assert torch.equal(actual, expected)
+    assert_the_same_bits(rotate_both, dtype, data.draw)
 
 
 @needs_triton
@@ -97,13 +102,7 @@ def test_heads_embedded_together_have_the_same_bits(dtype: torch.dtype, data: An
 @given(data=st.data())
 @settings(max_examples=60)
 def test_the_kernel_has_the_same_bits(dtype: torch.dtype, data: Any) -> None:
-    from simplegraph.integrations.transformers.rotary_kernel import rotate
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    inputs = rotary_inputs(data.draw, dtype, device)
-    for actual, expected in zip(rotate(*inputs), modeling_llama.apply_rotary_pos_emb(*inputs), strict=True):
-        assert actual.dtype is dtype
-        assert torch.equal(actual, expected)
+    assert_the_same_bits(rotation(triton=True), dtype, data.draw)
 
 
 @needs_triton
