@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import DeviceType
 
 from bench import text
 from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.spec import Acceptance, SpecEngine
 from bench.engine.spec_config import SpecConfig
 from bench.engine.spec_scheduler import RoundPlan
-from bench.measure import host_microseconds, say, step_milliseconds, synchronize
+from bench.measure import host_microseconds, kernel_milliseconds, say, step_milliseconds, synchronize
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 
@@ -244,18 +243,6 @@ def _draft_times(draft: Callable[[], None], device: torch.device, plan: Plan) ->
         "draft_ms": step_milliseconds(draft, device, steps=plan.steps),
         "draft_host_ms": host_microseconds(draft, device, calls=plan.steps) / 1e3,
     }
-
-
-def kernel_milliseconds(call: Callable[[], object], calls: int = 10) -> float:
-    """What the kernels and copies of a call take by themselves, added up; needs a GPU."""
-    synchronize(torch.device("cuda"))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(calls):
-            call()
-        synchronize(torch.device("cuda"))
-    ran = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
-    kernels = [event for event in ran if not getattr(event, "is_user_annotation", False)]
-    return sum(event.time_range.elapsed_us() for event in kernels) / calls / 1e3
 
 
 def ratios(found: list[Figures]) -> list[Figures]:

@@ -25,7 +25,6 @@ Figures = dict[str, Any]
 PLAIN, COMPILED = "plain", "static-compiled"
 FUSED = {"simplegraph": True, "simplegraph-own-kernels": False}  # our arms
 ARMS = (PLAIN, COMPILED, *FUSED)
-SHAPES = {"1b": False, "tiny": True}  # of Llama
 BUSY_TOKENS = 16  # the profiler keeps every kernel of every one
 NOT_SPEED = "No GPU here: the graphs are the library's emulator, and nothing is compiled. Times are NOT speed."
 
@@ -216,7 +215,6 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, and write the figures where ``--json`` says."""
     parser = argparse.ArgumentParser(prog="python -m bench.transformers_generate", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(families.FAMILIES), help="otherwise llama")
-    parser.add_argument("--shape", choices=list(SHAPES), help="llama alone, of 1B parameters or tiny")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="these alone")
     for name, told in _NUMBERS.items():
@@ -225,9 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args(argv)
     device = torch.device(given.device)
-    changes = {name: value for name, value in vars(given).items() if value and name not in ("shape", "device", "json")}
-    if given.shape:
-        changes |= {"models": ("llama",), "tiny": SHAPES[given.shape]}
+    changes = {name: value for name, value in vars(given).items() if value and name not in ("device", "json")}
     plan = dataclasses.replace(default_plan(device), **changes)
     figures = measure(plan, device)
     print(render(figures))

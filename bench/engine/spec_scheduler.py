@@ -12,7 +12,7 @@ from bench.engine.request import Request
 from bench.engine.scheduler import Int64s, Scheduler, StepPlan
 from bench.engine.spec_config import SpecConfig
 
-_SPARE_TOKENS = 64
+_SPARE_TOKENS = 64  # of each request, that pages are taken for at once where there are plenty
 
 
 class RoundPlan(NamedTuple):
