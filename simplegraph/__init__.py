@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from simplegraph.batch.reasons import Reason as Reason
     from simplegraph.batch.sizes import SizePlan as SizePlan
     from simplegraph.batch.sizes import plan_sizes as plan_sizes
-    from simplegraph.checking import CheckReport as CheckReport
-    from simplegraph.checking import check as check
+    from simplegraph.checking.check import CheckReport as CheckReport
+    from simplegraph.checking.check import check as check
+    from simplegraph.checking.full import FullReport as FullReport
+    from simplegraph.checking.full import try_full as try_full
     from simplegraph.config import AttentionCGSupport as AttentionCGSupport
     from simplegraph.config import CudaGraphConfig as CudaGraphConfig
     from simplegraph.config import CudaGraphMode as CudaGraphMode
@@ -41,19 +43,17 @@ if TYPE_CHECKING:
     from simplegraph.errors import SimpleGraphError as SimpleGraphError
     from simplegraph.errors import StaleGraphError as StaleGraphError
     from simplegraph.errors import VerificationError as VerificationError
-    from simplegraph.graph.breaks import break_at as break_at
-    from simplegraph.graph.breaks import eager_break as eager_break
-    from simplegraph.jobs import CaptureSummary as CaptureSummary
-    from simplegraph.jobs import MemoryEstimate as MemoryEstimate
-    from simplegraph.manager import CudaGraphManager as CudaGraphManager
-    from simplegraph.manager import GraphHooks as GraphHooks
-    from simplegraph.promotion import FullReport as FullReport
-    from simplegraph.promotion import try_full as try_full
-    from simplegraph.wrapper import CudaGraphWrapper as CudaGraphWrapper
-    from simplegraph.wrapper import cuda_graph as cuda_graph
-    from simplegraph.wrapper import graph_pool as graph_pool
-    from simplegraph.wrapper import unwrap as unwrap
-    from simplegraph.wrapper import wrap as wrap
+    from simplegraph.graph.breaks.marks import break_at as break_at
+    from simplegraph.graph.breaks.marks import eager_break as eager_break
+    from simplegraph.manager.jobs import CaptureSummary as CaptureSummary
+    from simplegraph.manager.jobs import MemoryEstimate as MemoryEstimate
+    from simplegraph.manager.manager import CudaGraphManager as CudaGraphManager
+    from simplegraph.manager.manager import GraphHooks as GraphHooks
+    from simplegraph.module.mixin import CudaGraphWrapper as CudaGraphWrapper
+    from simplegraph.module.mixin import cuda_graph as cuda_graph
+    from simplegraph.module.mixin import graph_pool as graph_pool
+    from simplegraph.module.mixin import unwrap as unwrap
+    from simplegraph.module.mixin import wrap as wrap
 
 # Where each public name lives; modules are imported at the first use of one of their names.
 _HOMES = {
@@ -61,10 +61,10 @@ _HOMES = {
     "batch.dispatch": ("BatchDescriptor", "Dispatch", "Dispatcher"),
     "batch.reasons": ("Reason",),
     "batch.sizes": ("SizePlan", "plan_sizes"),
-    "checking": ("CheckReport", "check"),
+    "checking.check": ("CheckReport", "check"),
     "config": ("AttentionCGSupport", "CudaGraphConfig", "CudaGraphMode"),
     "distributed": ("RankGroup", "ShapeConsensus"),
-    "graph.breaks": ("break_at", "eager_break"),
+    "graph.breaks.marks": ("break_at", "eager_break"),
     "errors": (
         "BreakError",
         "CaptureError",
@@ -78,11 +78,11 @@ _HOMES = {
         "StaleGraphError",
         "VerificationError",
     ),
-    "jobs": ("CaptureSummary", "MemoryEstimate"),
-    "manager": ("CudaGraphManager", "GraphHooks"),
-    "promotion": ("FullReport", "try_full"),
+    "manager.jobs": ("CaptureSummary", "MemoryEstimate"),
+    "manager.manager": ("CudaGraphManager", "GraphHooks"),
+    "checking.full": ("FullReport", "try_full"),
     "context": ("describe", "eager"),
-    "wrapper": ("CudaGraphWrapper", "cuda_graph", "graph_pool", "unwrap", "wrap"),
+    "module.mixin": ("CudaGraphWrapper", "cuda_graph", "graph_pool", "unwrap", "wrap"),
 }
 logging.getLogger("simplegraph").addHandler(logging.NullHandler())
 

@@ -10,7 +10,7 @@ import types
 import pytest
 
 import simplegraph
-from simplegraph import cli
+from simplegraph import __main__ as cli
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import CaptureError, ConfigError, InputError, Reason
+from simplegraph.graph.failures import capture_error
 from simplegraph.graph.select import graph_device
-from simplegraph.graph.session import capture_error
-from simplegraph.tree import flatten
+from simplegraph.nested import flatten
 
 SIZES = [1, 2, 4, 8]
 WIDTH = 6

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import BreakError, CaptureError, ConfigError, StaleGraphError
-from simplegraph.stats import GraphCounters
+from simplegraph.manager.stats import GraphCounters
 
 SIZES = [2, 4]
 

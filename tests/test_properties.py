@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.tree import flatten
+from simplegraph.nested import flatten
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

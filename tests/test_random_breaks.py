@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import linear, pad, softsign
 
 import simplegraph as sg
-from simplegraph.tree import flatten
+from simplegraph.nested import flatten
 
 WIDTH = 6
 LARGEST = 6

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.verify import Check, difference, first_difference
+from simplegraph.module.compare import Check, difference, first_difference
 
 WIDTH = 6
 

@@ -18,9 +18,9 @@ from simplegraph.attention.state import CommonMetadata
 from simplegraph.batch.dispatch import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, InputError, ReplayError
-from simplegraph.graph.breaks import eager_break
+from simplegraph.graph.breaks.marks import eager_break
 from simplegraph.graph.select import graph_device
-from simplegraph.manager import GraphHooks
+from simplegraph.manager.manager import GraphHooks
 
 
 class AttentionBackend(GraphHooks, abc.ABC):

@@ -21,7 +21,7 @@ from simplegraph.attention.triton_decode import TritonDecodeBackend
 from simplegraph.batch.dispatch import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, VerificationError
-from simplegraph.manager import CudaGraphManager
+from simplegraph.manager.manager import CudaGraphManager
 
 BACKENDS: tuple[Callable[..., AttentionBackend], ...] = (
     FlashAttentionBackend,

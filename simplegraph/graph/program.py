@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from simplegraph.errors import BreakError, ReplayError
+from simplegraph.graph.breaks.results import Accept, Cell
 from simplegraph.graph.device import GraphDevice, Mark, Segment
-from simplegraph.graph.results import Accept, Cell
-from simplegraph.tree import TreeSpec, flatten
+from simplegraph.nested import TreeSpec, flatten
 
 
 class Modes(NamedTuple):

@@ -18,7 +18,7 @@ def graph_device(device: torch.device | str | GraphDevice) -> GraphDevice:
         return device
     device = torch.device(device)
     if device.type == "cuda":
-        from simplegraph.graph.cuda import cuda_device
+        from simplegraph.graph.cuda.device import cuda_device
 
         if not torch.cuda.is_available():
             raise ConfigError("device is 'cuda', but this machine or this torch has none; 'cpu' runs on the emulator.")

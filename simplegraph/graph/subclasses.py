@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.tree import flatten
+from simplegraph.nested import flatten
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 

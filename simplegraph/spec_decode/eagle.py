@@ -28,10 +28,10 @@ from simplegraph.batch.dispatch import BatchDescriptor, Dispatch
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.config import CudaGraphMode
 from simplegraph.errors import ConfigError, InputError
-from simplegraph.graph.breaks import eager_break
+from simplegraph.graph.breaks.marks import eager_break
 from simplegraph.graph.device import GraphPool
-from simplegraph.jobs import CaptureSummary
-from simplegraph.manager import CudaGraphManager
+from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.spec_decode.advance import follow, upcoming
 from simplegraph.spec_decode.buffers import DraftBuffers, Proposals, at_least_one
 from simplegraph.spec_decode.model import DraftModel

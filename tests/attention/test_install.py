@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from simplegraph import ConfigError
+from simplegraph.__main__ import main
 from simplegraph.attention.install import install_flash_attention
-from simplegraph.cli import main
 
 TORCH = torch.__version__.split("+")[0]
 

@@ -464,7 +464,7 @@ def test_check_and_try_full_know_collectives_and_dtensors() -> None:
 
 
 def show_progress(rank: int, size: int) -> list[bool]:
-    from simplegraph import job_capture
+    from simplegraph.manager import capture as job_capture
 
     shown = []
     bar = job_capture.capture_bar

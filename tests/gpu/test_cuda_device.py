@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simplegraph.errors import CaptureError
-from simplegraph.graph.cuda import CudaDevice, CudaSegment, cuda_device
+from simplegraph.graph.cuda.device import CudaDevice, CudaSegment, cuda_device
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.session import CaptureSession
 

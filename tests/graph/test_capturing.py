@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from simplegraph.graph import capturing
-from simplegraph.graph.capturing import reaching, unjoined_operations
+from simplegraph.graph.cuda import driver as capturing
+from simplegraph.graph.cuda.driver import reaching, unjoined_operations
 
 KERNEL, HOST, RECORD = 0, 3, 7
 STREAM = 77

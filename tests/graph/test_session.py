@@ -17,9 +17,10 @@ import simplegraph as sg
 from simplegraph import CaptureError
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.emulator import CAPTURE_STREAM, DEFAULT_STREAM, emulator
+from simplegraph.graph.failures import user_location
 from simplegraph.graph.select import graph_device
-from simplegraph.graph.session import CaptureSession, user_location
-from simplegraph.progress import capture_bar
+from simplegraph.graph.session import CaptureSession
+from simplegraph.manager.progress import capture_bar
 
 SIZES = [1, 2, 4, 8]
 

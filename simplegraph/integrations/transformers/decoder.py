@@ -15,18 +15,18 @@ from simplegraph.batch.reasons import Reason
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.device import GraphPool
-from simplegraph.graph.session import user_location
+from simplegraph.graph.failures import user_location
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
 from simplegraph.integrations.transformers.session import Session
 from simplegraph.integrations.transformers.step import ROW_INPUTS, DecodeStep, masks_source
 from simplegraph.integrations.transformers.store import LayerLayout, Layout, Store
 from simplegraph.integrations.transformers.swap import named
 from simplegraph.integrations.transformers.usable import triton_runs
-from simplegraph.report import GraphReport
-from simplegraph.signature import CannotBind
-from simplegraph.stats import GraphStats
-from simplegraph.verify import difference
-from simplegraph.wrapper import wrap
+from simplegraph.manager.report import GraphReport
+from simplegraph.manager.stats import GraphStats
+from simplegraph.module.compare import difference
+from simplegraph.module.mixin import wrap
+from simplegraph.module.signature import CannotBind
 
 _SMALLEST_SPAN = 256  # positions; attending to fewer costs about the same
 _SMALLEST_SOURCE = 64

@@ -18,13 +18,13 @@ from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.refusals import check_model
 from simplegraph.integrations.transformers.swap import give_methods, named, owner_of, take_back
-from simplegraph.report import GraphReport
-from simplegraph.signature import CannotBind
-from simplegraph.staleness import Changes
-from simplegraph.stats import GraphStats
-from simplegraph.tree import flatten
-from simplegraph.verify import first_difference
-from simplegraph.wrapper import CudaGraphWrapper, wrap
+from simplegraph.manager.report import GraphReport
+from simplegraph.manager.stats import GraphStats
+from simplegraph.module.compare import first_difference
+from simplegraph.module.mixin import CudaGraphWrapper, wrap
+from simplegraph.module.signature import CannotBind
+from simplegraph.module.state import Changes
+from simplegraph.nested import flatten
 
 _SEQUENCES = ("input_ids", "inputs_embeds")  # what says the batch and the length, the first one given
 _NEVER_PADDED = ("labels", "past_key_values", "encoder_hidden_states", "encoder_attention_mask")

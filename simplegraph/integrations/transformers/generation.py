@@ -14,9 +14,9 @@ from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.ahead import may_run_late, with_late_check
 from simplegraph.integrations.transformers.decoder import Decoder, doubling
 from simplegraph.integrations.transformers.swap import give_methods, owner_of, take_back
-from simplegraph.report import GraphReport
-from simplegraph.stats import GraphStats
-from simplegraph.wrapper import CudaGraphWrapper
+from simplegraph.manager.report import GraphReport
+from simplegraph.manager.stats import GraphStats
+from simplegraph.module.mixin import CudaGraphWrapper
 
 
 class GraphedGeneration:

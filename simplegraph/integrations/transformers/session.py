@@ -10,7 +10,7 @@ from torch import Tensor
 
 from simplegraph.batch.reasons import Reason
 from simplegraph.errors import StaleGraphError
-from simplegraph.signature import CannotBind
+from simplegraph.module.signature import CannotBind
 
 if TYPE_CHECKING:
     from simplegraph.integrations.transformers.decoder import Decoder

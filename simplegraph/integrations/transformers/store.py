@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from simplegraph.batch.reasons import Reason
-from simplegraph.signature import CannotBind
+from simplegraph.module.signature import CannotBind
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,17 +12,18 @@ import torch
 
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks import told
+from simplegraph.graph.breaks.marks import told
+from simplegraph.graph.breaks.recorder import Trace
+from simplegraph.graph.failures import capture_error
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
-from simplegraph.graph.recorder import Trace
-from simplegraph.graph.session import CaptureSession, capture_error
+from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.subclasses import waited
-from simplegraph.jobs import CaptureJob, CaptureSummary, counters, observing, read_differently
-from simplegraph.progress import capture_bar
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, counters, observing, read_differently
+from simplegraph.manager.progress import capture_bar
 
 if TYPE_CHECKING:
-    from simplegraph.manager import CudaGraphManager
+    from simplegraph.manager.manager import CudaGraphManager
 
 logger = logging.getLogger("simplegraph")
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.binding import Binding
-from simplegraph.buffers import InputSet, Slot, StaticInput, overlap
 from simplegraph.graph.program import Program
-from simplegraph.manager import CudaGraphManager, around_breaks
-from simplegraph.signature import PLAIN_TENSORS, Arg, TensorArg, is_flat
-from simplegraph.staleness import CapturedState
-from simplegraph.stats import GraphCounters
-from simplegraph.tree import TreeSpec, flatten
+from simplegraph.manager.manager import CudaGraphManager, around_breaks
+from simplegraph.manager.stats import GraphCounters
+from simplegraph.module.binding import Binding
+from simplegraph.module.inputs import InputSet, Slot, StaticInput, overlap
+from simplegraph.module.signature import PLAIN_TENSORS, Arg, TensorArg, is_flat
+from simplegraph.module.state import CapturedState
+from simplegraph.nested import TreeSpec, flatten
 
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])

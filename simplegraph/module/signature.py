@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from simplegraph.batch.reasons import Reason
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
-from simplegraph.constants import ATOMS, ById, constant_key
 from simplegraph.errors import ConfigError, InputError
-from simplegraph.tree import LEAF, TreeSpec, flatten
+from simplegraph.nested import ATOMS, LEAF, ById, TreeSpec, constant_key, flatten
 
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 

@@ -12,11 +12,11 @@ import torch
 from simplegraph.batch.dispatch import BatchDescriptor
 from simplegraph.config import CudaGraphMode
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks import breaking_operators
+from simplegraph.graph.breaks.marks import breaking_operators
+from simplegraph.graph.breaks.recorder import Trace
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
-from simplegraph.graph.recorder import Trace
-from simplegraph.stats import GraphCounters
+from simplegraph.manager.stats import GraphCounters
 
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
 Key = Hashable

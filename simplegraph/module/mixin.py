@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from simplegraph.builder import Graphed, invoke
 from simplegraph.config import CudaGraphConfig
 from simplegraph.distributed import RankGroup
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.select import graph_device
-from simplegraph.jobs import CaptureSummary
-from simplegraph.manager import CudaGraphManager
-from simplegraph.report import GraphReport
-from simplegraph.runner import GraphRunner
-from simplegraph.stats import GraphStats
+from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.report import GraphReport
+from simplegraph.manager.stats import GraphStats
+from simplegraph.module.builder import Graphed, invoke
+from simplegraph.module.runner import GraphRunner
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 ClassType = TypeVar("ClassType", bound=type[nn.Module])

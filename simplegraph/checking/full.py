@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from simplegraph.batch.reasons import Reason
-from simplegraph.checking import Checker
+from simplegraph.checking.check import Checker
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import bypassed
 from simplegraph.errors import InputError
-from simplegraph.graph.breaks import name_of
+from simplegraph.graph.breaks.marks import name_of
 
 
 @dataclasses.dataclass(frozen=True)

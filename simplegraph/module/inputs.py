@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from simplegraph.batch.reasons import Reason
-from simplegraph.constants import constant_key
 from simplegraph.graph.observe import storage_key
-from simplegraph.signature import Arg, CannotBind, ConstantArg, TensorArg
-from simplegraph.tree import TreeSpec
+from simplegraph.module.signature import Arg, CannotBind, ConstantArg, TensorArg
+from simplegraph.nested import TreeSpec, constant_key
 
 # Static inputs are made for the largest size at once, so that all sizes share them, unless that would
 # take more than this; then a size gets its own when it is captured.

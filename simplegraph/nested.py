@@ -1,10 +1,11 @@
-"""Nested arguments and results: taken apart into leaves, put together again."""
+"""Nested values: containers taken apart into leaves and rebuilt, and the plain values among the leaves."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -112,3 +113,25 @@ def _build_dataclass(kind: type, items: Iterable[tuple[str, Any]]) -> Any:
     for name, item in items:
         object.__setattr__(value, name, item)
     return value
+
+
+ATOMS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, range)
+ATOMS += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+
+
+def constant_key(value: Any) -> Hashable:
+    """What tells a value from others of its type: 0.0 from -0.0, and not one NaN from another."""
+    return repr(value) if isinstance(value, (float, complex, slice)) else value
+
+
+class ById:
+    """An object as part of a key: equal to itself alone, and kept alive, so that no id is reused."""
+
+    def __init__(self, value: Any) -> None:
+        self.leaf = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and other.leaf is self.leaf
+
+    def __hash__(self) -> int:
+        return id(self.leaf)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import BreakError
-from simplegraph.graph.breaks import name_of, told
+from simplegraph.graph.breaks.marks import name_of, told
+from simplegraph.graph.breaks.results import Accept, Cell, Result, learnt
 from simplegraph.graph.device import GraphDevice, GraphPool, Segment
 from simplegraph.graph.observe import MemoryObserver, storage_key
 from simplegraph.graph.program import Argument, Break, Inside, Modes
-from simplegraph.graph.results import Accept, Cell, Result, learnt
 from simplegraph.graph.subclasses import is_wrapper, parts, waited
-from simplegraph.tree import LEAF, TreeSpec, flatten, opened_once
+from simplegraph.nested import LEAF, TreeSpec, flatten, opened_once
 
 
 class BreakCall(NamedTuple):

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from simplegraph.batch.dispatch import BatchDescriptor
 from simplegraph.batch.reasons import Reason
-from simplegraph.binding import Binding
-from simplegraph.buffers import InputSet
 from simplegraph.config import CudaGraphMode
 from simplegraph.context import bypassed
-from simplegraph.graph.breaks import told
+from simplegraph.graph.breaks.marks import told
 from simplegraph.graph.observe import MemoryObserver, storage_key
 from simplegraph.graph.subclasses import waited
-from simplegraph.jobs import CaptureJob, CaptureSummary, Key
-from simplegraph.manager import CudaGraphManager
-from simplegraph.plan import Call, Layout
-from simplegraph.signature import CallReader, CannotBind, ConstantArg
-from simplegraph.staleness import CapturedState, Entry, held_tensors, kept_in_graph, put_back
-from simplegraph.tree import TreeSpec, flatten
-from simplegraph.verify import Check
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.module.binding import Binding
+from simplegraph.module.compare import Check
+from simplegraph.module.inputs import InputSet
+from simplegraph.module.plan import Call, Layout
+from simplegraph.module.signature import CallReader, CannotBind, ConstantArg
+from simplegraph.module.state import CapturedState, Entry, held_tensors, kept_in_graph, put_back
+from simplegraph.nested import TreeSpec, flatten
 
 logger = logging.getLogger("simplegraph")
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from simplegraph.batch.reasons import Reason
-from simplegraph.buffers import InputSet, OutputShapes, shared_rows
 from simplegraph.graph.observe import MemoryObserver, storage_key
 from simplegraph.graph.subclasses import is_wrapper
-from simplegraph.signature import Arg, CannotBind, Signature
-from simplegraph.tree import TreeSpec
+from simplegraph.module.inputs import InputSet, OutputShapes, shared_rows
+from simplegraph.module.signature import Arg, CannotBind, Signature
+from simplegraph.nested import TreeSpec
 
 _RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 

@@ -1,17 +1,11 @@
-"""What torch does not offer of captures: a stream for them alone, what they hold and wait for, where they forked."""
+"""Driver calls that torch does not offer: a stream of our own, and what a capture holds and waits for."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import linecache
-import os
-import threading
-import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-import torch
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -114,97 +108,3 @@ def _driver() -> Any:
     except (OSError, AttributeError):
         return None
     return driver
-
-
-class Forks:
-    """Side streams that a thread's capture forked to, and has not joined yet.
-
-    Every way of ordering streams in Python ends in `torch.cuda.Event.record` and `wait`, which are watched
-    while a capture runs.
-
-    Args:
-        index: the CUDA device.
-    """
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def start(self) -> None:
-        """A capture begins in this thread, on the current stream."""
-        _watch_events()
-        _watching.open = _Open(torch._C._cuda_getCurrentRawStream(self._index))
-
-    def stop(self) -> None:
-        """The thread's capture is over."""
-        _watching.open = None
-
-    def explained(self, error: RuntimeError) -> RuntimeError:
-        """The error, with the lines that forked to streams which were not joined, if that is what it is about."""
-        opened: _Open | None = getattr(_watching, "open", None)
-        if opened is None or not opened.forked or "unjoined" not in str(error).lower():
-            return error
-        lines = ", ".join(opened.forked.values())
-        return RuntimeError(f"unjoined work on a side stream, forked at {lines}: {str(error).splitlines()[0]}")
-
-
-class _Open:
-    """One capture: its stream, which streams it forked to and where, and on which stream each event was recorded."""
-
-    def __init__(self, stream: int) -> None:
-        self.streams = {stream}
-        self.forked: dict[int, str] = {}
-        # By id, and held: torch's events crash when they die with a weak reference to them.
-        self.recorded: dict[int, tuple[Any, int]] = {}
-
-    def record(self, event: Any, stream: Any) -> None:
-        self.recorded[id(event)] = event, _handle(stream)
-
-    def wait(self, event: Any, stream: Any) -> None:
-        _, source = self.recorded.get(id(event), (event, 0))
-        waiting = _handle(stream)
-        if source not in self.streams:
-            return
-        if waiting in self.streams:
-            self.forked.pop(source, None)
-        else:
-            self.streams.add(waiting)
-            self.forked[waiting] = _line()
-
-
-_watching = threading.local()
-
-
-def _handle(stream: Any) -> int:
-    return int((stream if stream is not None else torch.cuda.current_stream()).cuda_stream)
-
-
-def _line() -> str:
-    """The innermost line that is neither torch's nor this library's."""
-    own = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(torch.__file__))
-    for frame in reversed(traceback.extract_stack()):
-        if not os.path.abspath(frame.filename).startswith(own):
-            source = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            return f"{os.path.relpath(frame.filename)}:{frame.lineno} `{source}`"
-    return "an unknown line"
-
-
-@functools.cache
-def _watch_events() -> None:
-    event: Any = torch.cuda.Event
-    record, wait = event.record, event.wait
-
-    @functools.wraps(record)
-    def watched_record(self: Any, stream: Any = None) -> Any:
-        opened: _Open | None = getattr(_watching, "open", None)
-        if opened is not None:
-            opened.record(self, stream)
-        return record(self, stream)
-
-    @functools.wraps(wait)
-    def watched_wait(self: Any, stream: Any = None) -> Any:
-        opened: _Open | None = getattr(_watching, "open", None)
-        if opened is not None:
-            opened.wait(self, stream)
-        return wait(self, stream)
-
-    event.record, event.wait = watched_record, watched_wait

@@ -11,21 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.batch.reasons import Reason
-from simplegraph.binding import unreturnable
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import bypassed
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks import breaking_operators, told
+from simplegraph.graph.breaks.marks import breaking_operators, told
+from simplegraph.graph.breaks.recorder import Trace
+from simplegraph.graph.failures import user_location
 from simplegraph.graph.observe import MemoryObserver, storage_key
 from simplegraph.graph.program import Program
-from simplegraph.graph.recorder import Trace
 from simplegraph.graph.select import graph_device
-from simplegraph.graph.session import CaptureSession, user_location
+from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.subclasses import parts, waited
-from simplegraph.signature import Arg, CallReader, CannotBind, TensorArg
-from simplegraph.staleness import Entry, held_tensors, kept_in_graph, put_back
-from simplegraph.tree import TreeSpec, flatten
-from simplegraph.verify import first_difference, random_state, set_random_state
+from simplegraph.module.binding import unreturnable
+from simplegraph.module.compare import first_difference, random_state, set_random_state
+from simplegraph.module.signature import Arg, CallReader, CannotBind, TensorArg
+from simplegraph.module.state import Entry, held_tensors, kept_in_graph, put_back
+from simplegraph.nested import TreeSpec, flatten
 
 # What padding rows are real rows times, in turn: zeros, and more than any real row on either side.
 _FILLS = (0, 3, -3)

@@ -13,8 +13,6 @@ from torch.autograd import forward_ad
 
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.batch.reasons import Reason
-from simplegraph.binding import Binding
-from simplegraph.builder import GraphBuilder, invoke
 from simplegraph.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.context import LOCAL, Special, bypassed
 from simplegraph.distributed import RankGroup
@@ -22,16 +20,18 @@ from simplegraph.errors import CaptureError, CaptureSizeError, InputError, Repla
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.observe import storage_key
 from simplegraph.graph.select import graph_device
-from simplegraph.jobs import CaptureSummary
-from simplegraph.manager import CudaGraphManager, profiler_enabled, replay_range
-from simplegraph.plan import NOTHING, Call, Copies, Layout, Plan
-from simplegraph.report import GraphReport
-from simplegraph.signature import CallReader, CannotBind
-from simplegraph.staleness import CapturedState, Changes, kept_in_graph
-from simplegraph.stats import GraphStats
-from simplegraph.switches import known_switches
-from simplegraph.tree import flatten
-from simplegraph.verify import Check
+from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.manager.manager import CudaGraphManager, profiler_enabled, replay_range
+from simplegraph.manager.report import GraphReport
+from simplegraph.manager.stats import GraphStats
+from simplegraph.module.binding import Binding
+from simplegraph.module.builder import GraphBuilder, invoke
+from simplegraph.module.compare import Check
+from simplegraph.module.plan import NOTHING, Call, Copies, Layout, Plan
+from simplegraph.module.signature import CallReader, CannotBind
+from simplegraph.module.state import CapturedState, Changes, kept_in_graph
+from simplegraph.module.switches import known_switches
+from simplegraph.nested import flatten
 
 logger = logging.getLogger("simplegraph")
 

@@ -28,19 +28,10 @@ from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.select import graph_device
-from simplegraph.job_capture import JobCapture
-from simplegraph.jobs import (
-    CaptureJob,
-    CaptureSummary,
-    Forward,
-    Key,
-    MemoryEstimate,
-    Traces,
-    bound,
-    own,
-)
-from simplegraph.report import GraphReport
-from simplegraph.stats import GraphStats
+from simplegraph.manager.capture import JobCapture
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, MemoryEstimate, Traces, bound, own
+from simplegraph.manager.report import GraphReport
+from simplegraph.manager.stats import GraphStats
 
 logger = logging.getLogger("simplegraph")
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from simplegraph.constants import ATOMS, constant_key
 from simplegraph.errors import BreakError
+from simplegraph.nested import ATOMS, constant_key
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 Accept = Callable[[Any], str | None]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import ConfigError
-from simplegraph.graph.capturing import Forks, captured_nodes, new_stream, unjoined_operations
+from simplegraph.graph.cuda.driver import captured_nodes, new_stream, unjoined_operations
+from simplegraph.graph.cuda.forks import Forks
 from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
 
 logger = logging.getLogger("simplegraph")

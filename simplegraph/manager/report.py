@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from simplegraph.stats import GraphCounters, GraphStats
+from simplegraph.manager.stats import GraphCounters, GraphStats
 
 
 class GraphReport:
