@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from simplegraph._version import __version__ as __version__
-    from simplegraph.batch.dispatch import BatchDescriptor as BatchDescriptor
-    from simplegraph.batch.dispatch import Dispatch as Dispatch
+    from simplegraph.batch.descriptor import BatchDescriptor as BatchDescriptor
+    from simplegraph.batch.descriptor import Dispatch as Dispatch
     from simplegraph.batch.dispatch import Dispatcher as Dispatcher
     from simplegraph.batch.reasons import Reason as Reason
     from simplegraph.batch.sizes import SizePlan as SizePlan
@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 # Where each public name lives; modules are imported at the first use of one of their names.
 _HOMES = {
     "_version": ("__version__",),
-    "batch.dispatch": ("BatchDescriptor", "Dispatch", "Dispatcher"),
+    "batch.descriptor": ("BatchDescriptor", "Dispatch"),
+    "batch.dispatch": ("Dispatcher",),
     "batch.reasons": ("Reason",),
     "batch.sizes": ("SizePlan", "plan_sizes"),
     "checking.check": ("CheckReport", "check"),

@@ -10,29 +10,29 @@ from typing import NamedTuple
 from simplegraph.batch.reasons import Reason
 
 
-class Special(NamedTuple):
+class CallContext(NamedTuple):
     """What is unusual about calls in this thread at the moment."""
 
     bypass: Reason | None
     batch: tuple[int | None, int | None, int]
 
 
-class _Local(threading.local):
-    special: Special | None = None
+class _CallState(threading.local):
+    context: CallContext | None = None
 
 
-LOCAL = _Local()
+CALLS = _CallState()
 
 
 @contextlib.contextmanager
 def bypassed(reason: Reason) -> Iterator[None]:
     """Run every wrapped module of this thread eagerly in here, for this reason."""
-    before = LOCAL.special
-    LOCAL.special = Special(reason, before.batch if before else (None, None, 0))
+    before = CALLS.context
+    CALLS.context = CallContext(reason, before.batch if before else (None, None, 0))
     try:
         yield
     finally:
-        LOCAL.special = before
+        CALLS.context = before
 
 
 @contextlib.contextmanager
@@ -49,12 +49,12 @@ def describe(
         uniform_query_len: tokens of each request, when all have the same number.
         num_active_loras: LoRA adapters in use.
     """
-    before = LOCAL.special
-    LOCAL.special = Special(before.bypass if before else None, (num_reqs, uniform_query_len, num_active_loras))
+    before = CALLS.context
+    CALLS.context = CallContext(before.bypass if before else None, (num_reqs, uniform_query_len, num_active_loras))
     try:
         yield
     finally:
-        LOCAL.special = before
+        CALLS.context = before
 
 
 @contextlib.contextmanager

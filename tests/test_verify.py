@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.module.compare import Check, difference, first_difference
+from simplegraph.module.compare import EagerComparison, difference, first_difference
 
 WIDTH = 6
 
@@ -211,7 +211,7 @@ def test_shape_dtype_kind_and_count_are_compared(device):
 
 def test_what_was_expected_is_kept_when_its_memory_is_written_again(device):
     x = torch.ones(3, device=device)
-    check = Check("batch size 3", device)
+    check = EagerComparison("batch size 3", device)
     check.expect([x])
     x.fill_(2.0)
     with pytest.raises(sg.VerificationError, match="batch size 3"):

@@ -15,7 +15,7 @@ from torch import Tensor
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata import BatchMetadata
 from simplegraph.attention.state import CommonMetadata
-from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, InputError, ReplayError
 from simplegraph.graph.breaks.marks import eager_break

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.state import CommonMetadata
-from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.distributed.rendezvous import require_group
 from simplegraph.errors import ConfigError

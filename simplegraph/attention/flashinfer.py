@@ -21,7 +21,7 @@ from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata import BatchMetadata
 from simplegraph.attention.state import CommonMetadata
-from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, ReplayError
 

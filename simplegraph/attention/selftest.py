@@ -18,7 +18,7 @@ from simplegraph.attention.metadata import BatchMetadata
 from simplegraph.attention.reference import reference_attention
 from simplegraph.attention.sdpa import SDPABackend
 from simplegraph.attention.triton_decode import TritonDecodeBackend
-from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, VerificationError
 from simplegraph.manager.manager import CudaGraphManager

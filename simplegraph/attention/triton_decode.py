@@ -22,7 +22,7 @@ from simplegraph.attention.flashinfer import FlashInferBackend
 from simplegraph.attention.metadata import BatchMetadata
 from simplegraph.attention.sdpa import SDPABackend
 from simplegraph.attention.state import CommonMetadata
-from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, InputError
 

@@ -1,1 +1,1 @@
-"""What shape will run: capture sizes, padding and dispatch. Pure Python, imports no torch."""
+"""Decides the shape that runs: capture sizes, padding, dispatch, reasons. Imports no torch, captures nothing."""

@@ -14,18 +14,18 @@ from simplegraph.batch.reasons import Reason
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import bypassed
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.marks import breaking_operators, told
-from simplegraph.graph.breaks.recorder import Trace
+from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
+from simplegraph.graph.breaks.recorder import BreakTrace
 from simplegraph.graph.failures import user_location
 from simplegraph.graph.observe import MemoryObserver, storage_key
 from simplegraph.graph.program import Program
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.session import CaptureSession
-from simplegraph.graph.subclasses import parts, waited
-from simplegraph.module.binding import unreturnable
+from simplegraph.graph.subclasses import parts, wait_collectives
 from simplegraph.module.compare import first_difference, random_state, set_random_state
+from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import Arg, CallReader, CannotBind, TensorArg
-from simplegraph.module.state import Entry, held_tensors, kept_in_graph, put_back
+from simplegraph.module.state import HeldTensor, held_tensors, kept_in_graph, put_back
 from simplegraph.nested import TreeSpec, flatten
 
 # What padding rows are real rows times, in turn: zeros, and more than any real row on either side.
@@ -101,10 +101,10 @@ def check(module: nn.Module, *args: Any, batch_dims: Mapping[str, Any] | None = 
     if module.training:
         raise InputError("the module is in training mode; call .eval() before check.")
     with torch.no_grad(), bypassed(Reason.NESTED):
-        return Checker(module, args, kwargs, CudaGraphConfig(batch_dims=batch_dims or {})).report()
+        return ModuleTrial(module, args, kwargs, CudaGraphConfig(batch_dims=batch_dims or {})).report()
 
 
-class Checker:
+class ModuleTrial:
     """Tries one module on one set of inputs, and leaves it as it was.
 
     Args:
@@ -177,7 +177,7 @@ class Checker:
     def _run(self, leaves: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
         self._before(self._number)
         args, kwargs = self._spec.unflatten(leaves)
-        return flatten(waited(self._module(*args, **kwargs)))
+        return flatten(wait_collectives(self._module(*args, **kwargs)))
 
     def _restore(self) -> None:
         mine = {id(entry.tensor) for entry in self._held}
@@ -226,11 +226,11 @@ class Checker:
             leaves.append(leaf.clone() if _is_tensor(leaf) else leaf)
         return leaves
 
-    def trace(self, inlined: frozenset[Any] = frozenset()) -> Trace:
+    def trace(self, inlined: frozenset[Any] = frozenset()) -> BreakTrace:
         """Which eager breaks a run meets, but for those that are to be captured inline, and what they return."""
         observer = MemoryObserver()
-        trace = Trace(breaking_operators(self._break_ops), observer, self._device.torch_device, inlined)
-        with observer, told(trace):
+        trace = BreakTrace(breaking_operators(self._break_ops), observer, self._device.torch_device, inlined)
+        with observer, recording_breaks(trace):
             outputs = self._run(self._fresh(self._leaves))
         trace.finish(outputs)
         self._restore()
@@ -313,14 +313,14 @@ class Checker:
         return None
 
 
-def _held(module: nn.Module) -> list[Entry]:
+def _held(module: nn.Module) -> list[HeldTensor]:
     """The module's tensors that have an address: parameters, buffers and what ordinary attributes hold."""
     return [
         entry for entry in held_tensors(module) if entry.tensor.layout is torch.strided and not entry.tensor.is_meta
     ]
 
 
-def _named_parts(entry: Entry) -> list[tuple[str, Tensor]]:
+def _named_parts(entry: HeldTensor) -> list[tuple[str, Tensor]]:
     """The tensors whose memory an entry's is, under its name; numbered where there are several."""
     found = list(parts(entry.tensor))
     return [(entry.name if len(found) == 1 else f"{entry.name}.{index}", part) for index, part in enumerate(found)]

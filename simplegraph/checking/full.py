@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from simplegraph.batch.reasons import Reason
-from simplegraph.checking.check import Checker
+from simplegraph.checking.check import ModuleTrial
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import bypassed
 from simplegraph.errors import InputError
@@ -86,14 +86,14 @@ def try_full(
         raise InputError("try_full got others that are not tuples of positional arguments, such as [(x2,), (x3,)].")
     config = CudaGraphConfig(batch_dims=batch_dims or {}, break_ops=break_ops)
     with torch.no_grad(), bypassed(Reason.NESTED):
-        checkers: list[Checker] = []
+        checkers: list[ModuleTrial] = []
         for number, batch in enumerate([args, *others]):
             if not any(checker.also(number, batch, kwargs) for checker in checkers):
-                checkers.append(Checker(module, batch, kwargs, config, before or bool, number))
+                checkers.append(ModuleTrial(module, batch, kwargs, config, before or bool, number))
         return _report(checkers)
 
 
-def _report(checkers: Sequence[Checker]) -> FullReport:
+def _report(checkers: Sequence[ModuleTrial]) -> FullReport:
     piecewise = _problem(checkers, frozenset())
     found = {call.function: None for checker in checkers for call in checker.trace().calls}
     problem = _problem(checkers, None)
@@ -104,6 +104,6 @@ def _report(checkers: Sequence[Checker]) -> FullReport:
     )
 
 
-def _problem(checkers: Sequence[Checker], inlined: frozenset[Any] | None) -> str | None:
+def _problem(checkers: Sequence[ModuleTrial], inlined: frozenset[Any] | None) -> str | None:
     """The first batch's problem, if any has one."""
     return next((problem for checker in checkers if (problem := checker.problem(inlined)) is not None), None)

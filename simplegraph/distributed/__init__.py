@@ -6,6 +6,6 @@ consensus   ranks that run a step in one mode and one padded size
 """
 
 from simplegraph.distributed.consensus import Consensus, ShapeConsensus, Vote
-from simplegraph.distributed.ranks import Alone, RankGroup
+from simplegraph.distributed.ranks import RankGroup, SingleRank
 
-__all__ = ["Alone", "Consensus", "RankGroup", "ShapeConsensus", "Vote"]
+__all__ = ["Consensus", "RankGroup", "ShapeConsensus", "SingleRank", "Vote"]

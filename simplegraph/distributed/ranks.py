@@ -138,7 +138,7 @@ class RankGroup:
                 )
 
 
-class Alone:
+class SingleRank:
     """What a `RankGroup` is where there is one rank and nobody to ask."""
 
     rank, size = 0, 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.recorder import SegmentRecorder, Trace
+from simplegraph.graph.breaks.recorder import BreakTrace, SegmentRecorder
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.program import Program
@@ -72,7 +72,7 @@ class CaptureSession:
         *,
         label: str,
         generators: Sequence[torch.Generator] = (),
-        trace: Trace | None = None,
+        trace: BreakTrace | None = None,
     ) -> Program:
         """Record one run. The run executes nothing; its outputs hold values after the first replay.
 

@@ -41,7 +41,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
             yield from parts(inner)
 
 
-def waited(value: Any) -> Any:
+def wait_collectives(value: Any) -> Any:
     """The value with every AsyncCollectiveTensor in it waited for, and replaced by the tensor it stands for.
 
     One that leaves a capture unwaited records its wait in whatever touches it first, outside the graph:

@@ -12,13 +12,13 @@ import torch
 
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.marks import told
-from simplegraph.graph.breaks.recorder import Trace
+from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.breaks.recorder import BreakTrace
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
-from simplegraph.graph.subclasses import waited
+from simplegraph.graph.subclasses import wait_collectives
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, counters, observing, read_differently
 from simplegraph.manager.progress import capture_bar
 
@@ -43,7 +43,7 @@ class JobCapture:
     ) -> None:
         self._manager, self._jobs, self._observers, self._lazy = manager, jobs, observers, lazy
         self._failed: dict[str, CaptureError] = {}
-        self._traced: list[MemoryObserver] = []  # of warmups that only told what breaks return
+        self._traced: list[MemoryObserver] = []  # of warmups that only recording_breaks what breaks return
 
     def run(self, num_warmups: int) -> CaptureSummary:
         """Warm up on the first job, and capture them all."""
@@ -122,8 +122,8 @@ class JobCapture:
         observer = MemoryObserver()
         trace = self._manager.traces.begin(observer) if job.mode is CudaGraphMode.PIECEWISE else None
         try:
-            with observer, told(trace):
-                outputs = waited(job.run())
+            with observer, recording_breaks(trace):
+                outputs = wait_collectives(job.run())
                 if self._manager.ranks.size > 1:
                     self._manager.device.synchronize()  # no collective may be in flight when a capture begins
         except InputError:
@@ -170,7 +170,7 @@ class JobCapture:
         except Exception as error:
             raise capture_error(error, job.label) from error
 
-    def _trace(self, job: CaptureJob) -> Trace | None:
+    def _trace(self, job: CaptureJob) -> BreakTrace | None:
         """What is known of the job's breaks, from a warmup of its own where another size's does not tell."""
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import CudaGraphMode
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.marks import breaking_operators
-from simplegraph.graph.breaks.recorder import Trace
+from simplegraph.graph.breaks.operators import breaking_operators
+from simplegraph.graph.breaks.recorder import BreakTrace
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.manager.stats import GraphCounters
@@ -82,12 +82,12 @@ class MemoryEstimate:
         return self.first_bytes + max(0, self.graphs - 1) * self.next_bytes
 
 
-def own(observers: Iterable[MemoryObserver]) -> list[Any]:
+def keep_alive(observers: Iterable[MemoryObserver]) -> list[Any]:
     """References that keep alive what observed runs read."""
     return [tensor.detach() for observer in observers for tensor in observer.external.values()]
 
 
-def bound(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Callable[[], Any]:
+def bind_forward(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Callable[[], Any]:
     """An engine's forward for one descriptor, refusing what a capture cannot hold."""
 
     def run() -> Any:
@@ -102,7 +102,7 @@ def bound(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) ->
     return run
 
 
-class Traces:
+class TraceTable:
     """What warmups learnt of the eager breaks of piecewise graphs, by the graph's key.
 
     Args:
@@ -113,21 +113,21 @@ class Traces:
     def __init__(self, device: torch.device, names: Sequence[str]) -> None:
         self._device = device
         self._names = names
-        self._by_key: dict[Key, Trace] = {}
-        self._any_size: Trace | None = None
+        self._by_key: dict[Key, BreakTrace] = {}
+        self._any_size: BreakTrace | None = None
 
-    def begin(self, observer: MemoryObserver) -> Trace:
+    def begin(self, observer: MemoryObserver) -> BreakTrace:
         """A trace for a run that `observer` sees."""
-        return Trace(breaking_operators(self._names), observer, self._device)
+        return BreakTrace(breaking_operators(self._names), observer, self._device)
 
-    def add(self, key: Key, trace: Trace, outputs: Any) -> None:
+    def add(self, key: Key, trace: BreakTrace, outputs: Any) -> None:
         """Keep the trace of a warmup that returned these outputs."""
         trace.finish(outputs)
         self._by_key[key] = trace
         if trace.any_size:
             self._any_size = trace
 
-    def find(self, key: Key) -> Trace | None:
+    def find(self, key: Key) -> BreakTrace | None:
         """The key's own trace, or one whose breaks return the same for every batch size."""
         return self._by_key.get(key) or self._any_size
 

@@ -18,18 +18,28 @@ from typing import Any
 
 import torch
 
-from simplegraph.batch.dispatch import BatchDescriptor, Dispatch, Dispatcher
+from simplegraph.batch.descriptor import BatchDescriptor, Dispatch
+from simplegraph.batch.dispatch import Dispatcher
 from simplegraph.batch.reasons import Reason
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed
-from simplegraph.distributed import Alone, Consensus, RankGroup, ShapeConsensus, Vote
+from simplegraph.distributed import Consensus, RankGroup, ShapeConsensus, SingleRank, Vote
 from simplegraph.errors import CaptureError, ConfigError, ReplayError
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.select import graph_device
 from simplegraph.manager.capture import JobCapture
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, MemoryEstimate, Traces, bound, own
+from simplegraph.manager.jobs import (
+    CaptureJob,
+    CaptureSummary,
+    Forward,
+    Key,
+    MemoryEstimate,
+    TraceTable,
+    bind_forward,
+    keep_alive,
+)
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 
@@ -111,7 +121,7 @@ class CudaGraphManager:
             raise ConfigError(f"support is {support!r}; expected an AttentionCGSupport, such as backend.support.")
         self.dispatcher = Dispatcher(self.config, support, lora_cases=lora_cases, requests=requests)
         self.support = support
-        self.ranks: RankGroup | Alone = ranks or Alone()
+        self.ranks: RankGroup | SingleRank = ranks or SingleRank()
         if consensus is not None and not self.config.padding:
             raise ConfigError("padding is False, but ranks that agree on a size pad to the largest; allow padding.")
         alone = isinstance(consensus, ShapeConsensus) and consensus.size == 1
@@ -119,7 +129,7 @@ class CudaGraphManager:
         self.stats = GraphStats(name)
         self.programs: dict[Key, Program] = {}
         self.failures: dict[Key, CaptureError] = {}
-        self.traces = Traces(self.device.torch_device, self.config.break_ops)
+        self.traces = TraceTable(self.device.torch_device, self.config.break_ops)
         self.hooks: list[GraphHooks] = [] if ranks is None else [_ReplayedByAll(ranks, debug=self.config.debug)]
         self.pool = self.device.new_pool() if pool is None else pool
         if pool is None or pool.managers:  # else somebody else made it, and may use it in other ways
@@ -209,13 +219,13 @@ class CudaGraphManager:
             InputError: the forward is a generator or a coroutine.
         """
         jobs = [
-            CaptureJob((mode, descriptor), mode, descriptor, bound(forward, mode, descriptor))
+            CaptureJob((mode, descriptor), mode, descriptor, bind_forward(forward, mode, descriptor))
             for mode, descriptor in self.descriptors()
             if (mode, descriptor) not in self.programs and (mode, descriptor) not in self.failures
         ]
         observers: list[MemoryObserver] = []
         summary = self.capture_jobs(jobs, num_warmups=self.config.num_warmups, observers=observers)
-        self._owned.setdefault("engine", []).extend(own(observers))
+        self._owned.setdefault("engine", []).extend(keep_alive(observers))
         self._raise_failures(summary)
         return summary
 
@@ -264,7 +274,7 @@ class CudaGraphManager:
         trial = CudaGraphManager(self.config.replace(progress=False), device=self.device, name=self.stats.name)
         trial.hooks = self.hooks
         try:
-            jobs = [CaptureJob(key, *key, bound(forward, *key)) for key in todo[:2]]
+            jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in todo[:2]]
             for error in trial.capture_jobs(jobs, num_warmups=self.config.num_warmups).failed.values():
                 raise error  # nothing was measured, so 0 bytes would be no estimate
             sizes = [trial.stats.graphs[key].bytes for key in todo[:2]]

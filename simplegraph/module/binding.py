@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import types
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from simplegraph.batch.reasons import Reason
 from simplegraph.graph.observe import MemoryObserver, storage_key
-from simplegraph.graph.subclasses import is_wrapper
-from simplegraph.module.inputs import InputSet, OutputShapes, shared_rows
+from simplegraph.module.inputs import InputSet, shared_rows
+from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import Arg, CannotBind, Signature
 from simplegraph.nested import TreeSpec
-
-_RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,17 +62,3 @@ class Binding:
             self.outputs.learn(size, leaves, spec)
         except CannotBind as error:
             self.unsliceable = error
-
-
-def unreturnable(leaves: Sequence[Any]) -> str | None:
-    """The first leaf of an output that a replay cannot return, in words, or None."""
-    for leaf in leaves:
-        if isinstance(leaf, (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
-            return f"a {type(leaf).__name__}, whose body would run after the capture; return its values instead"
-        if not isinstance(leaf, _RETURNABLE) or (isinstance(leaf, Tensor) and not _is_plain(leaf)):
-            return f"a {type(leaf).__name__}"
-    return None
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_wrapper(tensor)

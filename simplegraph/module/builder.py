@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.batch.dispatch import BatchDescriptor
+from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.reasons import Reason
 from simplegraph.config import CudaGraphMode
 from simplegraph.context import bypassed
-from simplegraph.graph.breaks.marks import told
+from simplegraph.graph.breaks.operators import recording_breaks
 from simplegraph.graph.observe import MemoryObserver, storage_key
-from simplegraph.graph.subclasses import waited
+from simplegraph.graph.subclasses import wait_collectives
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.binding import Binding
-from simplegraph.module.compare import Check
+from simplegraph.module.compare import EagerComparison
 from simplegraph.module.inputs import InputSet
-from simplegraph.module.plan import Call, Layout
+from simplegraph.module.plan import Call, CallLayout
 from simplegraph.module.signature import CallReader, CannotBind, ConstantArg
-from simplegraph.module.state import CapturedState, Entry, held_tensors, kept_in_graph, put_back
+from simplegraph.module.state import CapturedState, HeldTensor, held_tensors, kept_in_graph, put_back
 from simplegraph.nested import TreeSpec, flatten
 
 logger = logging.getLogger("simplegraph")
@@ -112,9 +112,9 @@ class GraphBuilder:
             call.leaves[index].copy_(inputs.inputs[name].part(call.padded, 0, call.batch))
         return spec.unflatten(outputs)
 
-    def _eager_first(self, call: Call) -> Check:
+    def _eager_first(self, call: Call) -> EagerComparison:
         """With `verify`, what eager gives for the call as it is; padding is compared with that."""
-        check = Check(f"the padded warmup of batch size {call.padded}", self.manager.device.torch_device)
+        check = EagerComparison(f"the padded warmup of batch size {call.padded}", self.manager.device.torch_device)
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = call.spec.unflatten(copies)
         with bypassed(Reason.NESTED):
@@ -136,8 +136,8 @@ class GraphBuilder:
         device = self.manager.device
         observer = MemoryObserver()
         trace = None if trace_for is None else self.manager.traces.begin(observer)
-        with device.on_capture_stream(), bypassed(Reason.NESTED), observer, told(trace):
-            outputs, spec = flatten(waited(invoke(module, args, kwargs)))
+        with device.on_capture_stream(), bypassed(Reason.NESTED), observer, recording_breaks(trace):
+            outputs, spec = flatten(wait_collectives(invoke(module, args, kwargs)))
         if trace is not None and trace_for is not None:
             self.manager.traces.add(trace_for, trace, outputs)
         for leaf in outputs:
@@ -162,7 +162,7 @@ class GraphBuilder:
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
         return self.manager.dispatcher.descriptors()
 
-    def _static_leaves(self, layout: Layout, inputs: InputSet, padded: int) -> list[Any]:
+    def _static_leaves(self, layout: CallLayout, inputs: InputSet, padded: int) -> list[Any]:
         return [
             arg.leaf if isinstance(arg, ConstantArg) else inputs.inputs[arg.name].view(padded) for arg in layout.args
         ]
@@ -231,7 +231,7 @@ class GraphBuilder:
                 call.binding.note_written(observer, inputs)
                 self._keep_external(observer, inputs.storages)
 
-    def _kept(self, call: Call, jobs: Sequence[CaptureJob], before: list[Entry]) -> list[str]:
+    def _kept(self, call: Call, jobs: Sequence[CaptureJob], before: list[HeldTensor]) -> list[str]:
         """Names of attributes that hold graph memory after a capture; they and the graphs are put back."""
         manager = self.manager
         kept = kept_in_graph(call.module, manager.device, manager.pool)
@@ -316,7 +316,7 @@ class GraphBuilder:
             binding.learn_outputs(other, outputs, spec)
 
 
-def _generators(module: nn.Module, layout: Layout) -> tuple[torch.Generator, ...]:
+def _generators(module: nn.Module, layout: CallLayout) -> tuple[torch.Generator, ...]:
     """Random generators that the module holds or is passed: a capture must know them beforehand."""
     held = [value for child in module.modules() for value in vars(child).values()]
     passed = [arg.leaf for arg in layout.args if isinstance(arg, ConstantArg)]

@@ -48,7 +48,7 @@ def first_difference(actual: Sequence[Any], expected: Sequence[Any]) -> str | No
     return None
 
 
-class Check:
+class EagerComparison:
     """One comparison of a replay with eager, which runs first; both draw the same random numbers.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.batch.dispatch import Dispatch
+from simplegraph.batch.descriptor import Dispatch
 from simplegraph.graph.program import Program
 from simplegraph.manager.manager import CudaGraphManager, around_breaks
 from simplegraph.manager.stats import GraphCounters
@@ -24,7 +24,7 @@ NOTHING: Copies = ([], [])
 _copy_all = torch._foreach_copy_
 
 
-class Layout:
+class CallLayout:
     """One way of passing the arguments of a signature (positional, keyword, nested), and its plans.
 
     Attributes:
@@ -75,7 +75,7 @@ class Call(NamedTuple):
     names: list[str]
     spec: TreeSpec
     batch: int
-    layout: Layout
+    layout: CallLayout
     binding: Binding
     dispatch: Dispatch
 
@@ -117,7 +117,7 @@ class Plan:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: CallLayout,
         inputs: InputSet,
         program: Program,
         counters: GraphCounters,

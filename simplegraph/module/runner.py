@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from simplegraph.batch.dispatch import Dispatch
+from simplegraph.batch.descriptor import Dispatch
 from simplegraph.batch.reasons import Reason
 from simplegraph.config import CudaGraphConfig, CudaGraphMode
-from simplegraph.context import LOCAL, Special, bypassed
+from simplegraph.context import CALLS, CallContext, bypassed
 from simplegraph.distributed import RankGroup
 from simplegraph.errors import CaptureError, CaptureSizeError, InputError, ReplayError, StaleGraphError
 from simplegraph.graph.device import GraphPool
@@ -26,8 +26,8 @@ from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.binding import Binding
 from simplegraph.module.builder import GraphBuilder, invoke
-from simplegraph.module.compare import Check
-from simplegraph.module.plan import NOTHING, Call, Copies, Layout, Plan
+from simplegraph.module.compare import EagerComparison
+from simplegraph.module.plan import NOTHING, Call, CallLayout, Copies, Plan
 from simplegraph.module.signature import CallReader, CannotBind
 from simplegraph.module.state import CapturedState, Changes, kept_in_graph
 from simplegraph.module.switches import known_switches
@@ -63,9 +63,9 @@ class GraphRunner:
         self._ranks = ranks
         self._lock = threading.RLock()
         self._reader: CallReader | None = None
-        self._layouts: dict[Hashable, Layout] = {}
+        self._layouts: dict[Hashable, CallLayout] = {}
         self._bindings: dict[Hashable, Binding] = {}
-        self._last: Layout | None = None
+        self._last: CallLayout | None = None
         self._state_key = self.config.state_key
         self._looked_at = -1  # the count of changes at which switches were looked for
         self._strikes = 0
@@ -98,18 +98,23 @@ class GraphRunner:
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call."""
-        special = LOCAL.special
-        if special is not None and special.bypass is not None:
-            return self._eager(module, args, kwargs, special.bypass)
+        context = CALLS.context
+        if context is not None and context.bypass is not None:
+            return self._eager(module, args, kwargs, context.bypass)
         layout = self._last
         if layout is not None:
-            result = self._try_replay(module, layout, args, kwargs, special)
+            result = self._try_replay(module, layout, args, kwargs, context)
             if result is not _MISS:
                 return result
-        return self._call_slowly(module, args, kwargs, special)
+        return self._call_slowly(module, args, kwargs, context)
 
     def _try_replay(
-        self, module: Any, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any], special: Special | None
+        self,
+        module: Any,
+        layout: CallLayout,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: CallContext | None,
     ) -> Any:
         """Replay if this call is one that a plan exists for; otherwise _MISS, with nothing done."""
         leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
@@ -117,7 +122,7 @@ class GraphRunner:
             size = leaves[layout.anchor].shape[layout.anchor_dim]
         except (TypeError, AttributeError, IndexError):
             return _MISS
-        plan = layout.plans.get(size if special is None else (size, special.batch))
+        plan = layout.plans.get(size if context is None else (size, context.batch))
         if plan is None or module.training or forward_ad._current_level >= 0:
             return _MISS
         try:
@@ -185,7 +190,7 @@ class GraphRunner:
             return result
         plan.checks -= 1
         plan.checked = plan.debug or plan.checks > 0
-        check = Check(plan.counters.label, plan.device.torch_device)
+        check = EagerComparison(plan.counters.label, plan.device.torch_device)
         with bypassed(Reason.NESTED), torch.no_grad():
             check.expect(flatten(invoke(module, *_cloned(args, kwargs)))[0])
         result = self._replay(plan, leaves, copies)
@@ -202,17 +207,19 @@ class GraphRunner:
         self.stats.ran_eagerly(reason, detail)
         return invoke(module, args, kwargs)
 
-    def _call_slowly(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], special: Special | None) -> Any:
+    def _call_slowly(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext | None
+    ) -> Any:
         for layout in list(self._layouts.values()):
             if layout is not self._last:
-                result = self._try_replay(module, layout, args, kwargs, special)
+                result = self._try_replay(module, layout, args, kwargs, context)
                 if result is not _MISS:
                     self._last = layout
                     return result
         try:
             self._refuse(module)
             with self._lock:
-                builder, call = self._read(module, args, kwargs, special)
+                builder, call = self._read(module, args, kwargs, context)
                 with builder.manager.pool.lock:
                     return self._serve(builder, call)
         except CannotBind as error:
@@ -230,7 +237,7 @@ class GraphRunner:
         module: Any,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        special: Special | None,
+        context: CallContext | None,
         *,
         largest: bool = False,
     ) -> tuple[GraphBuilder, Call]:
@@ -250,13 +257,13 @@ class GraphRunner:
         if largest:
             dispatch = Dispatch(*builder.descriptors()[0], Reason.EXACT, 0)
         else:
-            dispatch = dispatcher.dispatch(size, *(special.batch if special is not None else _UNDESCRIBED))
+            dispatch = dispatcher.dispatch(size, *(context.batch if context is not None else _UNDESCRIBED))
         if dispatch.mode is CudaGraphMode.NONE:
             raise CannotBind(dispatch.reason, f"batch size {size}")
         if signature not in self._bindings and len(self._bindings) >= self.config.max_signatures:
             self._make_room(builder)
         binding = self._bindings.setdefault(signature, Binding(signature))
-        layout = self._layouts.setdefault((spec, signature), Layout(spec, read_args, autocast, state, binding))
+        layout = self._layouts.setdefault((spec, signature), CallLayout(spec, read_args, autocast, state, binding))
         self._last = layout
         return builder, Call(module, args, kwargs, leaves, names, spec, size, layout, binding, dispatch)
 
@@ -368,8 +375,8 @@ class GraphRunner:
 
     def _replay_planned(self, builder: GraphBuilder, call: Call) -> Any:
         plan = self._plan(builder, call)
-        special = LOCAL.special
-        call.layout.plans[call.batch if special is None else (call.batch, special.batch)] = plan
+        context = CALLS.context
+        call.layout.plans[call.batch if context is None else (call.batch, context.batch)] = plan
         copies = plan.bind(call.leaves)
         if copies is None:
             raise CannotBind(Reason.OPAQUE_ARGUMENT, "an argument does not equal itself")
@@ -433,8 +440,8 @@ class GraphRunner:
             raise ReplayError("no graph was captured yet, so there are no static inputs; call capture_graphs first.")
         if size is None:
             size = builder.descriptors()[0][1].num_tokens
-        special = LOCAL.special
-        found = builder.manager.dispatch(size, *(special.batch if special is not None else _UNDESCRIBED))
+        context = CALLS.context
+        found = builder.manager.dispatch(size, *(context.batch if context is not None else _UNDESCRIBED))
         inputs = builder.inputs_of.get((layout.binding.signature, found.mode, found.descriptor))
         if inputs is None:
             raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {found.reason.text}.")
@@ -485,7 +492,7 @@ def _refuse_kept(module: Any, plan: Plan) -> None:
 
 def _refuse_inside_forward(what: str) -> None:
     """A forward that replaces the graphs it is running in would pull the ground from under itself."""
-    if LOCAL.special is not None and LOCAL.special.bypass is Reason.NESTED:
+    if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
         raise CaptureError(f"{what} was called inside the forward of a wrapped module; call it before or after.")
 
 

@@ -68,7 +68,7 @@ for _name in ("__setitem__", "__delitem__", "pop", "popitem", "clear", "update",
     setattr(_WatchedDict, _name, _counting(_name))
 
 
-class Entry(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor and where it is found: ``holder[key] is tensor``; the same for the containers that lead there."""
 
     name: str
@@ -105,7 +105,7 @@ class CapturedState:
         self._plain_values = [value for _, _, value in links.values()]
         known = {id(part) for entry in (*self._registered, *plain) for part in parts(entry.tensor)}
         found = [
-            Entry(f"a {tuple(t.shape)} tensor from elsewhere", [t], 0, t)
+            HeldTensor(f"a {tuple(t.shape)} tensor from elsewhere", [t], 0, t)
             for t in external.values()
             if id(t) not in known
         ]
@@ -197,12 +197,12 @@ def _get(holder: Any, key: Any) -> Any:
         return None
 
 
-def held_tensors(module: nn.Module) -> list[Entry]:
+def held_tensors(module: nn.Module) -> list[HeldTensor]:
     """Every tensor that the module holds in parameters, buffers and ordinary attributes."""
     return [*_registered(module), *_plain(module)]
 
 
-def kept_in_graph(module: nn.Module, device: GraphDevice, pool: GraphPool) -> list[Entry]:
+def kept_in_graph(module: nn.Module, device: GraphDevice, pool: GraphPool) -> list[HeldTensor]:
     """Those of its tensors that are memory of the pool: they mean something inside a replay, and only there."""
     return [
         entry
@@ -212,7 +212,7 @@ def kept_in_graph(module: nn.Module, device: GraphDevice, pool: GraphPool) -> li
     ]
 
 
-def put_back(entries: list[Entry], before: list[Entry]) -> None:
+def put_back(entries: list[HeldTensor], before: list[HeldTensor]) -> None:
     """Let attributes hold what they held before, or nothing where they held nothing."""
     known = {(id(entry.holder), entry.key): entry.tensor for entry in before}
     for entry in entries:
@@ -223,15 +223,15 @@ def put_back(entries: list[Entry], before: list[Entry]) -> None:
             del entry.holder[entry.key]
 
 
-def _registered(module: nn.Module) -> Iterator[Entry]:
+def _registered(module: nn.Module) -> Iterator[HeldTensor]:
     for prefix, child in module.named_modules():
         for holder in (child._parameters, child._buffers):
             for key, tensor in holder.items():
                 if tensor is not None:
-                    yield Entry(f"{prefix}.{key}" if prefix else key, holder, key, tensor)
+                    yield HeldTensor(f"{prefix}.{key}" if prefix else key, holder, key, tensor)
 
 
-def _plain(module: nn.Module) -> Iterator[Entry]:
+def _plain(module: nn.Module) -> Iterator[HeldTensor]:
     """Tensors in ordinary attributes, alone or inside lists, tuples and dicts."""
     for prefix, child in module.named_modules():
         holder = vars(child)
@@ -245,9 +245,9 @@ _NO_TENSORS = frozenset(vars(nn.Module())) | {"_simplegraph"}  # registered ones
 _ATOMS = frozenset({type(None), bool, int, float, str})
 
 
-def _inside(name: str, holder: Any, key: Any, value: Any, path: tuple[Any, ...] = ()) -> Iterator[Entry]:
+def _inside(name: str, holder: Any, key: Any, value: Any, path: tuple[Any, ...] = ()) -> Iterator[HeldTensor]:
     if isinstance(value, Tensor):
-        yield Entry(name, holder, key, value, path)
+        yield HeldTensor(name, holder, key, value, path)
     elif len(path) < _DEPTH:
         inner, items = _contents(value)
         for item_key, item in items:

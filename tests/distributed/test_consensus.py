@@ -206,13 +206,13 @@ def test_an_engine_may_bring_its_own_consensus() -> None:
     assert manager.report().to_dict()["eager"] == {"other_ranks": 1}
 
 
-class Alone:
+class SingleRank:
     def agree(self, vote: Vote) -> Vote:
         return vote
 
 
 def test_a_rank_without_the_graph_keeps_the_others_from_replaying_it() -> None:
-    manager = sg.CudaGraphManager(device="cpu", capture_sizes=[2, 4], consensus=Alone(), progress=False)
+    manager = sg.CudaGraphManager(device="cpu", capture_sizes=[2, 4], consensus=SingleRank(), progress=False)
     x = torch.arange(4.0)
 
     def forward(mode: sg.CudaGraphMode, descriptor: sg.BatchDescriptor) -> torch.Tensor:

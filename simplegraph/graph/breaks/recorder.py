@@ -1,4 +1,4 @@
-"""The two that are told of breaks: a warmup's trace, and the recorder of a capture's segments."""
+"""The two that are recording_breaks of breaks: a warmup's trace, and the recorder of a capture's segments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import BreakError
-from simplegraph.graph.breaks.marks import name_of, told
-from simplegraph.graph.breaks.results import Accept, Cell, Result, learnt
+from simplegraph.graph.breaks.marks import name_of
+from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.breaks.results import Accept, Cell, Result, classify_result
+from simplegraph.graph.breaks.step import Break, Modes, RebuiltArgument, SavedModes
 from simplegraph.graph.device import GraphDevice, GraphPool, Segment
 from simplegraph.graph.observe import MemoryObserver, storage_key
-from simplegraph.graph.program import Argument, Break, Inside, Modes
-from simplegraph.graph.subclasses import is_wrapper, parts, waited
+from simplegraph.graph.subclasses import is_wrapper, parts, wait_collectives
 from simplegraph.nested import LEAF, TreeSpec, flatten, opened_once
 
 
@@ -42,8 +43,8 @@ class BreakCall(NamedTuple):
         return self.problem is None and all(result.any_size for result in self.results)
 
 
-class Trace:
-    """The breaks of a forward, in order, and what they return: learnt from an eager run.
+class BreakTrace:
+    """The breaks of a forward, in order, and what they return: classify_result from an eager run.
 
     Args:
         operators: operators that break by themselves.
@@ -78,12 +79,12 @@ class Trace:
         observer = self._observer
         if observer is None or function in self.inlined:
             return function(*args, **kwargs)
-        args, kwargs = waited((args, kwargs))
+        args, kwargs = wait_collectives((args, kwargs))
         arguments, nesting = flatten((args, kwargs))
         made_here = tuple(isinstance(leaf, Tensor) and observer.made(leaf) for leaf in arguments)
         observer.pass_on(arguments)
         before = [_geometry(leaf) for leaf in arguments]
-        with told(None), observer.inside_break() as made:
+        with recording_breaks(None), observer.inside_break() as made:
             result = function(*args, **kwargs)
         leaves, spec = flatten(result)
         tensors = (part for leaf in leaves if isinstance(leaf, Tensor) for part in parts(leaf))
@@ -96,7 +97,8 @@ class Trace:
             # A replay would hand over the same container again, and the segments after it hold the tensors of now.
             problem = "changes a list, dict or dataclass it is passed; return what it makes"
         results = tuple(
-            learnt(leaf, leaves[:place], arguments, observer.made, self._device) for place, leaf in enumerate(leaves)
+            classify_result(leaf, leaves[:place], arguments, observer.made, self._device)
+            for place, leaf in enumerate(leaves)
         )
         self.calls.append(BreakCall(function, made_here, spec, results, problem))
         return result
@@ -131,7 +133,7 @@ class SegmentRecorder:
     Args:
         device, pool: where.
         generators: random generators, beside the default one, that the forward draws from.
-        trace: what a warmup learnt of the breaks; None makes breaks part of a single segment.
+        trace: what a warmup classify_result of the breaks; None makes breaks part of a single segment.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class SegmentRecorder:
         device: GraphDevice,
         pool: GraphPool,
         generators: Sequence[torch.Generator],
-        trace: Trace | None,
+        trace: BreakTrace | None,
     ) -> None:
         self.operators = frozenset() if trace is None else trace.operators
         self._device = device
@@ -157,8 +159,8 @@ class SegmentRecorder:
         """Run the forward without executing it; what it returns, and the steps it is made of."""
         self._stream = self._device.current_stream()
         self._device.begin(self._pool, self._generators)
-        with told(None if self._trace is None else self):
-            result = waited(run())
+        with recording_breaks(None if self._trace is None else self):
+            result = wait_collectives(run())
         if self._error is not None:
             raise self._error
         self._end_segment()
@@ -188,26 +190,26 @@ class SegmentRecorder:
                 f"eager break {name} is called on another stream than the forward's; join that stream and leave its "
                 "`with torch.cuda.stream(...)` block first."
             )
-        args, kwargs = waited((args, kwargs))
+        args, kwargs = wait_collectives((args, kwargs))
         self._end_segment()
         leaves, spec = flatten((args, kwargs))
         made_here = known.made_here if len(known.made_here) == len(leaves) else (True,) * len(leaves)
         # Not inference tensors, whatever mode the forward is in: those refuse writes from other modes.
-        with told(None), torch.inference_mode(False):
+        with recording_breaks(None), torch.inference_mode(False):
             held = [self._hold(leaf, made) for leaf, made in zip(leaves, made_here, strict=True)]
         step = self._break(name, function, (args, kwargs), spec, leaves, held)
         self._steps.append(step)
         self._device.begin(self._pool, self._generators, continues=True)
         entered: list[tuple[Any, Accept]] = []
         place = _Capturing(self, leaves, held, entered)
-        with told(None):
+        with recording_breaks(None):
             for result in known.results:
                 entered.append(result.enter(place))
         step.spec, step.accepts = known.spec, [accept for _, accept in entered]
         return known.spec.unflatten([value for value, _ in entered])
 
     def _known(self, function: Callable[..., Any], name: str) -> BreakCall:
-        """What the warmup learnt of this call."""
+        """What the warmup classify_result of this call."""
         index, self._breaks = self._breaks, self._breaks + 1
         calls = self._trace.calls if self._trace is not None else []
         if index >= len(calls) or calls[index].function != function:
@@ -270,13 +272,13 @@ class SegmentRecorder:
                 values.append(value)  # the very container, so that what is put into it later is seen
             else:
                 values.append(None)  # the captured one would keep graph memory
-                rebuilt.append(Argument(place, *_anew(value, child, own, leaves[start:end])))
+                rebuilt.append(RebuiltArgument(place, *_anew(value, child, own, leaves[start:end])))
             start = end
         device_type = self._device.torch_device.type
         modes = Modes.now(device_type)
         named = dict(zip(kwargs, values[len(args) :], strict=True))
         changed = modes.changed_from(self._ambient)
-        inside = Inside(modes, changed, device_type) if changed else None
+        inside = SavedModes(modes, changed, device_type) if changed else None
         return Break(name, function, tuple(values[: len(args)]), named, rebuilt, inside)
 
 

@@ -116,7 +116,7 @@ class Again:
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
+class PassedBack:
     """An argument handed back, as it is or as a view: it is where it should be already.
 
     Attributes:
@@ -224,7 +224,7 @@ class Refused:
         raise BreakError(self.why)
 
 
-def learnt(
+def classify_result(
     leaf: Any,
     before: Sequence[Any],
     arguments: Sequence[Any],
@@ -244,7 +244,7 @@ def learnt(
     if isinstance(leaf, ATOMS):
         return Constant(leaf)
     if index is not None:
-        return Argument(index)
+        return PassedBack(index)
     if not isinstance(leaf, Tensor):
         late = isinstance(leaf, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType))
         return Refused("returns a generator, whose body would run after it") if late else Handle(leaf)
@@ -257,7 +257,7 @@ def learnt(
         if arguments[shared].dtype is not leaf.dtype or leaf.is_conj() or leaf.is_neg():
             return Refused("returns its argument seen as another dtype; return a clone")
         offset = int(leaf.storage_offset() - arguments[shared].storage_offset())
-        return Argument(shared, (leaf.shape, leaf.stride(), offset))
+        return PassedBack(shared, (leaf.shape, leaf.stride(), offset))
     if not made_here(leaf):
         return Outside(leaf)
     sharing = [index for index, other in enumerate(before) if _share_memory(other, leaf)]

@@ -140,7 +140,7 @@ class CudaDevice:
         return GraphPool(self, handle, self.current_stream())
 
     @functools.cached_property
-    def _something(self) -> Tensor:
+    def _scratch(self) -> Tensor:
         """What a graph writes to that has nothing to do."""
         with torch.inference_mode(False):  # else it could only be written in that mode
             return torch.zeros(1, device=self.torch_device)
@@ -148,7 +148,7 @@ class CudaDevice:
     def _refresh(self, handle: _Pool, generators: Sequence[torch.Generator] = ()) -> None:
         """Let captures go to a fresh pool of the allocator from now on."""
         _graveyard.clear()
-        cell = self._something
+        cell = self._scratch
         handle.id = torch.cuda.graph_pool_handle()
         anchor = torch.cuda.CUDAGraph()
         handle.anchors[handle.id] = _Owned(anchor)
@@ -209,7 +209,7 @@ class CudaDevice:
         try:
             with torch._C._DisableTorchDispatch():
                 if num_nodes == 0:
-                    self._something.zero_()  # torch warns of empty graphs
+                    self._scratch.zero_()  # torch warns of empty graphs
                 self._refuse_unjoined()
                 capture.graph.capture_end()
         except RuntimeError as error:

@@ -18,8 +18,8 @@ from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
 from simplegraph.graph.device import GraphPool, MemoryReading
-from simplegraph.graph.emulator.memory import Memory, View
-from simplegraph.graph.emulator.recording import Recording
+from simplegraph.graph.emulator.memory import Memory, MemoryView
+from simplegraph.graph.emulator.recording import EmulatedCapture
 from simplegraph.graph.emulator.segment import Arena, EmulatorSegment, living
 
 DEFAULT_STREAM = 0
@@ -67,7 +67,7 @@ _TORCH_IS_CAPTURING = torch.cuda.is_current_stream_capturing
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.stream = DEFAULT_STREAM
-        self.recording: Recording | None = None
+        self.recording: EmulatedCapture | None = None
 
 
 class EmulatorDevice:
@@ -151,11 +151,11 @@ class EmulatorDevice:
             self._break("a capture was begun inside another")
         if self.current_stream() == DEFAULT_STREAM:
             raise EmulatorError("the default stream cannot be captured; begin inside on_capture_stream().")
-        recording = Recording(pool.handle, self.current_stream(), generators, self._captured)
+        recording = EmulatedCapture(pool.handle, self.current_stream(), generators, self._captured)
         recording.start(continues=continues)
         self._set_recording(recording)
 
-    def _set_recording(self, recording: Recording | None) -> None:
+    def _set_recording(self, recording: EmulatedCapture | None) -> None:
         self._thread.recording = recording
         # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
         torch.cuda.is_current_stream_capturing = _TORCH_IS_CAPTURING if recording is None else self._any_capturing
@@ -215,7 +215,7 @@ class EmulatorDevice:
         if memory is None:
             return tensor
         with _python_dispatch._disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            return View.of(tensor, memory).tensor()
+            return MemoryView.of(tensor, memory).tensor()
 
     def _captured(self, tensor: Tensor) -> Memory | None:
         """The captured memory that a tensor, owning or borrowed, lies in."""

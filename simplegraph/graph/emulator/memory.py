@@ -84,7 +84,7 @@ class Memory:
             self.storage = self.value
 
 
-class View(NamedTuple):
+class MemoryView(NamedTuple):
     """A tensor as a graph sees it: memory and geometry, whatever becomes of the Python object."""
 
     memory: Memory
@@ -96,7 +96,7 @@ class View(NamedTuple):
     neg: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, memory: Memory) -> View:
+    def of(cls, tensor: Tensor, memory: Memory) -> MemoryView:
         """How `tensor` lies in `memory`."""
         size, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
         return cls(memory, tensor.dtype, offset, size, stride, tensor.is_conj(), tensor.is_neg())
@@ -108,7 +108,7 @@ class View(NamedTuple):
         return torch._neg_view(tensor) if self.neg else tensor
 
 
-class Outside(NamedTuple):
+class OutsideMemory(NamedTuple):
     """Memory that a segment uses and that somebody else must keep alive."""
 
     weak: Any
@@ -116,7 +116,7 @@ class Outside(NamedTuple):
     seen_as: str
 
     @classmethod
-    def of(cls, memory: Memory) -> Outside:
+    def of(cls, memory: Memory) -> OutsideMemory:
         """A reference to `memory` that owns nothing."""
         return cls(_weak_reference(memory.storage), memory.address, memory.seen_as)
 

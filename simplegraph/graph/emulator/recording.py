@@ -13,7 +13,7 @@ from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
 from simplegraph.graph.emulator.collectives import Launches, is_collective
-from simplegraph.graph.emulator.memory import Memory, Outside, View, from_outside, poison_byte
+from simplegraph.graph.emulator.memory import Memory, MemoryView, OutsideMemory, from_outside, poison_byte
 from simplegraph.graph.emulator.operators import (
     FROM_HOST,
     READ_BACK,
@@ -30,7 +30,7 @@ from simplegraph.graph.emulator.operators import (
     waiting,
     written_tensors,
 )
-from simplegraph.graph.emulator.segment import Arena, Call, EmulatorSegment, Output
+from simplegraph.graph.emulator.segment import Arena, EmulatorSegment, Output, RecordedCall
 from simplegraph.graph.observe import OperatorMode
 from simplegraph.graph.subclasses import only_shapes, wrapper_class
 
@@ -46,7 +46,7 @@ _CAPTURE_SEED = 0x5EED_CA97_0BE5_1DE5
 class _RecordingMode(OperatorMode):
     """Shows a recording every operator of its thread."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: EmulatedCapture) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
@@ -73,7 +73,7 @@ class _FunctionMode(overrides.TorchFunctionMode):
     READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.cpu)
     FACTORIES = (torch.tensor, torch.as_tensor, torch.asarray)
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: EmulatedCapture) -> None:
         super().__init__()
         self._recording = recording
 
@@ -127,7 +127,7 @@ def _identity(generator: Any) -> int:
     return int(generator._cdata)
 
 
-class Recording:
+class EmulatedCapture:
     """A capture under way: the calls so far, the memory they touched and what must be put back.
 
     Args:
@@ -151,7 +151,7 @@ class Recording:
         generators = [torch.default_generator, *generators]
         self._known_generators = {_identity(generator) for generator in generators}
         self._random = [(generator, generator.get_state()) for generator in generators]
-        self._calls: list[Call] = []
+        self._calls: list[RecordedCall] = []
         self._launches = Launches()
         self._memories: dict[int, Memory] = {}
         self._created: set[Memory] = set()
@@ -230,7 +230,9 @@ class Recording:
         if does_work(func, written, created):
             view = functools.partial(self._view, func)
             outputs = tuple(Output(place, view(results[place])) for place in created)
-            self._calls.append(Call(call, map_tree(Tensor, view, args), map_tree(Tensor, view, kwargs), outputs))
+            self._calls.append(
+                RecordedCall(call, map_tree(Tensor, view, args), map_tree(Tensor, view, kwargs), outputs)
+            )
         return result
 
     def finish(self, permit: Callable[[Arena], None]) -> EmulatorSegment | None:
@@ -248,7 +250,7 @@ class Recording:
         for memory in constants:
             memory.adopt_value()
         outside = set(self._memories.values()) - self._created - constants
-        tensor_of = functools.cache(View.tensor)
+        tensor_of = functools.cache(MemoryView.tensor)
         with torch.inference_mode():
             calls = [call.bound(tensor_of) for call in self._calls]
         return EmulatorSegment(
@@ -257,7 +259,7 @@ class Recording:
             calls,
             created=self._created,
             constants=constants,
-            outside=[Outside.of(memory) for memory in outside if memory.address],
+            outside=[OutsideMemory.of(memory) for memory in outside if memory.address],
             reused=self._reused,
         )
 
@@ -300,8 +302,8 @@ class Recording:
         """Whether this is Python data that is more than a number, and that a GPU would have to fetch."""
         return tensor.dim() > 0 and tensor.numel() > 0 and tensor.untyped_storage()._cdata not in self._memories
 
-    def _view(self, func: Any, tensor: Tensor) -> View:
-        return View.of(tensor, self._memory_of(tensor, func))
+    def _view(self, func: Any, tensor: Tensor) -> MemoryView:
+        return MemoryView.of(tensor, self._memory_of(tensor, func))
 
     def _create(self, func: Any, results: Sequence[Tensor]) -> list[int]:
         """Take what an operator allocated into the pool; the places of those among its results."""

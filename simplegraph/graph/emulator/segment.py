@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import EmulatorError, ReplayError
-from simplegraph.graph.emulator.memory import Memory, Outside, View, poison
+from simplegraph.graph.emulator.memory import Memory, MemoryView, OutsideMemory, poison
 from simplegraph.graph.emulator.operators import map_tree, tensors
 
 
@@ -26,7 +26,7 @@ class Output(NamedTuple):
     target: Any
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A recorded operator. Its tensors are views until the capture ends, then tensors."""
 
     func: Callable[..., Any]
@@ -34,11 +34,11 @@ class Call(NamedTuple):
     kwargs: Any
     outputs: tuple[Output, ...]
 
-    def bound(self, tensor_of: Callable[[View], Tensor]) -> Call:
+    def bound(self, tensor_of: Callable[[MemoryView], Tensor]) -> RecordedCall:
         """With tensors in place of the views of them."""
-        args, kwargs = map_tree(View, tensor_of, self.args), map_tree(View, tensor_of, self.kwargs)
+        args, kwargs = map_tree(MemoryView, tensor_of, self.args), map_tree(MemoryView, tensor_of, self.kwargs)
         outputs = tuple(Output(place, tensor_of(target)) for place, target in self.outputs)
-        return Call(self.func, args, kwargs, outputs)
+        return RecordedCall(self.func, args, kwargs, outputs)
 
 
 def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
@@ -127,16 +127,16 @@ class EmulatorSegment:
         self,
         arena: Arena,
         permit: Callable[[Arena], None],
-        calls: Sequence[Call],
+        calls: Sequence[RecordedCall],
         *,
         created: Iterable[Memory],
         constants: Iterable[Memory],
-        outside: Sequence[Outside],
+        outside: Sequence[OutsideMemory],
         reused: Sequence[Memory],
     ) -> None:
         self._arena = arena
         self._permit = permit
-        self._calls: Sequence[Call] | None = calls
+        self._calls: Sequence[RecordedCall] | None = calls
         self._created = list(created)
         self._constants = list(constants)
         self._values = [memory.bytes.clone() for memory in self._constants]

@@ -1,0 +1,132 @@
+"""Operators that break by themselves, and the recorder that hears of every break of a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.library import Library, fallthrough_kernel
+
+from simplegraph.errors import ConfigError
+
+
+class BreakRecorder(Protocol):
+    """Who is recording_breaks of breaks.
+
+    Attributes:
+        operators: operators that break by themselves.
+    """
+
+    operators: frozenset[Any]
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call of a break; what it returns is what the forward goes on with."""
+
+
+class _ActiveRecorder(threading.local):
+    recorder: BreakRecorder | None = None
+
+
+ACTIVE = _ActiveRecorder()
+
+
+@contextlib.contextmanager
+def recording_breaks(recorder: BreakRecorder | None) -> Iterator[None]:
+    """Tell `recorder` of every break of this thread in here; None makes breaks plain calls."""
+    before = ACTIVE.recorder
+    ACTIVE.recorder = recorder
+    try:
+        with _operators_seen() if recorder is not None and recorder.operators else contextlib.nullcontext():
+            yield
+    finally:
+        ACTIVE.recorder = before
+
+
+# Operators. A dispatch mode would see every operator of a forward, at several microseconds each, a thousand
+# times a capture. A dispatch key that only some operators have a kernel for, and that a thread includes only
+# while it captures, costs the others nothing.
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)
+_Library: Any = Library  # typed loosely because torch leaves it untyped
+_libraries: list[Any] = []
+_intercepted: set[Any] = set()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _operators_seen() -> Iterator[None]:
+    with torch._C._IncludeDispatchKeyGuard(_KEY):
+        yield
+
+
+def breaking_operators(names: Sequence[str] = ()) -> frozenset[Any]:
+    """Operators that break by themselves: those tagged ``torch.Tag.cudagraph_unsafe``, and these.
+
+    Args:
+        names: such as ``"mylib::attention"`` (all overloads) or ``"aten::sort.stable"``.
+
+    Raises:
+        ConfigError: no such operator is registered.
+    """
+    found = set(_tagged(len(torch._C._dispatch_get_all_op_names())))
+    for name in names:
+        overloads = _overloads(name)
+        if not overloads:
+            raise ConfigError(
+                f"break_ops names {name!r}, but no such operator is registered; expected the form "
+                "'namespace::name', of a library that is imported before the capture."
+            )
+        found.update(overloads)
+    with _lock:
+        for operator in found - _intercepted:
+            _intercept(operator)
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=1)
+def _tagged(count: int) -> list[Any]:
+    """Every registered operator with the tag; looked for again when the number of operators has changed."""
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    names = torch._C._dispatch_get_all_op_names() if tag is not None else []
+    return [operator for name in names if tag in _tags(name) for operator in _overloads(name, exact=True)]
+
+
+def _tags(name: str) -> Sequence[torch.Tag]:
+    packet, _, overload = name.partition(".")
+    found = torch._C._get_operation_overload(packet, overload)
+    return found[2] if found is not None else ()
+
+
+def _overloads(name: str, *, exact: bool = False) -> list[Any]:
+    namespace, _, rest = name.partition("::")
+    packet_name, _, overload = rest.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), packet_name)
+        chosen = [overload or "default"] if overload or exact else packet.overloads()
+        return [getattr(packet, one) for one in chosen]
+    except (AttributeError, RuntimeError):
+        return []
+
+
+def _intercept(operator: Any) -> None:
+    if not _intercepted:
+        fallback = _Library("_", "IMPL")
+        fallback.fallback(fallthrough_kernel, _KEY_NAME)
+        _libraries.append(fallback)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        recorder = ACTIVE.recorder
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+            if recorder is None or operator not in recorder.operators:
+                return operator(*args, **kwargs)
+            return recorder.call(operator, args, kwargs)
+
+    namespace, _, _ = operator._schema.name.partition("::")
+    library = _Library(namespace, "IMPL")
+    library.impl(operator, kernel, _KEY_NAME)
+    _libraries.append(library)
+    _intercepted.add(operator)
