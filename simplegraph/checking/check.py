@@ -17,11 +17,11 @@ from simplegraph.errors import CaptureError, InputError
 from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.recorder import BreakTrace
 from simplegraph.graph.failures import user_location
-from simplegraph.graph.observe import MemoryObserver, storage_key
+from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.session import CaptureSession
-from simplegraph.graph.subclasses import parts, wait_collectives
+from simplegraph.graph.tensors import parts, storage_key, wait_collectives
 from simplegraph.module.compare import first_difference, random_state, set_random_state
 from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import Arg, CallReader, CannotBind, TensorArg

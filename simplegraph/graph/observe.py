@@ -3,44 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplegraph.graph.subclasses import only_shapes, wrapper_class
-
-
-def storage_key(tensor: Tensor) -> int:
-    """What identifies a tensor's memory while the tensor lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that Dynamo leaves alone where it is loaded, and that does not load it where it is not.
-
-    Torch disables Dynamo in every mode by importing it at the first operator, which takes seconds.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> OperatorMode:
-        """One of the class, or of its subclass that Dynamo leaves alone."""
-        kind: Any = cls
-        mode: OperatorMode = object.__new__(_hidden_from_dynamo(kind) if "torch._dynamo" in sys.modules else kind)
-        return mode
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-@functools.cache
-def _hidden_from_dynamo(mode: Any) -> Any:
-    hidden = torch.compiler.disable(mode.__torch_dispatch__)  # type: ignore[no-untyped-call]
-    return type(mode.__name__, (mode,), {"__torch_dispatch__": hidden, "__module__": mode.__module__})
+from simplegraph.graph.operators import OperatorMode, written_args
+from simplegraph.graph.tensors import only_shapes, storage_key, wrapper_class
 
 
 class MemoryObserver(OperatorMode):
@@ -135,26 +105,6 @@ class MemoryObserver(OperatorMode):
 def _defined(item: Any) -> Any:
     """An undefined tensor in a list comes out as None, which cannot go back in: FlashAttention-3 returns such."""
     return torch.empty(0) if item is None else item
-
-
-def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that an operator writes to."""
-    for position, name in _written(func):
-        if position < len(args):
-            yield args[position]
-        elif name in kwargs:
-            yield kwargs[name]
-
-
-@functools.lru_cache(maxsize=4096)
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        # Collectives say nothing of it; their outputs come first.
-        or (func.namespace == "c10d" and position == 0)
-    )
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

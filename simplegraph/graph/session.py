@@ -16,7 +16,7 @@ from simplegraph.graph.breaks.recorder import BreakTrace, SegmentRecorder
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.program import Program
-from simplegraph.graph.subclasses import is_wrapper
+from simplegraph.graph.tensors import is_wrapper
 from simplegraph.nested import flatten
 
 

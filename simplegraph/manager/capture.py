@@ -18,7 +18,7 @@ from simplegraph.graph.failures import capture_error
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
-from simplegraph.graph.subclasses import wait_collectives
+from simplegraph.graph.tensors import wait_collectives
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, counters, observing, read_differently
 from simplegraph.manager.progress import capture_bar
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from simplegraph.batch.reasons import Reason
-from simplegraph.graph.observe import MemoryObserver, storage_key
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.tensors import storage_key
 from simplegraph.module.inputs import InputSet, shared_rows
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import Arg, CannotBind, Signature

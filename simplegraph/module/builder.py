@@ -14,8 +14,8 @@ from simplegraph.batch.reasons import Reason
 from simplegraph.config import CudaGraphMode
 from simplegraph.context import bypassed
 from simplegraph.graph.breaks.operators import recording_breaks
-from simplegraph.graph.observe import MemoryObserver, storage_key
-from simplegraph.graph.subclasses import wait_collectives
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.tensors import storage_key, wait_collectives
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.binding import Binding

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.observe import storage_key
+from simplegraph.graph.tensors import storage_key
 from simplegraph.module.signature import Arg, ConstantArg, TensorArg
 from simplegraph.nested import constant_key
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.batch.reasons import Reason
-from simplegraph.graph.subclasses import is_wrapper
+from simplegraph.graph.tensors import is_wrapper
 from simplegraph.module.signature import CannotBind
 from simplegraph.nested import TreeSpec
 

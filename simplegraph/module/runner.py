@@ -18,8 +18,8 @@ from simplegraph.context import CALLS, CallContext, bypassed
 from simplegraph.distributed import RankGroup
 from simplegraph.errors import CaptureError, CaptureSizeError, InputError, ReplayError, StaleGraphError
 from simplegraph.graph.device import GraphPool
-from simplegraph.graph.observe import storage_key
 from simplegraph.graph.select import graph_device
+from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager, profiler_enabled, replay_range
 from simplegraph.manager.report import GraphReport

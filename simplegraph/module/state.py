@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from simplegraph.graph.device import GraphDevice, GraphPool
-from simplegraph.graph.observe import storage_key
-from simplegraph.graph.subclasses import parts
+from simplegraph.graph.tensors import parts, storage_key
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors are looked for in
 

@@ -16,8 +16,8 @@ from simplegraph.graph.breaks.operators import recording_breaks
 from simplegraph.graph.breaks.results import Accept, Cell, Result, classify_result
 from simplegraph.graph.breaks.step import Break, Modes, RebuiltArgument, SavedModes
 from simplegraph.graph.device import GraphDevice, GraphPool, Segment
-from simplegraph.graph.observe import MemoryObserver, storage_key
-from simplegraph.graph.subclasses import is_wrapper, parts, wait_collectives
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.tensors import is_wrapper, parts, storage_key, wait_collectives
 from simplegraph.nested import LEAF, TreeSpec, flatten, opened_once
 
 

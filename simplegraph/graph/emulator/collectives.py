@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 
-from simplegraph.graph.observe import OperatorMode
-
-NAMESPACES = ("c10d", "_c10d_functional")
-
-
-def is_collective(func: Any) -> bool:
-    """Whether the operator communicates with other ranks."""
-    return func.namespace in NAMESPACES
+from simplegraph.graph.operators import OperatorMode
 
 
 class Launches:

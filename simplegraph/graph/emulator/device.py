@@ -18,9 +18,9 @@ from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
 from simplegraph.graph.device import GraphPool, MemoryReading
-from simplegraph.graph.emulator.memory import Memory, MemoryView
+from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, living
 from simplegraph.graph.emulator.recording import EmulatedCapture
-from simplegraph.graph.emulator.segment import Arena, EmulatorSegment, living
+from simplegraph.graph.emulator.segment import EmulatorSegment
 
 DEFAULT_STREAM = 0
 CAPTURE_STREAM = 1
@@ -175,9 +175,9 @@ class EmulatorDevice:
         recording.stop()
         if recording.stream != self.current_stream():
             raise EmulatorError("a capture must end on the stream that it began on.")
-        segment = recording.finish(self._permit_replay)
+        recorded = recording.finish()
         self._set_recording(None)
-        return segment
+        return None if recorded is None else EmulatorSegment(recording.arena, self._permit_replay, **recorded)
 
     def abandon(self) -> None:
         recording = self._thread.recording

@@ -1,10 +1,11 @@
-"""What a capture touches, and how a replay finds it again."""
+"""What a capture touches and records, how a replay finds it again, and the pool that it lives in."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -170,3 +171,93 @@ def _use_count_unknown(cdata: int) -> int:
 
 
 _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _use_count_unknown)
+
+
+class Output(NamedTuple):
+    """A tensor that an operator creates.
+
+    Attributes:
+        place: which of the operator's results it is.
+        target: where the capture put it, and every replay puts it.
+    """
+
+    place: int
+    target: Any
+
+
+class RecordedCall(NamedTuple):
+    """A recorded operator. Its tensors are views until the capture ends, then tensors."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    outputs: tuple[Output, ...]
+
+
+def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
+    """The values, whatever other threads add and drop meanwhile, which ``values()`` does not bear."""
+    return [memory for reference in memories.valuerefs() if (memory := reference()) is not None]
+
+
+class Arena:
+    """What the emulator knows of a pool.
+
+    Attributes:
+        group: the run of segments under capture: those of one Program, which replay in order.
+        index: how many segments the group has.
+        segments: how many segments are live.
+        capturing: whether a capture into it is under way, in whichever thread.
+        released: whether its memory was given back.
+        retired: memory of dropped segments, which stays the pool's until nothing uses the pool.
+        used: (stream, tick) of the last replay.
+    """
+
+    def __init__(self, memories: weakref.WeakValueDictionary[int, Memory]) -> None:
+        self.group = self.index = self.segments = 0
+        self.capturing = self.released = False
+        self.retired: list[Memory] = []
+        self.used = (0, 0)
+        self._memories = memories
+        self._dirty: list[Memory] = []  # written by replays since it was last poisoned
+        self._last = (0, 0)
+
+    def open(self, *, continues: bool) -> None:
+        """Start a capture.
+
+        Raises:
+            EmulatorError: the pool was released, or is recording already.
+        """
+        if self.released or self.capturing:
+            state = "was released" if self.released else "is recording another capture already"
+            raise EmulatorError(f"the pool {state}; take another one from new_pool().")
+        if not continues:
+            self.group, self.index = self.group + 1, 0
+        if not self.segments:
+            self.free()
+        self.capturing = True
+
+    def free(self) -> None:
+        """Give the memory of dropped segments back."""
+        self.retired.clear()
+        self._dirty.clear()
+
+    def add(self, created: Sequence[Memory]) -> tuple[int, int]:
+        """Take in a new segment and the memory it created; its place is (group, index)."""
+        self.index += 1
+        self.segments += 1
+        self._memories.update({memory.address: memory for memory in created if memory.address})
+        return self.group, self.index
+
+    def reusable(self) -> list[Memory]:
+        """Memory of the group's earlier segments that the next one may be given."""
+        memories = [memory for memory in living(self._memories) if memory.pool is self]
+        return [memory for memory in memories if memory.group == self.group and memory.reusable()]
+
+    def enter(self, place: tuple[int, int], created: Iterable[Memory]) -> None:
+        """Poison what a replay finds undefined: everything, unless it goes on with its Program."""
+        goes_on = self._last[0] == place[0] and self._last[1] < place[1]
+        if not goes_on:
+            poison(self._dirty)
+            self._dirty.clear()
+        self._dirty.extend(created)
+        self._last = place

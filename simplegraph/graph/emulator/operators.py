@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.emulator.collectives import is_collective
+from simplegraph.graph.operators import is_collective, written_args
 
 READ_BACK = "a tensor was read back to Python while its value does not exist yet"
 FROM_HOST = "data was copied from host memory that is not pinned, which a capture does not permit"
@@ -63,20 +63,8 @@ def does_work(func: Any, written: Sequence[Tensor], created: Sequence[int]) -> b
 
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that the operator writes to."""
-    arguments = _written_arguments(func)
-    return tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in arguments])
-
-
-@functools.cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    def writes(argument: Any) -> bool:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            return True
-        # Batch norm updates its statistics, and a collective its tensors, without a word in the schema.
-        return func.namespace == "c10d" or argument.name in ("running_mean", "running_var")
-
-    return tuple((place, arg.name) for place, arg in enumerate(func._schema.arguments) if writes(arg))
+    """List the tensors that the operator writes to."""
+    return tensors(list(written_args(func, tuple(args), kwargs)))
 
 
 def waiting(func: Any) -> Callable[..., Any]:

@@ -12,8 +12,17 @@ from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
-from simplegraph.graph.emulator.collectives import Launches, is_collective
-from simplegraph.graph.emulator.memory import Memory, MemoryView, OutsideMemory, from_outside, poison_byte
+from simplegraph.graph.emulator.collectives import Launches
+from simplegraph.graph.emulator.memory import (
+    Arena,
+    Memory,
+    MemoryView,
+    Output,
+    OutsideMemory,
+    RecordedCall,
+    from_outside,
+    poison_byte,
+)
 from simplegraph.graph.emulator.operators import (
     FROM_HOST,
     READ_BACK,
@@ -30,9 +39,8 @@ from simplegraph.graph.emulator.operators import (
     waiting,
     written_tensors,
 )
-from simplegraph.graph.emulator.segment import Arena, EmulatorSegment, Output, RecordedCall
-from simplegraph.graph.observe import OperatorMode
-from simplegraph.graph.subclasses import only_shapes, wrapper_class
+from simplegraph.graph.operators import OperatorMode, is_collective
+from simplegraph.graph.tensors import only_shapes, wrapper_class
 
 # Typed loosely because torch leaves them untyped.
 _functions: Any = overrides
@@ -235,8 +243,10 @@ class EmulatedCapture:
             )
         return result
 
-    def finish(self, permit: Callable[[Arena], None]) -> EmulatorSegment | None:
-        """Undo what ran, and return what was recorded, if anything; the first of a Program is there in any case.
+    def finish(self) -> dict[str, Any] | None:
+        """Undo what ran, and return the segment that was recorded, as `EmulatorSegment` takes it, if it is not empty.
+
+        The first segment of a Program is there in any case.
 
         Raises:
             EmulatorError: a rule was broken, at the end or before.
@@ -250,18 +260,13 @@ class EmulatedCapture:
         for memory in constants:
             memory.adopt_value()
         outside = set(self._memories.values()) - self._created - constants
-        tensor_of = functools.cache(MemoryView.tensor)
-        with torch.inference_mode():
-            calls = [call.bound(tensor_of) for call in self._calls]
-        return EmulatorSegment(
-            self.arena,
-            permit,
-            calls,
-            created=self._created,
-            constants=constants,
-            outside=[OutsideMemory.of(memory) for memory in outside if memory.address],
-            reused=self._reused,
-        )
+        return {
+            "calls": self._calls,
+            "created": self._created,
+            "constants": constants,
+            "outside": [OutsideMemory.of(memory) for memory in outside if memory.address],
+            "reused": self._reused,
+        }
 
     def undo(self) -> None:
         """Put back the memory that was written and the random generators; harmless the second time."""

@@ -1,4 +1,4 @@
-"""Tensors made of other tensors: DTensor, AsyncCollectiveTensor, quantized ones. Their own address says nothing."""
+"""Identify a tensor's memory, also behind wrappers (DTensor, AsyncCollectiveTensor), whose own address says nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from simplegraph.nested import flatten
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identify a tensor's memory while the tensor lives."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def wrapper_class(kind: type) -> bool:
