@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from simplegraph._version import __version__ as __version__
     from simplegraph.batch.descriptor import BatchDescriptor as BatchDescriptor
-    from simplegraph.batch.descriptor import Dispatch as Dispatch
+    from simplegraph.batch.dispatch import Dispatch as Dispatch
     from simplegraph.batch.dispatch import Dispatcher as Dispatcher
     from simplegraph.batch.reasons import Reason as Reason
     from simplegraph.batch.sizes import SizePlan as SizePlan
     from simplegraph.batch.sizes import plan_sizes as plan_sizes
     from simplegraph.checking.check import CheckReport as CheckReport
     from simplegraph.checking.check import check as check
-    from simplegraph.checking.full import FullReport as FullReport
-    from simplegraph.checking.full import try_full as try_full
     from simplegraph.config import AttentionCGSupport as AttentionCGSupport
     from simplegraph.config import CudaGraphConfig as CudaGraphConfig
     from simplegraph.config import CudaGraphMode as CudaGraphMode
@@ -45,10 +43,10 @@ if TYPE_CHECKING:
     from simplegraph.errors import VerificationError as VerificationError
     from simplegraph.graph.breaks.marks import break_at as break_at
     from simplegraph.graph.breaks.marks import eager_break as eager_break
+    from simplegraph.manager.hooks import GraphHooks as GraphHooks
     from simplegraph.manager.jobs import CaptureSummary as CaptureSummary
     from simplegraph.manager.jobs import MemoryEstimate as MemoryEstimate
     from simplegraph.manager.manager import CudaGraphManager as CudaGraphManager
-    from simplegraph.manager.manager import GraphHooks as GraphHooks
     from simplegraph.module.mixin import CudaGraphWrapper as CudaGraphWrapper
     from simplegraph.module.mixin import cuda_graph as cuda_graph
     from simplegraph.module.mixin import graph_pool as graph_pool
@@ -58,8 +56,8 @@ if TYPE_CHECKING:
 # Where each public name lives; modules are imported at the first use of one of their names.
 _HOMES = {
     "_version": ("__version__",),
-    "batch.descriptor": ("BatchDescriptor", "Dispatch"),
-    "batch.dispatch": ("Dispatcher",),
+    "batch.descriptor": ("BatchDescriptor",),
+    "batch.dispatch": ("Dispatch", "Dispatcher"),
     "batch.reasons": ("Reason",),
     "batch.sizes": ("SizePlan", "plan_sizes"),
     "checking.check": ("CheckReport", "check"),
@@ -80,8 +78,8 @@ _HOMES = {
         "VerificationError",
     ),
     "manager.jobs": ("CaptureSummary", "MemoryEstimate"),
-    "manager.manager": ("CudaGraphManager", "GraphHooks"),
-    "checking.full": ("FullReport", "try_full"),
+    "manager.hooks": ("GraphHooks",),
+    "manager.manager": ("CudaGraphManager",),
     "context": ("describe", "eager"),
     "module.mixin": ("CudaGraphWrapper", "cuda_graph", "graph_pool", "unwrap", "wrap"),
 }

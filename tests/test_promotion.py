@@ -49,7 +49,7 @@ def chain(device: torch.device, *parts: Callable[[Tensor], Tensor]) -> nn.Module
 
 
 def test_breaks_that_could_be_captured_make_one_full_graph(device: torch.device) -> None:
-    report = sg.try_full(chain(device, harmless, harmless), torch.randn(4, 4, device=device))
+    report = sg.check(chain(device, harmless, harmless), torch.randn(4, 4, device=device))
     assert report
     assert report.problem is None
     assert report.breaks == {"harmless": None}
@@ -57,7 +57,7 @@ def test_breaks_that_could_be_captured_make_one_full_graph(device: torch.device)
 
 
 def test_the_break_that_prevents_it_is_named_with_its_line(device: torch.device) -> None:
-    report = sg.try_full(chain(device, harmless, reads_back), torch.randn(4, 4, device=device))
+    report = sg.check(chain(device, harmless, reads_back), torch.randn(4, 4, device=device))
     assert not report
     assert report.breaks["harmless"] is None
     assert "x.sum() > 1e9" in str(report.breaks["reads_back"])
@@ -72,8 +72,8 @@ def test_metadata_that_changes_from_batch_to_batch_prevents_it(device: torch.dev
     def before(number: int) -> None:
         Metadata.scale = float(number + 1)
 
-    assert sg.try_full(module, batches[0])
-    report = sg.try_full(module, batches[0], others=[(batch,) for batch in batches[1:]], before=before)
+    assert sg.check(module, batches[0])
+    report = sg.check(module, batches[0], others=[(batch,) for batch in batches[1:]], before=before)
     assert not report
     assert "does not equal eager" in str(report.breaks["reads_python"])
     assert report.breaks["harmless"] is None
@@ -82,14 +82,14 @@ def test_metadata_that_changes_from_batch_to_batch_prevents_it(device: torch.dev
 def test_batches_of_other_sizes_have_graphs_of_their_own(device: torch.device) -> None:
     fails_when_small = sg.eager_break(lambda x: x if x.shape[0] > 2 else x * float(x.sum()))
     module = chain(device, fails_when_small)
-    assert sg.try_full(module, torch.randn(4, 4, device=device))
-    report = sg.try_full(module, torch.randn(4, 4, device=device), others=[(torch.randn(2, 4, device=device),)])
+    assert sg.check(module, torch.randn(4, 4, device=device))
+    report = sg.check(module, torch.randn(4, 4, device=device), others=[(torch.randn(2, 4, device=device),)])
     assert not report
     assert "batch size 2" in str(report.problem)
 
 
 def test_what_is_in_the_way_even_of_piecewise_is_said(device: torch.device) -> None:
-    report = sg.try_full(chain(device, harmless, lambda x: x * float(x.sum())), torch.randn(4, 4, device=device))
+    report = sg.check(chain(device, harmless, lambda x: x * float(x.sum())), torch.randn(4, 4, device=device))
     assert not report
     assert "float(x.sum())" in str(report.piecewise)
     assert "not piecewise either" in str(report)
@@ -97,7 +97,7 @@ def test_what_is_in_the_way_even_of_piecewise_is_said(device: torch.device) -> N
 
 def test_operators_count_as_breaks(device: torch.device) -> None:
     module = chain(device, lambda x: torch.sort(x, -1).values)
-    report = sg.try_full(module, torch.randn(4, 4, device=device), break_ops=["aten::sort"])
+    report = sg.check(module, torch.randn(4, 4, device=device), break_ops=["aten::sort"])
     assert report
     assert report.breaks == {"aten.sort.default": None}
 
@@ -106,7 +106,7 @@ def test_the_module_is_left_as_it_was(device: torch.device) -> None:
     module = nn.BatchNorm1d(4).to(device).eval()
     module.register_buffer("calls", torch.zeros(1, device=device))
     module.register_forward_hook(lambda m, args, out: m.calls.add_(1) and None)
-    sg.try_full(module, torch.randn(4, 4, device=device))
+    sg.check(module, torch.randn(4, 4, device=device))
     assert module.calls.item() == 0
 
 
@@ -120,4 +120,4 @@ def test_the_module_is_left_as_it_was(device: torch.device) -> None:
 )
 def test_bad_input_is_refused_in_words(module: Any, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        sg.try_full(module, torch.zeros(4, 4), **settings)
+        sg.check(module, torch.zeros(4, 4), **settings)

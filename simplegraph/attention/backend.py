@@ -20,7 +20,7 @@ from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, InputError, ReplayError
 from simplegraph.graph.breaks.marks import eager_break
 from simplegraph.graph.select import graph_device
-from simplegraph.manager.manager import GraphHooks
+from simplegraph.manager.hooks import GraphHooks
 
 
 class AttentionBackend(GraphHooks, abc.ABC):

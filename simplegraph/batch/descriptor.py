@@ -1,14 +1,11 @@
-"""The padded shape of a batch, which is the key of its graph, and the dispatcher's answer that names it."""
+"""The shape of a batch, which is the key of its graph."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import operator
-from typing import NamedTuple
 
-from simplegraph.batch.reasons import Reason
-from simplegraph.config import CudaGraphMode
 from simplegraph.errors import CaptureSizeError, InputError
 
 
@@ -80,19 +77,3 @@ def _int(descriptor: BatchDescriptor, name: str) -> int:
         value = operator.index(value)
         object.__setattr__(descriptor, name, value)
     return value
-
-
-class Dispatch(NamedTuple):
-    """The dispatcher's answer for one batch.
-
-    Attributes:
-        mode: how to run it: NONE, PIECEWISE or FULL.
-        descriptor: the graph's key, padded; for NONE the batch as it is.
-        reason: why.
-        padding: rows to fill up, ``descriptor.num_tokens`` minus the batch's own.
-    """
-
-    mode: CudaGraphMode
-    descriptor: BatchDescriptor
-    reason: Reason
-    padding: int

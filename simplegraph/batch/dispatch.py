@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from simplegraph.batch.descriptor import BatchDescriptor, Dispatch
+from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.reasons import Reason
 from simplegraph.batch.sizes import PaddingMap, mixed_sizes, uniform_decode_sizes
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
@@ -17,6 +18,22 @@ logger = logging.getLogger("simplegraph")
 
 # Answers remembered before starting over: far above what real traffic asks, and a bound for odd traffic.
 _MAX_REMEMBERED = 1 << 16
+
+
+class Dispatch(NamedTuple):
+    """The dispatcher's answer for one batch.
+
+    Attributes:
+        mode: how to run it: NONE, PIECEWISE or FULL.
+        descriptor: the graph's key, padded; for NONE the batch as it is.
+        reason: why.
+        padding: rows to fill up, ``descriptor.num_tokens`` minus the batch's own.
+    """
+
+    mode: CudaGraphMode
+    descriptor: BatchDescriptor
+    reason: Reason
+    padding: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

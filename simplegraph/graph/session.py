@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.recorder import BreakTrace, SegmentRecorder
+from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.breaks.recorder import SegmentRecorder
+from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.program import Program
-from simplegraph.graph.tensors import is_wrapper
+from simplegraph.graph.tensors import is_wrapper, wait_collectives
 from simplegraph.nested import flatten
 
 
@@ -93,7 +95,10 @@ class CaptureSession:
                 _reseeding_shows((_default_generator(self.device.torch_device), *generators)),
                 self._undone_on_failure(recorder),
             ):
-                result, steps = recorder.record(run)
+                recorder.begin()
+                with recording_breaks(None if trace is None else recorder):
+                    result = wait_collectives(run())
+                steps = recorder.finish()
         except (CaptureError, InputError):
             raise
         except Exception as error:

@@ -1,188 +1,193 @@
-"""One session of a manager's captures: warmups, every job's graph, second tries, and what other ranks say of each."""
+"""The capture of a model's graphs, from the jobs to the table: warmups, sessions, second tries, other ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.operators import recording_breaks
-from simplegraph.graph.breaks.recorder import BreakTrace
+from simplegraph.errors import CaptureError, ConfigError, InputError
+from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
+from simplegraph.graph.breaks.step import BreakTrace
+from simplegraph.graph.breaks.trace import BreakTracer
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.tensors import wait_collectives
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, counters, observing, read_differently
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.progress import capture_bar
-
-if TYPE_CHECKING:
-    from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.table import ProgramTable
 
 logger = logging.getLogger("simplegraph")
 
 
-class JobCapture:
-    """Captures jobs for a manager, which gets their programs; see `CudaGraphManager.capture_jobs`.
+def run_observed(table: ProgramTable, run: Callable[[], Any], traced: Key | None = None) -> tuple[Any, MemoryObserver]:
+    """Run a forward eagerly, and note what it reads and writes.
 
     Args:
-        manager: whose graphs they will be.
-        jobs: largest first.
-        observers: gets what warmups and captures were seen to read.
+        table: gets what the forward's breaks return, if `traced` is given.
+        run: the forward.
+        traced: the key of the piecewise graph that this is a warmup of.
+    """
+    observer = MemoryObserver()
+    tracer = None
+    if traced is not None:
+        operators = breaking_operators(table.config.break_ops)
+        tracer = BreakTracer(operators, observer, table.device.torch_device)
+    with observer, recording_breaks(tracer):
+        outputs = wait_collectives(run())
+    if tracer is not None:
+        table.add_trace(traced, tracer.finish(outputs))
+    return outputs, observer
+
+
+class GraphCapture:
+    """Captures jobs in one session; their Programs go into the table.
+
+    A capture is transactional: where one fails, everything is put back and the others go on. A size
+    that failed without a warmup of its own gets one and a second try: autotuners need it.
+
+    Args:
+        table: where the Programs go.
+        jobs: largest first, so that the smaller ones reuse the pool's memory.
+        settings: beside the configuration, what ranks that capture together must have alike.
         lazy: this is a single capture in the middle of serving.
+
+    Attributes:
+        observers: what warmups and captures were seen to read. Looking costs time, so where the largest and the
+            smallest size read the same memory, the others are taken to do so too.
     """
 
     def __init__(
-        self, manager: CudaGraphManager, jobs: Sequence[CaptureJob], observers: list[MemoryObserver], *, lazy: bool
+        self, table: ProgramTable, jobs: Sequence[CaptureJob], settings: dict[str, Any], *, lazy: bool = False
     ) -> None:
-        self._manager, self._jobs, self._observers, self._lazy = manager, jobs, observers, lazy
+        self.observers: list[MemoryObserver] = []
+        self._table, self._jobs, self._settings, self._lazy = table, jobs, settings, lazy
+        self._ranks = table.ranks
         self._failed: dict[str, CaptureError] = {}
-        self._traced: list[MemoryObserver] = []  # of warmups that only recording_breaks what breaks return
+        self._traced: list[MemoryObserver] = []  # of warmups that only told what breaks return
 
-    def run(self, num_warmups: int) -> CaptureSummary:
-        """Warm up on the first job, and capture them all."""
-        manager, jobs = self._manager, self._jobs
+    def run(self, num_warmups: int = 0) -> CaptureSummary:
+        """Run the first job eagerly `num_warmups` times, then capture them all."""
+        table, jobs, ranks = self._table, self._jobs, self._ranks
         started = time.perf_counter()
-        with manager.ranks.together():
-            manager.ranks.begin(self._settings(num_warmups), ", ".join(job.label for job in jobs), manager.device)
+        with ranks.together():
+            ranks.begin(self._shared_settings(num_warmups), ", ".join(job.label for job in jobs), table.device)
         if not jobs:
             return CaptureSummary(0, self._failed, 0.0, 0)
-        free_before, before = manager.device.free_memory(), manager.stats.captures
-        with (
-            manager.ranks.together(),
-            CaptureSession(manager.device, manager.pool, thorough=not self._lazy) as session,
-        ):
+        free_before, before = table.device.free_memory(), table.stats.captures
+        with ranks.together(), CaptureSession(table.device, table.pool, thorough=not self._lazy) as session:
             for _ in range(num_warmups):
-                if self._warm_up(jobs[0], self._observers) is not None:
+                if self._warm_up(jobs[0]) is not None:
                     break  # its capture will say why, and smaller sizes may do better
             self._capture_each(session)
         for job in jobs:
             if job.label in self._failed:
-                manager.note_failure(job, self._failed[job.label])
-        self._observers += self._traced
-        taken = max(0, free_before - manager.device.free_memory())
-        return CaptureSummary(manager.stats.captures - before, self._failed, time.perf_counter() - started, taken)
+                table.add_failure(job, self._failed[job.label])
+        self.observers += self._traced
+        taken = max(0, free_before - table.device.free_memory())
+        return CaptureSummary(table.stats.captures - before, self._failed, time.perf_counter() - started, taken)
 
     def _capture_each(self, session: CaptureSession) -> None:
-        """Watched are the largest and the smallest; the others too, where these two read other memory."""
-        manager, jobs, observers = self._manager, self._jobs, self._observers
-        show = manager.config.progress and len(jobs) > 1 and manager.ranks.rank == 0
+        """Observe the largest and the smallest; the others too, where these two read other memory."""
+        jobs, table = self._jobs, self._table
+        show = table.config.progress and len(jobs) > 1 and self._ranks.rank == 0
         # A warmup shows what the first one reads, but for hooks, which it does not run.
-        first = len(jobs) - 1 if observers and not manager.hooks else 0
-        compared = 0 if first else len(observers)
+        first = len(jobs) - 1 if self.observers and not table.hooks else 0
+        compared = 0 if first else len(self.observers)
         unseen = []
         with capture_bar(len(jobs), show) as bar:
             for index, job in enumerate(jobs):
-                bar.next(job.descriptor.num_tokens, manager.device)
-                watched = index in (first, len(jobs) - 1)
-                unseen += [] if watched else [job]
-                error = self._capture_one(session, job, observers if watched else None)
-                if error is not None and not self._lazy and self._warm_up(job, observers) is None:
-                    error = self._capture_one(session, job, observers)
+                bar.next(job.descriptor.num_tokens, table.device)
+                observed = index in (first, len(jobs) - 1)
+                unseen += [] if observed else [job]
+                error = self._capture_one(session, job, observed=observed)
+                if error is not None and not self._lazy and self._warm_up(job) is None:
+                    error = self._capture_one(session, job)
                 if error is not None:
                     self._failed[job.label] = error
-            if manager.ranks.any("what graphs read", read_differently(observers[compared:])):
-                again = [job for job in unseen if job.key in manager.programs]
-                manager.forget(again)
-                errors = {job.label: self._capture_one(session, job, observers) for job in again}
+            seen = self.observers[compared:]
+            differ = len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys()
+            if self._ranks.any("what graphs read", differ):
+                again = [job for job in unseen if job.key in table.graphs]
+                table.forget(again)
+                errors = {job.label: self._capture_one(session, job) for job in again}
                 self._failed |= {label: error for label, error in errors.items() if error is not None}
 
-    def _settings(self, num_warmups: int) -> dict[str, str]:
-        """What must be the same on ranks that capture together."""
-        manager = self._manager
-        names = (field.name for field in dataclasses.fields(manager.config) if field.name != "progress")
-        settings = {name: repr(getattr(manager.config, name)) for name in names}
-        more = {"support": manager.support.name, "lora_cases": manager.dispatcher.lora_cases, "warmups": num_warmups}
-        return settings | {name: str(value) for name, value in (more | {"torch": torch.__version__}).items()}
+    def _capture_one(self, session: CaptureSession, job: CaptureJob, *, observed: bool = True) -> CaptureError | None:
+        """Capture a job into the table; what went wrong on any rank."""
+        failed = None
+        try:
+            trace = self._trace(job)
+            self._announce(job)
+            with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
+                program = session.capture(
+                    lambda: self._run_captured(job, observed), label=job.label, generators=job.generators, trace=trace
+                )
+            self._check_breaks(job, program)
+            self._table.add(job, program)
+        except CaptureError as error:
+            failed = error
+        return self._on_all_ranks("capturing", job, failed)
 
-    def _on_all_ranks(self, what: str, job: CaptureJob, error: CaptureError | None) -> CaptureError | None:
-        """The error, or that of another rank: a graph that one rank does not have, no rank may replay."""
-        failure = self._manager.ranks.failure(f"{what} {job.label}", error)
-        if failure is None or error is not None:
-            return error
-        rank, found = failure
-        self._manager.forget([job])
-        cause = f"it failed on rank {rank}, and its collectives need all ranks"
-        said = found.replace("\n", "\n  ")
-        return CaptureError(f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}", cause=cause)
+    def _run_captured(self, job: CaptureJob, observed: bool) -> Any:
+        """The forward as it is recorded, hooks included."""
+        observer = MemoryObserver()
+        with observer if observed else contextlib.nullcontext():
+            outputs = job.run()
+            for hooks in self._table.hooks:
+                hooks.end_of_forward(job.mode, job.descriptor)
+        self.observers += [observer] if observed else []
+        return outputs
 
-    def _warm_up(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
+    def _announce(self, job: CaptureJob) -> None:
+        """Let the hooks get ready; this comes last before the capture."""
+        try:
+            for hooks in self._table.hooks:
+                hooks.before_capture(job.mode, job.descriptor)
+        except Exception as error:
+            raise capture_error(error, job.label) from error
+
+    def _warm_up(self, job: CaptureJob) -> CaptureError | None:
         """Run a job eagerly, so that its capture finds everything set up; what went wrong on any rank."""
-        error = self._warm_up_here(job, observers)
+        error = self._warm_up_here(job, self.observers)
         failed = None if error is None else capture_error(error, job.label)
         return self._on_all_ranks("warming up", job, failed)
 
     def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> Exception | None:
-        observer = MemoryObserver()
-        trace = self._manager.traces.begin(observer) if job.mode is CudaGraphMode.PIECEWISE else None
+        traced = job.key if job.mode is CudaGraphMode.PIECEWISE else None
         try:
-            with observer, recording_breaks(trace):
-                outputs = wait_collectives(job.run())
-                if self._manager.ranks.size > 1:
-                    self._manager.device.synchronize()  # no collective may be in flight when a capture begins
-        except InputError:
+            _, observer = run_observed(self._table, job.run, traced)
+            if self._ranks.size > 1:
+                self._table.device.synchronize()  # no collective may be in flight when a capture begins
+        except (ConfigError, InputError):
             raise
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)
             return error
         observers.append(observer)
-        if trace is not None:
-            self._manager.traces.add(job.key, trace, outputs)
         return None
-
-    def _capture_one(
-        self, session: CaptureSession, job: CaptureJob, observers: list[MemoryObserver] | None
-    ) -> CaptureError | None:
-        """Capture a job; what went wrong on any rank."""
-        return self._on_all_ranks("capturing", job, self._capture_here(session, job, observers))
-
-    def _capture_here(
-        self, session: CaptureSession, job: CaptureJob, observers: list[MemoryObserver] | None
-    ) -> CaptureError | None:
-        run = self._with_end_hooks(job)
-        if observers is not None:
-            run = observing(run, observers)
-        try:
-            trace = self._trace(job)
-            self._announce(job)
-            with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
-                program = session.capture(run, label=job.label, generators=job.generators, trace=trace)
-            self._check_breaks(job, program)
-        except CaptureError as error:
-            return error
-        self._manager.programs[job.key] = program
-        if self._manager.failures.pop(job.key, None) is not None:
-            self._manager.stats.failures.pop(job.label, None)
-        self._manager.stats.captured(job.key, counters(job, program))
-        return None
-
-    def _announce(self, job: CaptureJob) -> None:
-        """Let the hooks get ready; this comes last before the capture."""
-        try:
-            for hooks in self._manager.hooks:
-                hooks.before_capture(job.mode, job.descriptor)
-        except Exception as error:
-            raise capture_error(error, job.label) from error
 
     def _trace(self, job: CaptureJob) -> BreakTrace | None:
-        """What is known of the job's breaks, from a warmup of its own where another size's does not tell."""
+        """Find what is known of the job's breaks, from a warmup of its own where another size's does not tell."""
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
-        if self._manager.traces.find(job.key) is None:
+        if self._table.trace(job.key) is None:
             error = self._warm_up_here(job, self._traced)
             if error is not None:
                 raise capture_error(error, job.label)
-        return self._manager.traces.find(job.key)
+        return self._table.trace(job.key)
 
     def _check_breaks(self, job: CaptureJob, program: Program) -> None:
-        """A piecewise graph must not hold attention that cannot be in one."""
-        support = self._manager.support
+        """Refuse a piecewise graph that holds attention which cannot be in one."""
+        support = self._table.support
         if job.mode is CudaGraphMode.PIECEWISE and support < AttentionCGSupport.ALWAYS and not program.breaks:
             program.drop()
             cause = f"the attention declares {support.name}, but the forward met no eager break"
@@ -192,14 +197,21 @@ class JobCapture:
                 cause=cause,
             )
 
-    def _with_end_hooks(self, job: CaptureJob) -> Callable[[], Any]:
-        if not self._manager.hooks:
-            return job.run
+    def _on_all_ranks(self, what: str, job: CaptureJob, error: CaptureError | None) -> CaptureError | None:
+        """The error, or that of another rank: a graph that one rank does not have, no rank may replay."""
+        failure = self._ranks.failure(f"{what} {job.label}", error)
+        if failure is None or error is not None:
+            return error
+        rank, found = failure
+        self._table.forget([job])
+        cause = f"it failed on rank {rank}, and its collectives need all ranks"
+        said = found.replace("\n", "\n  ")
+        return CaptureError(f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}", cause=cause)
 
-        def run() -> Any:
-            outputs = job.run()
-            for hooks in self._manager.hooks:
-                hooks.end_of_forward(job.mode, job.descriptor)
-            return outputs
-
-        return run
+    def _shared_settings(self, num_warmups: int) -> dict[str, str]:
+        """What must be the same on ranks that capture together."""
+        config = self._table.config
+        names = (field.name for field in dataclasses.fields(config) if field.name != "progress")
+        settings = {name: repr(getattr(config, name)) for name in names}
+        more = {"support": self._table.support.name, **self._settings, "warmups": num_warmups}
+        return settings | {name: str(value) for name, value in (more | {"torch": torch.__version__}).items()}

@@ -1,10 +1,10 @@
-"""What is to be captured, what came of it, and what a run was seen to read."""
+"""A graph to capture, and what came of capturing several."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -12,11 +12,6 @@ import torch
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import CudaGraphMode
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.operators import breaking_operators
-from simplegraph.graph.breaks.recorder import BreakTrace
-from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.program import Program
-from simplegraph.manager.stats import GraphCounters
 
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
 Key = Hashable
@@ -82,11 +77,6 @@ class MemoryEstimate:
         return self.first_bytes + max(0, self.graphs - 1) * self.next_bytes
 
 
-def keep_alive(observers: Iterable[MemoryObserver]) -> list[Any]:
-    """References that keep alive what observed runs read."""
-    return [tensor.detach() for observer in observers for tensor in observer.external.values()]
-
-
 def bind_forward(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Callable[[], Any]:
     """An engine's forward for one descriptor, refusing what a capture cannot hold."""
 
@@ -100,75 +90,3 @@ def bind_forward(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescrip
         return outputs
 
     return run
-
-
-class TraceTable:
-    """What warmups learnt of the eager breaks of piecewise graphs, by the graph's key.
-
-    Args:
-        device: where the forwards run.
-        names: operators that break, beside the tagged ones.
-    """
-
-    def __init__(self, device: torch.device, names: Sequence[str]) -> None:
-        self._device = device
-        self._names = names
-        self._by_key: dict[Key, BreakTrace] = {}
-        self._any_size: BreakTrace | None = None
-
-    def begin(self, observer: MemoryObserver) -> BreakTrace:
-        """A trace for a run that `observer` sees."""
-        return BreakTrace(breaking_operators(self._names), observer, self._device)
-
-    def add(self, key: Key, trace: BreakTrace, outputs: Any) -> None:
-        """Keep the trace of a warmup that returned these outputs."""
-        trace.finish(outputs)
-        self._by_key[key] = trace
-        if trace.any_size:
-            self._any_size = trace
-
-    def find(self, key: Key) -> BreakTrace | None:
-        """The key's own trace, or one whose breaks return the same for every batch size."""
-        return self._by_key.get(key) or self._any_size
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._by_key
-
-    def clear(self) -> None:
-        """Forget them all."""
-        self._by_key.clear()
-        self._any_size = None
-
-
-def observing(run: Callable[[], Any], observers: list[MemoryObserver]) -> Callable[[], Any]:
-    """The run, which notes what it reads."""
-
-    def observed() -> Any:
-        observer = MemoryObserver()
-        with observer:
-            outputs = run()
-        observers.append(observer)
-        return outputs
-
-    return observed
-
-
-def read_differently(observers: Sequence[MemoryObserver]) -> bool:
-    """Whether the sizes looked at were seen to read different memory, so that any other may as well."""
-    return len(observers) > 1 and observers[0].external.keys() != observers[-1].external.keys()
-
-
-def counters(job: CaptureJob, program: Program) -> GraphCounters:
-    """What the stats keep of a new program."""
-    nodes = [segment.num_nodes for segment in program.segments]
-    return GraphCounters(
-        job.label,
-        job.mode.name,
-        job.descriptor.num_tokens,
-        program.seconds,
-        program.bytes,
-        len(nodes),
-        len(program.breaks),
-        sum(count for count in nodes if count is not None) if all(count is not None for count in nodes) else None,
-        costs=program.costs,
-    )

@@ -1,7 +1,8 @@
-"""The way from a call to its graph: runs that teach, warmups, captures one at a time or all at once."""
+"""The way from a call to its graph: eager runs that teach, warmups, captures one at a time or all at once."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -12,30 +13,22 @@ from torch import Tensor, nn
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.reasons import Reason
 from simplegraph.config import CudaGraphMode
-from simplegraph.context import bypassed
-from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.context import CALLS, bypassed
+from simplegraph.errors import CaptureSizeError, ReplayError
 from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.tensors import storage_key, wait_collectives
+from simplegraph.graph.tensors import storage_key
+from simplegraph.manager.capture import run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.module.binding import Binding
+from simplegraph.module.call import UNDESCRIBED, Call, CallLayout, invoke
 from simplegraph.module.compare import EagerComparison
 from simplegraph.module.inputs import InputSet
-from simplegraph.module.plan import Call, CallLayout
+from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader, CannotBind, ConstantArg
-from simplegraph.module.state import CapturedState, HeldTensor, held_tensors, kept_in_graph, put_back
+from simplegraph.module.state import CapturedState, held_tensors, kept_in_graph, put_back
 from simplegraph.nested import TreeSpec, flatten
 
 logger = logging.getLogger("simplegraph")
-
-
-class Graphed:
-    """What `_invoke` recognises a wrapped module by: the class after it in the MRO has the real call."""
-
-
-def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The module's own call, hooks included."""
-    return super(Graphed, module).__call__(*args, **kwargs)
 
 
 class GraphBuilder:
@@ -64,82 +57,71 @@ class GraphBuilder:
         self.state = None
         self.manager.reset()
 
-    # One call at a time.
+    # Eager runs.
 
     def run_as_called(self, call: Call, reason: Reason) -> Any:
-        """An eager run on the capture stream, with the caller's own tensors, that teaches what calls look like."""
+        """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
         self.manager.stats.ran_eagerly(reason)
-        trace_for = self._trace_for(call) if call.batch == call.padded else None
-        outputs, spec, observer = self._run_on_capture_stream(call.module, call.args, call.kwargs, trace_for)
-        binding = call.binding
-        inputs = {storage_key(leaf) for leaf, _ in call.tensors}
-        binding.writes = binding.writes or not inputs.isdisjoint(observer.written)
+        exact = call.batch == call.padded
+        traced = _traced_key(call) if exact else None
+        outputs, spec, observer = self._run_on_capture_stream(call.module, call.args, call.kwargs, traced)
+        memory = call.memory
         # What eager breaks write, no capture sees: they do not run in one.
-        binding.written |= {name for leaf, name in call.tensors if storage_key(leaf) in observer.written}
-        self._keep_external(observer, inputs)
-        binding.learn_outputs(call.batch, outputs, spec)
+        call.binding.note_written(observer, memory)
+        self._keep_external(observer, set(memory.values()))
+        call.binding.learn_outputs(call.batch, outputs, spec)
         self._reader.learn(call.batch, call.leaves, call.names, call.spec)
-        binding.called = True
-        if call.batch == call.padded:
-            binding.warm[call.padded] += 1
+        call.binding.called = True
+        call.binding.warm[call.padded] += exact
         return spec.unflatten(outputs)
 
     def run_padded(self, call: Call) -> Any:
-        """An eager run on the padded static inputs, exactly what will be captured; the caller gets its rows."""
+        """Run eagerly on the padded static inputs, as will be captured; the caller gets its rows."""
         self.manager.stats.ran_eagerly(Reason.WARMUP)
-        check = self._eager_first(call) if self.manager.config.verify else None
-        inputs = self._inputs(call)
-        plan_leaves = self._static_leaves(call.layout, inputs, call.padded)
-        self._load(call, inputs)
-        args, kwargs = call.spec.unflatten(plan_leaves)
-        outputs, spec, observer = self._run_on_capture_stream(call.module, args, kwargs, self._trace_for(call))
-        binding = call.binding
-        self._keep_external(observer, inputs.storages)
-        binding.note_written(observer, inputs)
+        comparison = self._eager_first(call) if self.manager.config.verify else None
+        inputs, binding = self._inputs(call), call.binding
+        inputs.load(call.tensors, call.batch, call.padded)
+        args, kwargs = call.spec.unflatten(inputs.leaves(call.layout.args, call.padded))
+        outputs, spec, observer = self._run_on_capture_stream(call.module, args, kwargs, _traced_key(call))
+        own = inputs.storages
+        self._keep_external(observer, own)
+        binding.note_written(observer, inputs.memory)
         binding.learn_outputs(call.padded, outputs, spec)
         binding.warm[call.padded] += 1
         if binding.unsliceable is not None and call.padded != call.batch:
             raise binding.unsliceable  # found out too late: this one call runs twice
-        own = inputs.storages
         outputs = [
             leaf.clone() if isinstance(leaf, Tensor) and storage_key(leaf) in own else leaf
             for leaf in binding.outputs.cut(outputs, call.batch, call.padded)
         ]
-        if check is not None:
-            check.compare(outputs)
-        for name in binding.written:
-            index = call.names.index(name)
-            call.leaves[index].copy_(inputs.inputs[name].part(call.padded, 0, call.batch))
+        if comparison is not None:
+            comparison.compare(outputs)
+        for name, leaf in call.tensors:
+            if name in binding.written:
+                leaf.copy_(inputs.inputs[name].part(call.padded, 0, call.batch))
         return spec.unflatten(outputs)
 
     def _eager_first(self, call: Call) -> EagerComparison:
         """With `verify`, what eager gives for the call as it is; padding is compared with that."""
-        check = EagerComparison(f"the padded warmup of batch size {call.padded}", self.manager.device.torch_device)
+        comparison = EagerComparison(f"the padded warmup of batch size {call.padded}", self.manager.device.torch_device)
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = call.spec.unflatten(copies)
         with bypassed(Reason.NESTED):
-            check.expect(flatten(invoke(call.module, args, kwargs))[0])
-        return check
+            comparison.expect(flatten(invoke(call.module, args, kwargs))[0])
+        return comparison
 
     def needs_warmup(self, call: Call) -> bool:
-        """Whether the call's size must run eagerly once more before its capture."""
-        untraced = self._trace_for(call) is not None and call.key not in self.manager.traces
+        """True if the call's size must run eagerly once more before its capture."""
+        untraced = _traced_key(call) is not None and not self.manager.table.has_own_trace(call.key)
         return untraced or call.binding.warm[call.padded] < self.manager.config.num_warmups
 
-    def _trace_for(self, call: Call) -> Key | None:
-        return call.key if call.dispatch.mode is CudaGraphMode.PIECEWISE else None
-
     def _run_on_capture_stream(
-        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trace_for: Key | None = None
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], traced: Key | None = None
     ) -> tuple[list[Any], TreeSpec, MemoryObserver]:
-        """An eager run, observed; a warmup of the piecewise graph `trace_for` also learns what breaks return."""
-        device = self.manager.device
-        observer = MemoryObserver()
-        trace = None if trace_for is None else self.manager.traces.begin(observer)
-        with device.on_capture_stream(), bypassed(Reason.NESTED), observer, recording_breaks(trace):
-            outputs, spec = flatten(wait_collectives(invoke(module, args, kwargs)))
-        if trace is not None and trace_for is not None:
-            self.manager.traces.add(trace_for, trace, outputs)
+        """Run eagerly, observed; a warmup of the piecewise graph `traced` also learns what breaks return."""
+        with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED):
+            result, observer = run_observed(self.manager.table, lambda: invoke(module, args, kwargs), traced)
+        outputs, spec = flatten(result)
         for leaf in outputs:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 leaf.record_stream(torch.cuda.current_stream(leaf.device))
@@ -149,9 +131,8 @@ class GraphBuilder:
         """Own what a run was seen to read, beside its inputs."""
         for key, tensor in (*observer.external.items(), *observer.passed.items()):
             known = self._external.get(key)
-            if key not in inputs and (
-                known is None or storage_key(known) != key
-            ):  # it moved, and its key means another
+            moved = known is not None and storage_key(known) != key  # then its key means another's memory
+            if key not in inputs and (known is None or moved):
                 self._external[key] = tensor
 
     def _inputs(self, call: Call) -> InputSet:
@@ -162,140 +143,118 @@ class GraphBuilder:
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
         return self.manager.dispatcher.descriptors()
 
-    def _static_leaves(self, layout: CallLayout, inputs: InputSet, padded: int) -> list[Any]:
-        return [
-            arg.leaf if isinstance(arg, ConstantArg) else inputs.inputs[arg.name].view(padded) for arg in layout.args
-        ]
+    # What graphs there are.
 
-    def _load(self, call: Call, inputs: InputSet) -> None:
-        leaves, names = zip(*call.tensors, strict=True)
-        for leaf, name in zip(inputs.detached(leaves), names, strict=True):
-            static = inputs.inputs[name]
-            part = static.part(call.padded, 0, call.batch)
-            if part.data_ptr() != leaf.data_ptr():  # equal for what is passed by reference
-                part.copy_(leaf)
-            static.fill(call.padded, call.batch, call.padded)
-        inputs.dirty = inputs.rows  # rows above this size were not looked at
+    def plan(self, call: Call) -> Plan:
+        """Make the plan by which such calls are replayed from now on."""
+        if self.state is None:
+            raise ReplayError("a program exists without the state it reads; call reset_graphs().")
+        table = self.manager.table
+        plan = Plan(call, table, table.graphs[call.key], self.inputs_of[call.key], self.state)
+        context = CALLS.context
+        call.layout.plans[call.batch if context is None else (call.batch, context.batch)] = plan
+        return plan
+
+    def static_inputs(self, layout: CallLayout, size: int | None) -> dict[str, Tensor]:
+        """Views of a size's static inputs, the largest size's if None."""
+        if size is None:
+            size = self.descriptors()[0][1].num_tokens
+        context = CALLS.context
+        found = self.manager.dispatch(size, *(context.batch if context is not None else UNDESCRIBED))
+        inputs = self.inputs_of.get((layout.binding.signature, found.mode, found.descriptor))
+        if inputs is None:
+            raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {found.reason.text}.")
+        inputs.handed_out = True
+        return {name: static.part(found.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
+
+    # Captures.
 
     def capture(self, call: Call) -> None:
         """Capture the call's size; the static inputs are loaded first, since Python may look at shapes of them."""
-        manager = self.manager
         inputs = self._inputs(call)
-        self._load(call, inputs)
-        job = self._jobs(call, inputs, [(call.dispatch.mode, call.dispatch.descriptor)])[0]
-        summary = self._capture_jobs(call, inputs, [job], lazy=True)
-        if summary.failed:
-            error = next(iter(summary.failed.values()))
+        inputs.load(call.tensors, call.batch, call.padded)
+        jobs = self._jobs(call, inputs, [(call.dispatch.mode, call.dispatch.descriptor)])
+        failed = self._capture(call, inputs, jobs, lazy=True).failed
+        if failed:
             if self.manager.config.on_capture_failure == "raise":
-                del manager.failures[call.key]  # the next call tries again
-                raise error
-            raise CannotBind(Reason.CAPTURE_FAILED, str(error).splitlines()[0])
-        self._captured(call.module, call.binding, [(job, inputs)])
+                del self.manager.failures[call.key]  # the next call tries again
+            self.manager.table.raise_failure(failed)
+            raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
+        self._note_captured(call, inputs, jobs)
         if call.binding.unsupported is not None:
             raise call.binding.unsupported
 
-    def _capture_jobs(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
+    def capture_sizes(self, call: Call) -> CaptureSummary:
+        """Capture every size that is not captured yet, from a call that is an example of the largest."""
+        binding, inputs, table = call.binding, self._inputs(call), self.manager.table
+        inputs.tile(call.tensors, call.batch, call.padded)
+        jobs = self._jobs(call, inputs, self.descriptors())
+        jobs = [job for job in jobs if job.key not in table.graphs]
+        summary = self._capture(call, inputs, jobs, lazy=False)
+        self._note_captured(call, inputs, jobs)
+        binding.called = True
+        self._learn_second_size(call, inputs)
+        self._reader.learn(call.batch, call.leaves, call.names, call.spec)
+        table.raise_failure(summary.failed)
+        return summary
+
+    def _jobs(
+        self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
+    ) -> list[CaptureJob]:
+        generators = _generators(call)
+        return [
+            CaptureJob((call.binding.signature, *kind), *kind, _forward(call, inputs, kind[1]), generators)
+            for kind in todo
+        ]
+
+    def _capture(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
         """Capture; and where the module keeps tensors made during a capture, once more after warming every size.
 
         A cache filled by size is filled by the warmup then. What is kept even so would be graph memory in
         an attribute, with no meaning outside a replay: those sizes run eagerly.
         """
-        before = held_tensors(call.module)
         warmups = 0 if lazy else self.manager.config.num_warmups
-        summary = self._observed_capture(call, inputs, jobs, warmups, lazy)
-        kept = self._kept(call, jobs, before)
+        summary, kept = self._capture_once(call, inputs, jobs, warmups, lazy=lazy)
         if kept and not lazy:
             with self.manager.device.on_capture_stream():
                 for job in jobs:
                     job.run()
-            before = held_tensors(call.module)
-            summary = self._observed_capture(call, inputs, jobs, 0, lazy)
-            kept = self._kept(call, jobs, before)
+            summary, kept = self._capture_once(call, inputs, jobs, 0, lazy=lazy)
         if not kept:
             return summary
-        return self.manager.refuse(
-            jobs, f"{', '.join(kept)} would keep a tensor that exists only inside the graph", summary
-        )
+        cause = f"{', '.join(kept)} would keep a tensor that exists only inside the graph"
+        failed = self.manager.table.refuse(jobs, cause, "Return it instead, or copy it into a buffer of the module.")
+        return dataclasses.replace(summary, captured=0, failed=failed)
 
-    def _observed_capture(
-        self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], num_warmups: int, lazy: bool
-    ) -> CaptureSummary:
-        observers: list[MemoryObserver] = []
+    def _capture_once(
+        self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], num_warmups: int, *, lazy: bool
+    ) -> tuple[CaptureSummary, list[str]]:
+        """Capture, and name the attributes that hold graph memory; they and the graphs are put back then."""
+        manager, before = self.manager, held_tensors(call.module)
+        capture = manager.new_capture(jobs, lazy=lazy)
         try:
-            return self.manager.capture_jobs(jobs, num_warmups=num_warmups, observers=observers, lazy=lazy)
+            summary = capture.run(num_warmups)
         except BaseException:
-            self.manager.forget(jobs)  # nobody noted what they read, so they must not be replayed
+            manager.table.forget(jobs)  # nobody noted what they read, so they must not be replayed
             raise
         finally:
-            for observer in observers:
-                call.binding.note_written(observer, inputs)
+            for observer in capture.observers:
+                call.binding.note_written(observer, inputs.memory)
                 self._keep_external(observer, inputs.storages)
-
-    def _kept(self, call: Call, jobs: Sequence[CaptureJob], before: list[HeldTensor]) -> list[str]:
-        """Names of attributes that hold graph memory after a capture; they and the graphs are put back."""
-        manager = self.manager
         kept = kept_in_graph(call.module, manager.device, manager.pool)
         if kept:
             put_back(kept, before)
-            manager.forget(jobs)
-        return [entry.name for entry in kept]
+            manager.table.forget(jobs)
+        return summary, [entry.name for entry in kept]
 
-    def _jobs(
-        self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
-    ) -> list[CaptureJob]:
-        generators = _generators(call.module, call.layout)
-        return [
-            CaptureJob((call.binding.signature, *kind), *kind, self._forward(call, inputs, kind[1]), generators)
-            for kind in todo
-        ]
-
-    def _forward(self, call: Call, inputs: InputSet, descriptor: BatchDescriptor) -> Callable[[], Any]:
-        """The forward on the static inputs of a size."""
-        args, kwargs = call.spec.unflatten(self._static_leaves(call.layout, inputs, descriptor.num_tokens))
-
-        def run() -> Any:
-            with bypassed(Reason.NESTED), torch.no_grad():
-                return invoke(call.module, args, kwargs)
-
-        return run
-
-    def _captured(self, module: Any, binding: Binding, done: Sequence[tuple[CaptureJob, InputSet]]) -> None:
+    def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
         """Take note of new programs, and of everything they read."""
-        manager = self.manager
-        for job, inputs in done:
-            program = manager.programs.get(job.key)
-            if program is not None:
+        for job in jobs:
+            graph = self.manager.table.graphs.get(job.key)
+            if graph is not None:
                 self.inputs_of[job.key] = inputs
-                binding.learn_outputs(job.descriptor.num_tokens, program.outputs, program.spec)
-        self.state = CapturedState(module, self._external)
-
-    # All sizes at once.
-
-    def capture_sizes(self, call: Call) -> CaptureSummary:
-        manager = self.manager
-        binding, inputs = call.binding, self._inputs(call)
-        self._tile(call, inputs)
-        todo = [kind for kind in self.descriptors() if (binding.signature, *kind) not in manager.programs]
-        jobs = self._jobs(call, inputs, todo)
-        summary = self._capture_jobs(call, inputs, jobs, lazy=False)
-        self._captured(call.module, binding, [(job, inputs) for job in jobs])
-        binding.called = True
-        self._learn_second_size(call, inputs)
-        self._reader.learn(call.batch, call.leaves, call.names, call.spec)
-        manager._raise_failures(summary)
-        return summary
-
-    def _tile(self, call: Call, inputs: InputSet) -> None:
-        """Fill the static inputs with the examples' rows over and over: real values, valid as indices."""
-        for leaf, name in call.tensors:
-            static = inputs.inputs[name]
-            dim = static.arg.batch_dim
-            if isinstance(dim, int):
-                rows = torch.arange(call.padded, device=leaf.device) % call.batch
-                static.view(call.padded).copy_(leaf.index_select(dim, rows))
-            elif dim is None:
-                static.view(call.padded).copy_(leaf)
-        inputs.dirty = inputs.rows
+                call.binding.learn_outputs(job.descriptor.num_tokens, graph.program.outputs, graph.program.spec)
+        self.state = CapturedState(call.module, self._external)
 
     def _learn_second_size(self, call: Call, inputs: InputSet) -> None:
         """With a single captured size, run another one eagerly once: outputs can then be cut to their rows."""
@@ -316,8 +275,25 @@ class GraphBuilder:
             binding.learn_outputs(other, outputs, spec)
 
 
-def _generators(module: nn.Module, layout: CallLayout) -> tuple[torch.Generator, ...]:
+def _traced_key(call: Call) -> Key | None:
+    """The key under which a warmup of this call keeps what breaks return; None if its graph has no breaks."""
+    return call.key if call.dispatch.mode is CudaGraphMode.PIECEWISE else None
+
+
+def _forward(call: Call, inputs: InputSet, descriptor: BatchDescriptor) -> Callable[[], Any]:
+    """The forward on the static inputs of a size."""
+    args, kwargs = call.spec.unflatten(inputs.leaves(call.layout.args, descriptor.num_tokens))
+
+    def run() -> Any:
+        with bypassed(Reason.NESTED), torch.no_grad():
+            return invoke(call.module, args, kwargs)
+
+    return run
+
+
+def _generators(call: Call) -> tuple[torch.Generator, ...]:
     """Random generators that the module holds or is passed: a capture must know them beforehand."""
+    module: nn.Module = call.module
     held = [value for child in module.modules() for value in vars(child).values()]
-    passed = [arg.leaf for arg in layout.args if isinstance(arg, ConstantArg)]
+    passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
     return tuple({id(value): value for value in (*held, *passed) if isinstance(value, torch.Generator)}.values())

@@ -117,6 +117,33 @@ class InputSet:
         storages = [item.view(rows).untyped_storage() for item in self.inputs.values() if item._reference is None]
         self._ranges = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
 
+    def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
+        """What the forward of a captured size is passed: views of the buffers, and constants as they were."""
+        return [arg.leaf if isinstance(arg, ConstantArg) else self.inputs[arg.name].view(padded) for arg in args]
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
+        """Copy a call's tensors in, given by name, and set the padding rows."""
+        names, sources = zip(*tensors, strict=True)
+        for name, source in zip(names, self.detached(sources), strict=True):
+            static = self.inputs[name]
+            part = static.part(padded, 0, batch)
+            if part.data_ptr() != source.data_ptr():  # equal for what is passed by reference
+                part.copy_(source)
+            static.fill(padded, batch, padded)
+        self.dirty = self.rows  # rows above this size were not looked at
+
+    def tile(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
+        """Fill a size with the rows of examples over and over: real values, valid as indices."""
+        for name, source in tensors:
+            static = self.inputs[name]
+            dim = static.arg.batch_dim
+            if isinstance(dim, int):
+                rows = torch.arange(padded, device=source.device) % batch
+                static.view(padded).copy_(source.index_select(dim, rows))
+            elif dim is None:
+                static.view(padded).copy_(source)
+        self.dirty = self.rows
+
     def clean(self, start: int) -> None:
         """Let all rows from `start` on hold their padding values; where rows of sizes overlap, that has no meaning."""
         for static in self.inputs.values():
@@ -132,9 +159,14 @@ class InputSet:
         return any(start <= address < end for start, end in self._ranges)
 
     @property
+    def memory(self) -> dict[str, int]:
+        """The storage keys of all inputs, by name."""
+        return {name: storage_key(item.view(self.rows)) for name, item in self.inputs.items()}
+
+    @property
     def storages(self) -> set[int]:
         """Keys of the memory that belongs to the buffers themselves."""
-        return {storage_key(item.view(self.rows)) for item in self.inputs.values() if item._reference is None}
+        return {key for name, key in self.memory.items() if self.inputs[name]._reference is None}
 
 
 def overlap(tensors: Iterable[Tensor]) -> bool:

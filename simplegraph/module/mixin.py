@@ -20,7 +20,7 @@ from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
-from simplegraph.module.builder import Graphed, invoke
+from simplegraph.module.call import Graphed, invoke
 from simplegraph.module.runner import GraphRunner
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)

@@ -1,153 +1,66 @@
-"""The replay path: from a call's arguments to a replayed graph with as little Python as possible."""
+"""The replay path of one kind of call: from its arguments to a replayed graph with as little Python as possible."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from simplegraph.batch.descriptor import Dispatch
-from simplegraph.graph.program import Program
-from simplegraph.manager.manager import CudaGraphManager, around_breaks
-from simplegraph.manager.stats import GraphCounters
-from simplegraph.module.binding import Binding
+from simplegraph.errors import StaleGraphError
+from simplegraph.graph.tensors import storage_key
+from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.module.call import Call
 from simplegraph.module.inputs import InputSet, Slot, StaticInput, overlap
-from simplegraph.module.signature import PLAIN_TENSORS, Arg, TensorArg, is_flat
-from simplegraph.module.state import CapturedState
-from simplegraph.nested import TreeSpec, flatten
+from simplegraph.module.signature import PLAIN_TENSORS
+from simplegraph.module.state import CapturedState, kept_in_graph
 
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
 _copy_all = torch._foreach_copy_
 
 
-class CallLayout:
-    """One way of passing the arguments of a signature (positional, keyword, nested), and its plans.
-
-    Attributes:
-        spec: how the leaves of ``(args, kwargs)`` nest.
-        args: what each leaf must be.
-        autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
-        binding: what is known about the signature.
-        plans: by batch size, or (batch size, description), how such a call is replayed.
-    """
-
-    def __init__(
-        self, spec: TreeSpec, args: Sequence[Arg], autocast: torch.dtype | None, state: Hashable, binding: Binding
-    ) -> None:
-        self.spec = spec
-        self.args = list(args)
-        self.autocast = autocast
-        self.state = state
-        self.binding = binding
-        self.plans: dict[Any, Plan] = {}
-        self._flat = is_flat(spec)
-        self._num_args = len(spec.children[0].children)
-        self._keywords = spec.children[1].keys
-        # The number of arguments if all of them are leaves, passed by position: then they are the leaves.
-        self.positional = self._num_args if self._flat and not self._keywords else -1
-        batched = [(index, arg) for index, arg in enumerate(args) if isinstance(arg, TensorArg)]
-        self.anchor, anchor = next((i, a) for i, a in batched if isinstance(a.batch_dim, int))
-        self.anchor_dim = int(anchor.batch_dim)  # type: ignore[arg-type]
-
-    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
-        """The call's leaves in the order of `args`, or None if it passes its arguments another way."""
-        if not self._flat:
-            leaves, spec = flatten((args, kwargs))
-            return leaves if spec == self.spec else None
-        if len(args) != self._num_args:
-            return None
-        if kwargs:
-            return (*args, *kwargs.values()) if tuple(kwargs) == self._keywords else None
-        return args if not self._keywords else None
-
-
-class Call(NamedTuple):
-    """A call of the wrapped module, read."""
-
-    module: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    leaves: list[Any]
-    names: list[str]
-    spec: TreeSpec
-    batch: int
-    layout: CallLayout
-    binding: Binding
-    dispatch: Dispatch
-
-    @property
-    def key(self) -> Hashable:
-        return self.binding.signature, self.dispatch.mode, self.dispatch.descriptor
-
-    @property
-    def padded(self) -> int:
-        return self.dispatch.descriptor.num_tokens
-
-    @property
-    def padding(self) -> int:
-        return self.padded - self.batch
-
-    @property
-    def aliased(self) -> bool:
-        """Whether inputs share memory that their static buffers would not share."""
-        copied = [isinstance(arg, TensorArg) and arg.batch_dim != "reference" for arg in self.layout.args]
-        return overlap(itertools.compress(self.leaves, copied))
-
-    @property
-    def tensors(self) -> Iterator[tuple[Tensor, str]]:
-        """The tensor leaves and their names."""
-        return ((leaf, name) for leaf, name in zip(self.leaves, self.names, strict=True) if isinstance(leaf, Tensor))
-
-
 class Plan:
-    """How calls of one layout and one batch size are served by one Program.
+    """How calls of one layout and one batch size are served by one captured graph.
+
+    Args:
+        call: one of them.
+        table, graph: what is replayed.
+        inputs: what the graph reads.
+        state: what it reads of the module.
 
     Attributes:
         slots: what each leaf must be, and where it goes.
         rows, padded: real rows, and rows of the graph.
-        replay: queues the graph.
         outputs: views of the real rows of what a replay writes, and leaves that are no graph memory.
-        state: what the graph reads of the module.
         checked: replays take the slow way, with checks: `debug` of addresses, the next `checks` of results.
     """
 
     def __init__(
-        self,
-        layout: CallLayout,
-        inputs: InputSet,
-        program: Program,
-        counters: GraphCounters,
-        *,
-        rows: int,
-        padded: int,
-        outputs: Sequence[Any],
-        clone: frozenset[int],
-        written_back: frozenset[str],
-        key: Any,
-        manager: CudaGraphManager,
-        state: CapturedState,
+        self, call: Call, table: ProgramTable, graph: CapturedGraph, inputs: InputSet, state: CapturedState
     ) -> None:
-        self.key = key
         self.state = state
-        self.device = manager.device
-        self.pool = manager.pool
-        self.hooks = manager.hooks
+        self.table = table
+        self.graph = graph
+        self.program = graph.program
+        self.device = table.device
+        self.pool = table.pool
+        self.is_capturing = table.device.is_capturing
         self.inputs = inputs
-        self.rows = rows
-        self.padded = padded
-        self.padding = padded - rows
-        self.program = program
-        self.replay = self._replay_around_breaks if program.breaks else program.replay
-        self.counters = counters
-        self.checks = manager.config.verify
-        self.debug = manager.config.debug
+        self.rows = call.batch
+        self.padded = call.padded
+        self.padding = call.padding
+        self.checks = table.config.verify
+        self.debug = table.config.debug
         self.checked = self.debug or self.checks > 0
-        statics = [inputs.inputs.get(arg.name) for arg in layout.args]
-        self.slots = [Slot(arg, static, padded, rows) for arg, static in zip(layout.args, statics, strict=True)]
+        self._prepare_inputs(call)
+        self._prepare_outputs(call)
+
+    def _prepare_inputs(self, call: Call) -> None:
+        args, inputs = call.layout.args, self.inputs
+        statics = [inputs.inputs.get(arg.name) for arg in args]
+        self.slots = [Slot(arg, static, self.padded, self.rows) for arg, static in zip(args, statics, strict=True)]
         # A slot without a view is a constant's; None would be taken for the value of an argument that is None.
         self._bindings = [
             (
@@ -162,25 +75,24 @@ class Plan:
             for slot in self.slots
         ]
         self._prepare_padding([static for static in statics if static is not None and static.batched])
-        self.names = [arg.name for arg in layout.args]
-        self.written_back = [index for index, name in enumerate(self.names) if name in written_back]
-        self._addresses = {
-            arg.name: static.view(padded).data_ptr()
-            for arg, static in zip(layout.args, statics, strict=True)
-            if static is not None
-        }
-        self.outputs = list(outputs)
+        written = call.binding.written
+        self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
+        self._addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
+
+    def _prepare_outputs(self, call: Call) -> None:
+        """Which outputs are graph memory, and hence cloned for the caller."""
+        program, inputs, table = self.program, self.inputs, self.table
+        tensors = {index: leaf for index, leaf in enumerate(program.outputs) if isinstance(leaf, Tensor)}
+        clone = {index for index, leaf in tensors.items() if storage_key(leaf) in inputs.storages}
+        if table.config.outputs == "static":
+            inputs.handed_out = inputs.handed_out or bool(clone)
+            clone = set()
+        else:
+            clone |= {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
+        self.outputs = call.binding.outputs.cut(program.outputs, self.rows, self.padded)
         self._clone = sorted(clone)
         self._spec = program.spec
         self._single = len(self.outputs) == 1 and not program.spec.children and program.spec.type is None
-
-    def _replay_around_breaks(self) -> None:
-        try:
-            with around_breaks(self.program):
-                self.program.replay()
-        except BaseException:
-            self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back
-            raise
 
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
         """Views of the padding rows, and what goes into them."""
@@ -268,21 +180,47 @@ class Plan:
                 leaves[index].copy_(slot.view)
         self.inputs.dirty = self.inputs.rows  # the forward may have written padding rows too
 
-    def result(self) -> Any:
-        """What the caller gets: tensors of its own, or graph memory, nested as the forward returned them."""
+    def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
+        """Replay with these inputs; call with the pool's lock held.
+
+        Returns:
+            What the caller gets: tensors of its own, or graph memory, nested as the forward returned them.
+        """
+        load = self.load if copies is not NOTHING or self.padding else None
+        try:
+            self.table.replay(self.graph, self.padding, load, copies)
+        except BaseException:
+            self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back
+            raise
+        if self.written_back:
+            self.write_back(leaves)
         if self._single:
             return self.outputs[0].clone() if self._clone else self.outputs[0]
-        leaves = self.outputs
+        outputs = self.outputs
         if self._clone:
-            leaves = leaves.copy()
+            outputs = outputs.copy()
             for index in self._clone:
-                leaves[index] = leaves[index].clone()
-        return self._spec.unflatten(leaves)
+                outputs[index] = outputs[index].clone()
+        return self._spec.unflatten(outputs)
 
-    def moved_inputs(self) -> list[str]:
-        """Names of static inputs that are no longer where the graph reads them (debug)."""
-        return [
-            f"argument {name}"
-            for name, address in self._addresses.items()
-            if self.inputs.inputs[name].view(self.padded).data_ptr() != address
-        ]
+    # With `debug`.
+
+    def check_places(self) -> None:
+        """Refuse a replay whose inputs or weights are no longer where the graph reads them."""
+        inputs = self.inputs.inputs.items()
+        moved = [name for name, static in inputs if static.view(self.padded).data_ptr() != self._addresses[name]]
+        names = [f"argument {name}" for name in moved] + self.state.what_moved()
+        if names:
+            raise StaleGraphError(
+                f"no longer where the graph of {self.graph.counters.label} reads it: {', '.join(names)}. "
+                "Something resized or replaced it; call reset_graphs() to capture anew."
+            )
+
+    def check_kept(self, module: Any) -> None:
+        """Refuse a break that keeps a tensor it was passed: graph memory, which the next replay overwrites."""
+        kept = [entry.name for entry in kept_in_graph(module, self.device, self.pool)] if self.program.breaks else []
+        if kept:
+            raise StaleGraphError(
+                f"after a replay of {self.graph.counters.label}, {', '.join(kept)} holds memory of the graph, which "
+                "the next replay overwrites: an eager break stored a tensor it was passed. Store a clone."
+            )

@@ -1,70 +1,20 @@
-"""Notices when something that captured graphs read was moved or replaced.
-
-A graph reads addresses. Python can put other memory behind a name at any time: ``.to``, ``.data =``,
-``load_state_dict(assign=True)``, a LoRA merge, a cache that grew. Comparing two hundred addresses costs
-several times a replay, so whoever changes one raises a flag instead: the dicts that hold a module's
-parameters, buffers and children count writes, and so do ``Tensor.data``'s setter and its kin. A call
-compares one number; only when it changed are the addresses looked at.
-"""
+"""What captured graphs read of a module, and whether all of it is still in place."""
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.tensors import parts, storage_key
+from simplegraph.module.changes import Changes, watch_module, watch_tensors
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors are looked for in
-
-
-class Changes:
-    """Counts, for the whole process, writes that can put other memory behind a watched name.
-
-    Attributes:
-        watched: ids of the tensors and modules that any graph reads; of others nobody needs to know. An id
-            that is used again costs a look, no more.
-    """
-
-    count = 0
-    watched: ClassVar[set[int]] = set()
-
-
-class _WatchedDict(dict[str, Any]):
-    """A module's ``_parameters``, ``_buffers`` or ``_modules``; reading it costs what a dict costs.
-
-    Copies and pickles are plain dicts: only the original is watched.
-    """
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self)
-
-
-def _counting(name: str) -> Callable[..., Any]:
-    method = getattr(dict, name)
-
-    def counted(self: _WatchedDict, *args: Any, **kwargs: Any) -> Any:
-        Changes.count += 1
-        return method(self, *args, **kwargs)
-
-    counted.__name__ = name
-    return counted
-
-
-for _name in ("__setitem__", "__delitem__", "pop", "popitem", "clear", "update", "setdefault", "__ior__"):
-    setattr(_WatchedDict, _name, _counting(_name))
 
 
 class HeldTensor(NamedTuple):
@@ -89,12 +39,16 @@ class CapturedState:
         module: the module that was captured.
         external: memory the capture was seen to read, by storage key (see `MemoryObserver`). It is
             owned here, so that a graph never reads freed memory.
+
+    Attributes:
+        seen: the count of changes up to which all was in place.
+        watches_plain: whether ordinary attributes are compared at every call.
     """
 
     def __init__(self, module: nn.Module, external: dict[int, Tensor]) -> None:
-        _watch_tensors()
-        _watch_module(module)
-        self._seen = Changes.count
+        watch_tensors()
+        watch_module(module)
+        self.seen = Changes.count
         self._registered = list(_registered(module))
         self._parts = [_Part.of(name, child) for name, child in module.named_modules()]
         plain = [entry for entry in _plain(module) if not external.keys().isdisjoint(_keys(entry.tensor))]
@@ -102,6 +56,7 @@ class CapturedState:
         self._plain_holders = [holder for holder, _, _ in links.values()]
         self._plain_keys = [key for _, key, _ in links.values()]
         self._plain_values = [value for _, _, value in links.values()]
+        self.watches_plain = bool(self._plain_values)
         known = {id(part) for entry in (*self._registered, *plain) for part in parts(entry.tensor)}
         found = [
             HeldTensor(f"a {tuple(t.shape)} tensor from elsewhere", [t], 0, t)
@@ -119,9 +74,9 @@ class CapturedState:
 
     def moved(self) -> bool:
         """Whether anything is no longer where the graphs read it. Cheap enough for every call."""
-        if self._seen != Changes.count and self._changed():
+        if self.seen != Changes.count and self._changed():
             return True
-        return bool(self._plain_values) and self._plain_replaced()
+        return self.watches_plain and self._plain_replaced()
 
     def _plain_replaced(self) -> bool:
         found = map(operator.getitem, self._plain_holders, self._plain_keys)
@@ -134,7 +89,7 @@ class CapturedState:
         seen = Changes.count
         changed = bool(self.what_moved())
         if not changed:  # somebody else's tensor or module, or this one was changed and changed back
-            self._seen = seen
+            self.seen = seen
         return changed
 
     def parameters(self) -> Iterator[Tensor]:
@@ -264,57 +219,6 @@ def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
 def _is_plain_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, ModuleType)
-
-
-def _watch_module(module: nn.Module) -> None:
-    for child in module.modules():
-        for name in ("_parameters", "_buffers", "_modules"):
-            if type(vars(child)[name]) is dict:
-                vars(child)[name] = _WatchedDict(vars(child)[name])
-
-
-# Calls that change what a graph would read or do without a write to a module's dicts: other memory, another
-# view of it, other code to run.
-_CHANGING: dict[Any, tuple[str, ...]] = {
-    torch.Tensor: (
-        *("set_", "resize_", "resize_as_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_"),
-        *("squeeze_", "unsqueeze_"),
-    ),
-    torch.UntypedStorage: ("resize_",),
-    torch._C: ("_swap_tensor_impl",),
-    nn.Module: ("train", "register_forward_hook", "register_forward_pre_hook"),
-    RemovableHandle: ("remove",),
-}
-
-
-@functools.cache
-def _watch_tensors() -> None:
-    """Count, once a process captures anything, every call that gives a tensor other memory.
-
-    Neither version counters nor hooks see ``tensor.data = other``. Reading ``.data`` stays a call into C.
-    """
-    setter = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-    def set_data(tensor: Tensor, value: Tensor) -> None:
-        Changes.count += id(tensor) in Changes.watched
-        setter(tensor, value)
-
-    torch.Tensor.data = property(torch.Tensor.data.__get__, set_data, doc=torch.Tensor.data.__doc__)  # type: ignore
-    for holder, names in _CHANGING.items():
-        for name in names:
-            if hasattr(holder, name):
-                setattr(holder, name, _counting_call(getattr(holder, name)))
-
-
-def _counting_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        # Of tensors and modules only those that a graph reads matter: others change all the time.
-        changed = args[0] if args else None
-        Changes.count += id(changed) in Changes.watched or not isinstance(changed, (Tensor, nn.Module))
-        return call(*args, **kwargs)
-
-    return counted
 
 
 def _has_address(tensor: Tensor) -> bool:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend, attending
 from simplegraph.attention.host import Ints
-from simplegraph.batch.descriptor import BatchDescriptor, Dispatch
+from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.dispatch import Dispatch
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.config import CudaGraphMode
 from simplegraph.errors import ConfigError, InputError

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplegraph.batch import dispatch as dispatch_module
-from simplegraph.batch.descriptor import BatchDescriptor, Dispatch
-from simplegraph.batch.dispatch import Dispatcher, resolve_mode
+from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.dispatch import Dispatch, Dispatcher, resolve_mode
 from simplegraph.batch.reasons import Reason
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from simplegraph.errors import ConfigError
-from simplegraph.graph.breaks.operators import ACTIVE
+from simplegraph.graph.breaks.operators import ACTIVE, name_of
 
 FunctionType = TypeVar("FunctionType", bound=Callable[..., Any])
 
@@ -47,7 +47,7 @@ def eager_break(function: FunctionType) -> FunctionType:
     @functools.wraps(function)
     def breaking(*args: Any, **kwargs: Any) -> Any:
         recorder = ACTIVE.recorder
-        if recorder is None:
+        if recorder is None or function in ACTIVE.inlined:
             return function(*args, **kwargs)
         return recorder.call(function, args, kwargs)
 
@@ -76,15 +76,6 @@ def _check_function(function: Any) -> None:
 
 def _described(target: Any) -> str:
     return f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__} instance"
-
-
-def name_of(function: Any) -> str:
-    """What reports and messages call a break."""
-    if isinstance(function, functools.partial):
-        return name_of(function.func)
-    if isinstance(function, torch._ops.OpOverload):
-        return str(function)
-    return getattr(function, "__qualname__", None) or str(function)
 
 
 def break_at(module: nn.Module, *patterns: str) -> list[str]:

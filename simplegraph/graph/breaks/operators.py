@@ -1,21 +1,22 @@
-"""Operators that break by themselves, and the recorder that hears of every break of a thread."""
+"""The thread's recorder of breaks, and operators that break by themselves."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.library import Library, fallthrough_kernel
 
 from simplegraph.errors import ConfigError
+from simplegraph.graph import patches
 
 
 class BreakRecorder(Protocol):
-    """Who is recording_breaks of breaks.
+    """Hears of every break that a thread meets.
 
     Attributes:
         operators: operators that break by themselves.
@@ -27,11 +28,12 @@ class BreakRecorder(Protocol):
         """Serve a call of a break; what it returns is what the forward goes on with."""
 
 
-class _ActiveRecorder(threading.local):
+class _ThreadBreaks(threading.local):
     recorder: BreakRecorder | None = None
+    inlined: frozenset[Any] = frozenset()
 
 
-ACTIVE = _ActiveRecorder()
+ACTIVE = _ThreadBreaks()
 
 
 @contextlib.contextmanager
@@ -46,7 +48,17 @@ def recording_breaks(recorder: BreakRecorder | None) -> Iterator[None]:
         ACTIVE.recorder = before
 
 
-# Operators. A dispatch mode would see every operator of a forward, at several microseconds each, a thousand
+@contextlib.contextmanager
+def inlining(functions: Collection[Any]) -> Iterator[None]:
+    """Make these functions and operators plain calls in here, whatever marks they have."""
+    before, ACTIVE.inlined = ACTIVE.inlined, frozenset(functions)
+    try:
+        yield
+    finally:
+        ACTIVE.inlined = before
+
+
+# A dispatch mode would see every operator of a forward, at several microseconds each, a thousand
 # times a capture. A dispatch key that only some operators have a kernel for, and that a thread includes only
 # while it captures, costs the others nothing.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
@@ -117,11 +129,12 @@ def _intercept(operator: Any) -> None:
         fallback = _Library("_", "IMPL")
         fallback.fallback(fallthrough_kernel, _KEY_NAME)
         _libraries.append(fallback)
+        patches.record("torch.library kernels of break operators", _forget_operators)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         recorder = ACTIVE.recorder
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
-            if recorder is None or operator not in recorder.operators:
+            if recorder is None or operator not in recorder.operators or operator in ACTIVE.inlined:
                 return operator(*args, **kwargs)
             return recorder.call(operator, args, kwargs)
 
@@ -130,3 +143,19 @@ def _intercept(operator: Any) -> None:
     library.impl(operator, kernel, _KEY_NAME)
     _libraries.append(library)
     _intercepted.add(operator)
+
+
+def _forget_operators() -> None:
+    for library in reversed(_libraries):
+        library._destroy()
+    _libraries.clear()
+    _intercepted.clear()
+
+
+def name_of(function: Any) -> str:
+    """What reports and messages call a break."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    if isinstance(function, torch._ops.OpOverload):
+        return str(function)
+    return getattr(function, "__qualname__", None) or str(function)

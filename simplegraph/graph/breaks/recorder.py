@@ -1,4 +1,4 @@
-"""The two that are recording_breaks of breaks: a warmup's trace, and the recorder of a capture's segments."""
+"""The recorder of a piecewise capture: ends a segment at each break and begins the next."""
 
 from __future__ import annotations
 
@@ -11,120 +11,12 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import BreakError
-from simplegraph.graph.breaks.marks import name_of
-from simplegraph.graph.breaks.operators import recording_breaks
-from simplegraph.graph.breaks.results import Accept, Cell, Result, classify_result
-from simplegraph.graph.breaks.step import Break, Modes, RebuiltArgument, SavedModes
+from simplegraph.graph.breaks.operators import name_of, recording_breaks
+from simplegraph.graph.breaks.step import Accept, Break, BreakCall, BreakTrace, Cell, RebuiltArgument
 from simplegraph.graph.device import GraphDevice, GraphPool, Segment
-from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.tensors import is_wrapper, parts, storage_key, wait_collectives
+from simplegraph.graph.modes import Modes, SavedModes
+from simplegraph.graph.tensors import wait_collectives
 from simplegraph.nested import LEAF, TreeSpec, flatten, opened_once
-
-
-class BreakCall(NamedTuple):
-    """What a warmup saw of one call of a break.
-
-    Attributes:
-        function: what was called.
-        made_here: for each leaf of the arguments, whether it is a tensor that the forward made.
-        spec, results: how the result nests, and what its leaves are.
-        problem: why no graph can have this break; None if it can.
-    """
-
-    function: Callable[..., Any]
-    made_here: tuple[bool, ...]
-    spec: TreeSpec
-    results: tuple[Result, ...]
-    problem: str | None = None
-
-    @property
-    def any_size(self) -> bool:
-        """Whether it is known what the break returns at other batch sizes."""
-        return self.problem is None and all(result.any_size for result in self.results)
-
-
-class BreakTrace:
-    """The breaks of a forward, in order, and what they return: classify_result from an eager run.
-
-    Args:
-        operators: operators that break by themselves.
-        observer: sees the run, and hence what memory the forward made.
-        device: where the forward runs.
-        inlined: functions and operators that are plain calls here, whatever marks they have.
-
-    Attributes:
-        calls: in the order of the forward.
-    """
-
-    def __init__(
-        self,
-        operators: frozenset[Any],
-        observer: MemoryObserver,
-        device: torch.device,
-        inlined: frozenset[Any] = frozenset(),
-    ) -> None:
-        self.operators = operators
-        self.inlined = inlined
-        self.calls: list[BreakCall] = []
-        self._observer: MemoryObserver | None = observer
-        self._device = device
-
-    @property
-    def any_size(self) -> bool:
-        """Whether captures of other batch sizes can go by it."""
-        return all(call.any_size for call in self.calls)
-
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the break, and note what it is passed and returns."""
-        observer = self._observer
-        if observer is None or function in self.inlined:
-            return function(*args, **kwargs)
-        args, kwargs = wait_collectives((args, kwargs))
-        arguments, nesting = flatten((args, kwargs))
-        made_here = tuple(isinstance(leaf, Tensor) and observer.made(leaf) for leaf in arguments)
-        observer.pass_on(arguments)
-        before = [_geometry(leaf) for leaf in arguments]
-        with recording_breaks(None), observer.inside_break() as made:
-            result = function(*args, **kwargs)
-        leaves, spec = flatten(result)
-        tensors = (part for leaf in leaves if isinstance(leaf, Tensor) for part in parts(leaf))
-        returned = {storage_key(tensor) for tensor in tensors if tensor.layout is torch.strided}
-        observer.left |= dict.fromkeys(made - returned, len(self.calls))
-        problem = None
-        if before != [_geometry(leaf) for leaf in arguments]:
-            problem = "resizes, reshapes or re-points a tensor it is passed; return a new one"
-        elif _changed((args, kwargs), arguments, nesting):
-            # A replay would hand over the same container again, and the segments after it hold the tensors of now.
-            problem = "changes a list, dict or dataclass it is passed; return what it makes"
-        results = tuple(
-            classify_result(leaf, leaves[:place], arguments, observer.made, self._device)
-            for place, leaf in enumerate(leaves)
-        )
-        self.calls.append(BreakCall(function, made_here, spec, results, problem))
-        return result
-
-    def finish(self, outputs: Any = None) -> None:
-        """The run is over, and returned these outputs."""
-        if self._observer is not None:
-            self._observer.find(flatten(outputs)[0], "returns it")
-            for number, use in self._observer.found.items():
-                # A replay would go on with the tensor that the warmup's call of the break made.
-                problem = f"makes a tensor without returning it, and the forward {use}; return it"
-                self.calls[number] = self.calls[number]._replace(problem=self.calls[number].problem or problem)
-        self._observer = None
-
-
-def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:
-    """Whether containers among the arguments hold something else than they did."""
-    after, now = flatten(passed)
-    return now != nesting or any(leaf is not before for leaf, before in zip(after, leaves, strict=True))
-
-
-def _geometry(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or is_wrapper(leaf):
-        return None
-    storage = leaf.untyped_storage()
-    return leaf.shape, leaf.stride(), leaf.storage_offset(), storage.data_ptr(), storage.nbytes()
 
 
 class SegmentRecorder:
@@ -155,16 +47,17 @@ class SegmentRecorder:
         self._ambient = Modes.now(device.torch_device.type)
         self._error: Exception | None = None
 
-    def record(self, run: Callable[[], Any]) -> tuple[Any, tuple[Segment | Break, ...]]:
-        """Run the forward without executing it; what it returns, and the steps it is made of."""
+    def begin(self) -> None:
+        """Begin the first segment."""
         self._stream = self._device.current_stream()
         self._device.begin(self._pool, self._generators)
-        with recording_breaks(None if self._trace is None else self):
-            result = wait_collectives(run())
+
+    def finish(self) -> tuple[Segment | Break, ...]:
+        """End the last segment, and return the steps of the forward."""
         if self._error is not None:
             raise self._error
         self._end_segment()
-        return result, tuple(self._steps)
+        return tuple(self._steps)
 
     def drop(self) -> None:
         """Drop the segments recorded so far."""
@@ -175,8 +68,6 @@ class SegmentRecorder:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """End the segment, note the break, begin the next segment, and return stand-ins for the result."""
-        if self._trace is None or function in self._trace.inlined:
-            return function(*args, **kwargs)
         try:
             return self._call(name_of(function), function, args, kwargs)
         except Exception as error:

@@ -10,59 +10,16 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from simplegraph.errors import BreakError
+from simplegraph.graph.breaks.step import Accept, Cell, Place, Result
 from simplegraph.nested import ATOMS, constant_key
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
-Accept = Callable[[Any], str | None]
-
-
-@dataclasses.dataclass(eq=False)
-class Cell:
-    """An object that is another one at every replay: put in by one break, and read by those after it."""
-
-    value: Any
-
-
-class Place(Protocol):
-    """What a stand-in needs of the capture that it enters.
-
-    Attributes:
-        leaves: the arguments of the break, taken apart, as the forward passed them.
-        held: the same as every replay will pass them.
-        entered: what stands in for the results before this one, and what takes them at a replay.
-    """
-
-    @property
-    def leaves(self) -> Sequence[Any]: ...
-
-    @property
-    def held(self) -> Sequence[Any]: ...
-
-    @property
-    def entered(self) -> Sequence[tuple[Any, Accept]]: ...
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """A captured tensor as steps may hold it."""
-
-    def watch(self, cell: Cell) -> None:
-        """Let later breaks that are passed the cell's present value read the cell."""
-
-
-class Result(Protocol):
-    """One leaf of what a break returns."""
-
-    @property
-    def any_size(self) -> bool:
-        """Whether it is the same for every batch size."""
-
-    def enter(self, place: Place) -> tuple[Any, Accept]:
-        """What the forward goes on with, and what takes a replay's value; that one says what is wrong with it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,61 +1,105 @@
-"""A break as a Program keeps it: the function, its arguments, and where its results go."""
+"""A break: as a warmup met it, and as a step of a Program that calls the function at every replay."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
-import torch
+from torch import Tensor
 
 from simplegraph.errors import BreakError
-from simplegraph.graph.breaks.results import Accept, Cell
+from simplegraph.graph.modes import SavedModes
 from simplegraph.nested import TreeSpec, flatten
 
-
-class Modes(NamedTuple):
-    """What a forward switches on around an operation, and a replay must switch on again."""
-
-    grad: bool
-    inference: bool
-    autocast: torch.dtype | None
-
-    @classmethod
-    def now(cls, device_type: str) -> Modes:
-        """Those in force in this thread."""
-        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
-
-    def changed_from(self, ambient: Modes) -> frozenset[str]:
-        """What the forward itself changed; for the others the modes around a replay are right."""
-        changed = {name for name in ("inference", "autocast") if getattr(self, name) != getattr(ambient, name)}
-        return frozenset(changed | ({"grad"} if self.grad and not ambient.grad else set()))
+Accept = Callable[[Any], str | None]
 
 
-class SavedModes(NamedTuple):
-    """The modes around a break, of which the forward itself set some."""
+@dataclasses.dataclass(eq=False)
+class Cell:
+    """Holds an object that a break replaces at each replay and later breaks read."""
 
-    modes: Modes
-    changed: frozenset[str]
-    device_type: str
+    value: Any
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Those again, inside whatever is around the replay."""
-        modes, changed = self.modes, self.changed
-        with contextlib.ExitStack() as stack:
-            if "inference" in changed:
-                stack.enter_context(torch.inference_mode(modes.inference))
-            if "grad" in changed or "inference" in changed:  # leaving inference mode switches grad mode on
-                stack.enter_context(torch.set_grad_enabled(modes.grad))
-            if "autocast" in changed:
-                enabled = modes.autocast is not None
-                stack.enter_context(torch.autocast(self.device_type, dtype=modes.autocast, enabled=enabled))
-            yield
+
+class Place(Protocol):
+    """What a stand-in needs of the capture that it enters.
+
+    Attributes:
+        leaves: the arguments of the break, taken apart, as the forward passed them.
+        held: the same as every replay will pass them.
+        entered: what stands in for the results before this one, and what takes them at a replay.
+    """
+
+    @property
+    def leaves(self) -> Sequence[Any]: ...
+
+    @property
+    def held(self) -> Sequence[Any]: ...
+
+    @property
+    def entered(self) -> Sequence[tuple[Any, Accept]]: ...
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A captured tensor as steps may hold it."""
+
+    def watch(self, cell: Cell) -> None:
+        """Let later breaks that are passed the cell's present value read the cell."""
+
+
+class Result(Protocol):
+    """One leaf of what a break returns."""
+
+    @property
+    def any_size(self) -> bool:
+        """Whether it is the same for every batch size."""
+
+    def enter(self, place: Place) -> tuple[Any, Accept]:
+        """What the forward goes on with, and what takes a replay's value; that one says what is wrong with it."""
+
+
+class BreakCall(NamedTuple):
+    """What a warmup saw of one call of a break.
+
+    Attributes:
+        function: what was called.
+        made_here: for each leaf of the arguments, whether it is a tensor that the forward made.
+        spec, results: how the result nests, and what its leaves are.
+        problem: why no graph can have this break; None if it can.
+    """
+
+    function: Callable[..., Any]
+    made_here: tuple[bool, ...]
+    spec: TreeSpec
+    results: tuple[Result, ...]
+    problem: str | None = None
+
+    @property
+    def any_size(self) -> bool:
+        """Whether it is known what the break returns at other batch sizes."""
+        return self.problem is None and all(result.any_size for result in self.results)
+
+
+@dataclasses.dataclass
+class BreakTrace:
+    """The breaks of a forward, as a warmup met them.
+
+    Attributes:
+        operators: operators that break by themselves.
+        calls: in the order of the forward.
+    """
+
+    operators: frozenset[Any]
+    calls: list[BreakCall] = dataclasses.field(default_factory=list)
+
+    @property
+    def any_size(self) -> bool:
+        """True if captures of other batch sizes can go by it."""
+        return all(call.any_size for call in self.calls)
 
 
 class RebuiltArgument(NamedTuple):
-    """An argument that is put together anew for every replay: a container of graph memory, or of cells."""
+    """An argument that every replay builds again: a container of graph memory, or of cells."""
 
     place: int | str
     spec: TreeSpec

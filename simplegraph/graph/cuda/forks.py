@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from simplegraph.graph import patches
 from simplegraph.graph.failures import current_user_location
 
 
@@ -73,7 +74,7 @@ def _handle(stream: Any) -> int:
     return int((stream if stream is not None else torch.cuda.current_stream()).cuda_stream)
 
 
-@functools.cache
+@patches.installer
 def _watch_events() -> None:
     event: Any = torch.cuda.Event
     record, wait = event.record, event.wait
@@ -92,4 +93,5 @@ def _watch_events() -> None:
             opened.wait(self, stream)
         return wait(self, stream)
 
-    event.record, event.wait = watched_record, watched_wait
+    patches.replace(event, "record", watched_record)
+    patches.replace(event, "wait", watched_wait)

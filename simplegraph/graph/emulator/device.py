@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
+from simplegraph.graph import patches
 from simplegraph.graph.device import GraphPool, MemoryReading
 from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, living
 from simplegraph.graph.emulator.recording import EmulatedCapture
@@ -158,7 +159,9 @@ class EmulatorDevice:
     def _set_recording(self, recording: EmulatedCapture | None) -> None:
         self._thread.recording = recording
         # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
-        torch.cuda.is_current_stream_capturing = _TORCH_IS_CAPTURING if recording is None else self._any_capturing
+        patches.restore(torch.cuda, "is_current_stream_capturing")
+        if recording is not None:
+            patches.replace(torch.cuda, "is_current_stream_capturing", self._any_capturing)
 
     def _any_capturing(self) -> bool:
         return self.is_capturing() or _TORCH_IS_CAPTURING()
@@ -177,7 +180,7 @@ class EmulatorDevice:
             raise EmulatorError("a capture must end on the stream that it began on.")
         recorded = recording.finish()
         self._set_recording(None)
-        return None if recorded is None else EmulatorSegment(recording.arena, self._permit_replay, **recorded)
+        return None if recorded is None else EmulatorSegment(recording.arena, self._permit_replay, recorded)
 
     def abandon(self) -> None:
         recording = self._thread.recording

@@ -194,6 +194,24 @@ class RecordedCall(NamedTuple):
     outputs: tuple[Output, ...]
 
 
+class Recorded(NamedTuple):
+    """What a capture leaves behind when it ends.
+
+    Attributes:
+        calls: the operators, in order, on views of the memory that they use.
+        created: memory that they allocated.
+        constants: memory of Python numbers; a replay may write to it, and begins with their values.
+        outside: memory that must be alive for a replay.
+        reused: memory of earlier segments of the Program that was free when this capture began.
+    """
+
+    calls: Sequence[RecordedCall]
+    created: Iterable[Memory]
+    constants: Iterable[Memory]
+    outside: Sequence[OutsideMemory]
+    reused: Sequence[Memory]
+
+
 def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
     """The values, whatever other threads add and drop meanwhile, which ``values()`` does not bear."""
     return [memory for reference in memories.valuerefs() if (memory := reference()) is not None]

@@ -19,6 +19,7 @@ from simplegraph.graph.emulator.memory import (
     MemoryView,
     Output,
     OutsideMemory,
+    Recorded,
     RecordedCall,
     from_outside,
     poison_byte,
@@ -243,8 +244,8 @@ class EmulatedCapture:
             )
         return result
 
-    def finish(self) -> dict[str, Any] | None:
-        """Undo what ran, and return the segment that was recorded, as `EmulatorSegment` takes it, if it is not empty.
+    def finish(self) -> Recorded | None:
+        """Undo what ran, and return what was recorded; None for an empty segment.
 
         The first segment of a Program is there in any case.
 
@@ -260,13 +261,8 @@ class EmulatedCapture:
         for memory in constants:
             memory.adopt_value()
         outside = set(self._memories.values()) - self._created - constants
-        return {
-            "calls": self._calls,
-            "created": self._created,
-            "constants": constants,
-            "outside": [OutsideMemory.of(memory) for memory in outside if memory.address],
-            "reused": self._reused,
-        }
+        living = [OutsideMemory.of(memory) for memory in outside if memory.address]
+        return Recorded(self._calls, self._created, constants, living, self._reused)
 
     def undo(self) -> None:
         """Put back the memory that was written and the random generators; harmless the second time."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from simplegraph.errors import EmulatorError, ReplayError
-from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, Output, OutsideMemory, RecordedCall, poison
+from simplegraph.graph.emulator.memory import Arena, MemoryView, Output, Recorded, RecordedCall, poison
 from simplegraph.graph.emulator.operators import map_tree, tensors
 
 
@@ -18,34 +18,20 @@ class EmulatorSegment:
     Args:
         arena: the pool it was captured into.
         permit: called before every replay; raises where a replay is not permitted.
-        calls: the operators, in order, on views of the memory that they use.
-        created: memory that they allocated.
-        constants: memory of Python numbers; a replay may write to it, and begins with their values.
-        outside: memory that must be alive for a replay.
-        reused: memory of earlier segments of the Program that was free when this capture began.
+        recorded: what the capture left behind.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        permit: Callable[[Arena], None],
-        calls: Sequence[RecordedCall],
-        *,
-        created: Iterable[Memory],
-        constants: Iterable[Memory],
-        outside: Sequence[OutsideMemory],
-        reused: Sequence[Memory],
-    ) -> None:
+    def __init__(self, arena: Arena, permit: Callable[[Arena], None], recorded: Recorded) -> None:
         self._arena = arena
         self._permit = permit
-        self._calls: Sequence[RecordedCall] | None = _bind_tensors(calls)
-        self._created = list(created)
-        self._constants = list(constants)
+        self._calls: Sequence[RecordedCall] | None = _bind_tensors(recorded.calls)
+        self._created = list(recorded.created)
+        self._constants = list(recorded.constants)
         self._values = [memory.bytes.clone() for memory in self._constants]
-        self._outside = outside
+        self._outside = recorded.outside
         # From here on in the Program this segment may have written to it.
-        self._undefined_before = reused
-        self._undefined_after = [memory for memory in arena.reusable() if memory not in reused]
+        self._undefined_before = recorded.reused
+        self._undefined_after = [memory for memory in arena.reusable() if memory not in recorded.reused]
         self._place = arena.add(self._created)
         poison(self._created)
 

@@ -20,10 +20,10 @@ from simplegraph.integrations.transformers.refusals import check_model
 from simplegraph.integrations.transformers.swap import give_methods, named, owner_of, take_back
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
+from simplegraph.module.changes import Changes
 from simplegraph.module.compare import first_difference
 from simplegraph.module.mixin import CudaGraphWrapper, wrap
 from simplegraph.module.signature import CannotBind
-from simplegraph.module.state import Changes
 from simplegraph.nested import flatten
 
 _SEQUENCES = ("input_ids", "inputs_embeds")  # what says the batch and the length, the first one given

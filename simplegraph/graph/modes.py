@@ -1,0 +1,54 @@
+"""The modes of torch that a forward may set around an operation, and that a replay must set again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The autocast dtype in force, or None."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+class Modes(NamedTuple):
+    """Grad mode, inference mode and autocast around an operation."""
+
+    grad: bool
+    inference: bool
+    autocast: torch.dtype | None
+
+    @classmethod
+    def now(cls, device_type: str) -> Modes:
+        """Read those in force in this thread."""
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_dtype(device_type))
+
+    def changed_from(self, ambient: Modes) -> frozenset[str]:
+        """Name what the forward itself changed; for the others the modes around a replay are right."""
+        changed = {name for name in ("inference", "autocast") if getattr(self, name) != getattr(ambient, name)}
+        return frozenset(changed | ({"grad"} if self.grad and not ambient.grad else set()))
+
+
+class SavedModes(NamedTuple):
+    """The modes around a break, of which the forward itself set some."""
+
+    modes: Modes
+    changed: frozenset[str]
+    device_type: str
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Re-enter the modes that the forward set."""
+        modes, changed = self.modes, self.changed
+        with contextlib.ExitStack() as stack:
+            if "inference" in changed:
+                stack.enter_context(torch.inference_mode(modes.inference))
+            if "grad" in changed or "inference" in changed:  # leaving inference mode switches grad mode on
+                stack.enter_context(torch.set_grad_enabled(modes.grad))
+            if "autocast" in changed:
+                enabled = modes.autocast is not None
+                stack.enter_context(torch.autocast(self.device_type, dtype=modes.autocast, enabled=enabled))
+            yield

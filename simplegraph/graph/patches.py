@@ -1,0 +1,81 @@
+"""Every change this library makes to other people's classes and registries, listed, and the way back.
+
+They are made at the first capture that needs them, once a process:
+
+    tensor.data, set_, resize_, ...    notices that something a graph reads was moved (module.changes)
+    torch.cuda.Event.record, wait      names the line that forked to a side stream (graph.cuda.forks)
+    break operators                    kernels on a spare dispatch key, so that operators can break (graph.breaks)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+_undo: dict[str, Callable[[], None]] = {}
+_installers: list[functools._lru_cache_wrapper[None]] = []
+_ABSENT = object()
+
+
+def replace(owner: Any, name: str, new: Any) -> None:
+    """Set an attribute of somebody else's class or module, or an item of a dict, and remember what was there."""
+    items = owner if isinstance(owner, dict) else vars(owner)
+    original = items.get(name, _ABSENT)  # absent also where it is inherited
+
+    def undo() -> None:
+        _set(owner, name, original)
+
+    _set(owner, name, new)
+    record(_label(owner, name), undo)
+
+
+def restore(owner: Any, name: str) -> None:
+    """Put back what `replace` found; harmless where nothing was replaced."""
+    _undo.pop(_label(owner, name), lambda: None)()
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner.pop(name, None) if value is _ABSENT else owner.update({name: value})
+    elif value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def _label(owner: Any, name: str) -> str:
+    if isinstance(owner, dict):
+        return f"{owner.get('__name__', 'a dict')}.{name}"
+    module = "" if isinstance(owner, ModuleType) else f"{owner.__module__}."
+    return f"{module}{getattr(owner, '__qualname__', owner.__name__)}.{name}"
+
+
+def record(label: str, undo: Callable[[], None]) -> None:
+    """List a change of another kind, with what takes it back."""
+    _undo[label] = undo
+
+
+def installer(install: Callable[[], None]) -> Callable[[], None]:
+    """Let a function that patches run once, and again after `remove`."""
+    once = functools.cache(install)
+    _installers.append(once)
+    return once
+
+
+def installed() -> list[str]:
+    """List what is changed at the moment."""
+    return list(_undo)
+
+
+def remove() -> None:
+    """Take every change back, last first. The next capture makes those that it needs again.
+
+    Graphs captured before are no longer told of moved weights: drop them first (`reset_graphs`).
+    """
+    while _undo:
+        _, undo = _undo.popitem()
+        undo()
+    for install in _installers:
+        install.cache_clear()

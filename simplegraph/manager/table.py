@@ -1,0 +1,201 @@
+"""The table of a model's Programs: what was captured, what failed, and the one way to replay."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.reasons import Reason
+from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
+from simplegraph.context import bypassed
+from simplegraph.distributed.ranks import RankGroup, SingleRank
+from simplegraph.errors import CaptureError
+from simplegraph.graph.breaks.step import BreakTrace
+from simplegraph.graph.device import GraphDevice, GraphPool
+from simplegraph.graph.program import Program
+from simplegraph.manager.hooks import GraphHooks
+from simplegraph.manager.jobs import CaptureJob, Key
+from simplegraph.manager.stats import GraphCounters, GraphStats
+
+logger = logging.getLogger("simplegraph")
+_profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class CapturedGraph:
+    """One captured key, ready to be replayed."""
+
+    mode: CudaGraphMode
+    descriptor: BatchDescriptor
+    program: Program
+    counters: GraphCounters
+
+
+class ProgramTable:
+    """Programs by key, and everything that their captures and replays share.
+
+    Args:
+        config: what to capture.
+        device: where.
+        pool: the memory that the Programs live in.
+        ranks: those that capture together.
+        support: what the attention inside the forward can do in a full graph.
+        stats: counts captures and replays.
+
+    Attributes:
+        graphs: what can be replayed, by key.
+        failures: what could not be captured, by key.
+        hooks: called around every capture and replay.
+    """
+
+    def __init__(
+        self,
+        config: CudaGraphConfig,
+        device: GraphDevice,
+        pool: GraphPool,
+        ranks: RankGroup | SingleRank,
+        support: AttentionCGSupport,
+        stats: GraphStats,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.pool = pool
+        self.ranks = ranks
+        self.support = support
+        self.stats = stats
+        self.graphs: dict[Key, CapturedGraph] = {}
+        self.failures: dict[Key, CaptureError] = {}
+        self.hooks: list[GraphHooks] = []
+        self._traces: dict[Key, BreakTrace] = {}
+        self._trace_of_any_size: BreakTrace | None = None
+        # On the path of every replay, so looked up once.
+        self._current_stream = device.current_stream
+
+    def replay(
+        self, graph: CapturedGraph, padding: int = 0, load: Callable[[Any], None] | None = None, inputs: Any = None
+    ) -> None:
+        """Replay a graph on the current stream. Call with the pool's lock held.
+
+        Args:
+            graph: one of `graphs`.
+            padding: its rows that are padding.
+            load: fills the static inputs, once the stream may touch the pool; None if there is nothing to fill.
+            inputs: what `load` is called with.
+        """
+        if self._current_stream() != self.pool.stream:
+            self.order_streams()
+        if load is not None:
+            load(inputs)
+        for hooks in self.hooks:
+            hooks.before_replay(graph.mode, graph.descriptor)
+        program = graph.program
+        if program.breaks or _profiler_enabled():
+            with self._around(graph):
+                program.replay()
+        else:  # a context that does nothing would cost a microsecond
+            program.replay()
+        counters = graph.counters
+        counters.replays += 1
+        counters.padded_tokens += padding
+
+    @contextlib.contextmanager
+    def _around(self, graph: CapturedGraph) -> Any:
+        """A profiler's range; and wrapped modules that the breaks call belong to the replay, and run eagerly."""
+        with contextlib.ExitStack() as stack:
+            if _profiler_enabled():  # under ``emit_nvtx`` an NVTX range, too
+                label = f"simplegraph.replay {graph.counters.label}"
+                stack.enter_context(torch.profiler.record_function(label))
+            if graph.program.breaks:
+                stack.enter_context(bypassed(Reason.NESTED))
+            yield
+
+    def order_streams(self) -> None:
+        """Let the current stream wait for the one that used the pool last. Call with the pool's lock held."""
+        stream = self._current_stream()
+        if stream != self.pool.stream:
+            self.device.wait_for(self.pool.stream)
+            self.pool.stream = stream
+
+    # Captures.
+
+    def add(self, job: CaptureJob, program: Program) -> None:
+        """Take in a new Program; a failure of its key is forgotten."""
+        nodes = [segment.num_nodes for segment in program.segments]
+        known = [count for count in nodes if count is not None]
+        counters = GraphCounters(
+            job.label,
+            job.mode.name,
+            job.descriptor.num_tokens,
+            program.seconds,
+            program.bytes,
+            len(nodes),
+            len(program.breaks),
+            sum(known) if len(known) == len(nodes) else None,
+            costs=program.costs,
+        )
+        if self.failures.pop(job.key, None) is not None:
+            self.stats.failures.pop(job.label, None)
+        self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters)
+        self.stats.captured(job.key, counters)
+
+    def add_failure(self, job: CaptureJob, error: CaptureError) -> None:
+        """Note a job that failed: batches of its size run eagerly from now on."""
+        self.failures[job.key] = error
+        self.stats.failures[job.label] = str(error)
+        if self.config.on_capture_failure == "eager":
+            logger.warning("%s\n  %s now runs eagerly; other sizes are unaffected.", error, job.label.capitalize())
+
+    def forget(self, jobs: Iterable[CaptureJob]) -> None:
+        """Drop these jobs' programs as if they had not been captured."""
+        for job in jobs:
+            graph = self.graphs.pop(job.key, None)
+            if graph is not None:
+                graph.program.drop()
+                self.stats.uncaptured(job.key)
+
+    def refuse(self, jobs: Sequence[CaptureJob], cause: str, remedy: str) -> dict[str, CaptureError]:
+        """Drop these jobs' programs for a cause that shows only after the capture; the errors by label."""
+        self.forget(jobs)
+        failed = {}
+        for job in jobs:
+            error = CaptureError(f"capturing {job.label} failed\n  {cause}.\n  {remedy}", cause=cause)
+            failed[job.label] = error
+            self.add_failure(job, error)
+        return failed
+
+    def raise_failure(self, failed: dict[str, CaptureError]) -> None:
+        """Raise the first of several failures if ``on_capture_failure`` is "raise"."""
+        if failed and self.config.on_capture_failure == "raise":
+            raise next(iter(failed.values()))
+
+    def add_trace(self, key: Key, trace: BreakTrace) -> None:
+        """Keep what a warmup learnt of a graph's breaks."""
+        self._traces[key] = trace
+        if trace.any_size:
+            self._trace_of_any_size = trace
+
+    def trace(self, key: Key) -> BreakTrace | None:
+        """The key's own trace, or one whose breaks return the same for every batch size."""
+        return self._traces.get(key) or self._trace_of_any_size
+
+    def has_own_trace(self, key: Key) -> bool:
+        """True if a warmup of this very key was traced."""
+        return key in self._traces
+
+    def clear(self) -> None:
+        """Drop everything. Programs go all at once: they may share a cuBLAS workspace."""
+        if self.graphs:
+            self.device.synchronize()  # a graph still running must not lose its memory
+        for graph in self.graphs.values():
+            graph.program.drop()
+        self.graphs.clear()
+        self.failures.clear()
+        self._traces.clear()
+        self._trace_of_any_size = None
+        self.stats.dropped()

@@ -1,0 +1,170 @@
+"""A call of a wrapped module, how it passes its arguments, and what is known of calls like it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplegraph.batch.dispatch import Dispatch
+from simplegraph.batch.reasons import Reason
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.tensors import storage_key
+from simplegraph.module.inputs import InputSet, overlap, shared_rows
+from simplegraph.module.outputs import OutputShapes, unreturnable
+from simplegraph.module.signature import Arg, CannotBind, Signature, TensorArg, is_flat
+from simplegraph.nested import TreeSpec, flatten
+
+UNDESCRIBED: tuple[int | None, int | None, int] = (None, None, 0)  # requests, tokens of each, LoRAs
+
+
+class Graphed:
+    """Base class by which `invoke` knows a wrapped module: the class after it in the MRO has the real call."""
+
+
+def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run the module's own call, hooks included."""
+    return super(Graphed, module).__call__(*args, **kwargs)
+
+
+@dataclasses.dataclass(eq=False)
+class Binding:
+    """What is known of the calls of one signature.
+
+    Attributes:
+        inputs: static inputs, one set unless sizes have their own.
+        outputs: how outputs follow the batch size; unsliceable: why they do not.
+        called: whether a call went through eagerly, as it was.
+        warm: warmup runs by padded size.
+        writes: whether the forward was seen to write to an input; written: the names of those it writes to.
+    """
+
+    signature: Signature
+    inputs: list[InputSet] = dataclasses.field(default_factory=list)
+    outputs: OutputShapes = dataclasses.field(default_factory=OutputShapes)
+    unsliceable: CannotBind | None = None
+    unsupported: CannotBind | None = None
+    called: bool = False
+    warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    writes: bool = False
+    written: set[str] = dataclasses.field(default_factory=set)
+
+    def inputs_for(self, padded: int, largest: int, args: Sequence[Arg], leaves: Sequence[Any]) -> InputSet:
+        """The static inputs of a padded size; `args` and `leaves` in the order of the call that asks."""
+        for known in self.inputs:
+            if known.rows >= padded:
+                return known
+        made = InputSet(args, shared_rows(args, largest, padded), leaves)
+        self.inputs.append(made)
+        return made
+
+    def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
+        """Remember which inputs a run wrote to; `memory` has their storage keys by name."""
+        self.written |= {name for name, key in memory.items() if key in observer.written}
+        self.writes = self.writes or bool(self.written)
+
+    def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""
+        detail = unreturnable(leaves)
+        if detail is not None:
+            self.unsupported = CannotBind(Reason.UNSUPPORTED_OUTPUT, detail)
+            return
+        try:
+            self.outputs.learn(size, leaves, spec)
+        except CannotBind as error:
+            self.unsliceable = error
+
+
+class CallLayout:
+    """One way of passing the arguments of a signature (positional, keyword, nested), and its plans.
+
+    Attributes:
+        spec: how the leaves of ``(args, kwargs)`` nest.
+        args: what each leaf must be.
+        autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
+        binding: what is known about the signature.
+        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`).
+    """
+
+    def __init__(
+        self, spec: TreeSpec, args: Sequence[Arg], autocast: torch.dtype | None, state: Hashable, binding: Binding
+    ) -> None:
+        self.spec = spec
+        self.args = list(args)
+        self.autocast = autocast
+        self.state = state
+        self.binding = binding
+        self.plans: dict[Any, Any] = {}
+        self._flat = is_flat(spec)
+        self._num_args = len(spec.children[0].children)
+        self._keywords = spec.children[1].keys
+        # The number of arguments if all of them are leaves, passed by position: then they are the leaves.
+        self.positional = self._num_args if self._flat and not self._keywords else -1
+        batched = [(index, arg) for index, arg in enumerate(args) if isinstance(arg, TensorArg)]
+        self.anchor, anchor = next((i, a) for i, a in batched if isinstance(a.batch_dim, int))
+        self.anchor_dim = int(anchor.batch_dim)  # type: ignore[arg-type]
+
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        """The call's leaves in the order of `args`, or None if it passes its arguments another way."""
+        if not self._flat:
+            leaves, spec = flatten((args, kwargs))
+            return leaves if spec == self.spec else None
+        if len(args) != self._num_args:
+            return None
+        if kwargs:
+            return (*args, *kwargs.values()) if tuple(kwargs) == self._keywords else None
+        return args if not self._keywords else None
+
+
+class Call(NamedTuple):
+    """A call of the wrapped module, read."""
+
+    module: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: list[Any]
+    names: list[str]
+    batch: int
+    layout: CallLayout
+    dispatch: Dispatch
+
+    @property
+    def binding(self) -> Binding:
+        return self.layout.binding
+
+    @property
+    def spec(self) -> TreeSpec:
+        return self.layout.spec
+
+    @property
+    def key(self) -> Hashable:
+        return self.binding.signature, self.dispatch.mode, self.dispatch.descriptor
+
+    @property
+    def padded(self) -> int:
+        return self.dispatch.descriptor.num_tokens
+
+    @property
+    def padding(self) -> int:
+        return self.padded - self.batch
+
+    @property
+    def aliased(self) -> bool:
+        """True if inputs share memory that their static buffers would not share."""
+        copied = [isinstance(arg, TensorArg) and arg.batch_dim != "reference" for arg in self.layout.args]
+        return overlap(itertools.compress(self.leaves, copied))
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensor leaves by name."""
+        return ((name, leaf) for name, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, Tensor))
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The storage keys of the tensor leaves, by name."""
+        return {name: storage_key(leaf) for name, leaf in self.tensors}

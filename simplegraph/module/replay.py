@@ -1,0 +1,110 @@
+"""The fast path of a call: replay if a plan for it exists, and do nothing otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from simplegraph.batch.reasons import Reason
+from simplegraph.context import CallContext, bypassed
+from simplegraph.graph.modes import autocast_dtype
+from simplegraph.module.call import CallLayout, invoke
+from simplegraph.module.changes import Changes
+from simplegraph.module.compare import EagerComparison
+from simplegraph.module.known import StateKey
+from simplegraph.module.plan import Copies, Plan
+from simplegraph.module.state import CapturedState
+from simplegraph.nested import flatten
+
+MISS = object()
+# Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.
+_transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
+# Private to torch; where it is absent, every call asks for the device's own state.
+_ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+def try_replay(
+    module: Any,
+    layout: CallLayout,
+    state_key: StateKey | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: CallContext | None,
+) -> Any:
+    """Replay if this call is one that a plan exists for; otherwise return MISS, with nothing done."""
+    leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
+    try:
+        size = leaves[layout.anchor].shape[layout.anchor_dim]
+    except (TypeError, AttributeError, IndexError):
+        return MISS
+    plan: Plan | None = layout.plans.get(size if context is None else (size, context.batch))
+    if plan is None or module.training or forward_ad._current_level >= 0:
+        return MISS
+    try:
+        copies = plan.bind(leaves)
+    except RuntimeError:  # a layout without an address, such as sparse
+        return MISS
+    if copies is None or (plan.written_back and plan.aliased(leaves)):
+        return MISS
+    autocast = autocast_dtype(plan.device.torch_device.type) if _ANY_AUTOCAST() else None
+    if autocast is not layout.autocast:
+        return MISS
+    if torch.is_grad_enabled() and wants_grad(leaves, plan.state):
+        return MISS
+    state = plan.state
+    if state_key is not None and state_key(module) != layout.state:
+        return MISS
+    with plan.pool.lock:
+        moved = (state.seen != Changes.count or state.watches_plain) and state.moved()
+        if moved or not plan.program.live or plan.is_capturing():
+            return MISS
+        if plan.checked:
+            return replay_checked(module, plan, leaves, args, kwargs, copies)
+        return plan.replay(leaves, copies)
+
+
+def replay_checked(
+    module: Any,
+    plan: Plan,
+    leaves: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    copies: Copies,
+) -> Any:
+    """A replay with `debug` or `verify`: addresses checked before, the result compared with eager after."""
+    plan.check_places()
+    comparison = None
+    if plan.checks:
+        plan.checks -= 1
+        plan.checked = plan.debug or plan.checks > 0
+        comparison = EagerComparison(plan.graph.counters.label, plan.device.torch_device)
+        with bypassed(Reason.NESTED), torch.no_grad():
+            comparison.expect(flatten(invoke(module, *_cloned(args, kwargs)))[0])
+    result = plan.replay(leaves, copies)
+    if comparison is not None:
+        comparison.compare(flatten(result)[0])
+    plan.check_kept(module)
+    return result
+
+
+def _cloned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    leaves, spec = flatten((args, dict(kwargs)))
+    args, kwargs = spec.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return args, dict(kwargs)
+
+
+def transforming() -> bool:
+    """True if the call is traced, or under a transform of torch.func, or a mode that looks at every operator."""
+    traced = torch.jit.is_tracing() or forward_ad._current_level >= 0  # type: ignore[attr-defined,no-untyped-call]
+    return traced or _transform_level() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+def wants_grad(leaves: Sequence[Any], state: CapturedState | nn.Module) -> bool:
+    """True if eager would build an autograd graph for this call."""
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return True
+    return any(parameter.requires_grad for parameter in state.parameters())
