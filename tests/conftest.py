@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from simplegraph.graph.select import graph_device
 
 GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
 
@@ -34,3 +38,27 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def inference_mode() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def nothing_left_behind(device: torch.device, no_grad: None) -> Iterator[None]:
+    """The test runs without gradients, and no capture, stream or mode of it may outlive it."""
+    graphs = graph_device(device)
+    stream = graphs.current_stream()
+    yield
+    assert graphs.current_stream() == stream
+    assert not graphs.is_capturing()
+    assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+    assert gc.isenabled()

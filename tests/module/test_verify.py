@@ -33,10 +33,7 @@ def rows(count, device):
     return torch.randn(count, WIDTH, device=device)
 
 
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def test_a_right_module_passes_and_the_forward_runs_twice_while_verified(device):

@@ -21,6 +21,8 @@ from simplegraph.graph.select import graph_device
 SIZES = [1, 2, 4, 8]
 WIDTH = 16
 
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
 
 @pytest.fixture(autouse=True)
 def _switch_often() -> Iterator[None]:
@@ -28,16 +30,6 @@ def _switch_often() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_behind(device: torch.device) -> Iterator[None]:
-    graphs = graph_device(device)
-    stream = graphs.current_stream()
-    with torch.no_grad():
-        yield
-    assert graphs.current_stream() == stream
-    assert not graphs.is_capturing()
 
 
 @pytest.fixture

@@ -1,0 +1,31 @@
+"""Captures on a real GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.graph.cuda.device import CudaDevice, CudaSegment
+from simplegraph.graph.device import GraphPool
+
+MIB = 1 << 20
+
+
+def capture(
+    cuda: CudaDevice, pool: GraphPool, run: Callable[[], Any], generators: tuple[torch.Generator, ...] = ()
+) -> tuple[CudaSegment, Any]:
+    with cuda.on_capture_stream(), torch.no_grad():
+        try:
+            cuda.begin(pool, generators)
+            output = run()
+            return cuda.end(), output
+        except BaseException:
+            cuda.abandon()
+            raise
+
+
+def read_item(x: Tensor) -> Any:
+    return x.sum().item()

@@ -1,0 +1,48 @@
+"""Fixtures of the tests of a real GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from simplegraph.graph.cuda.device import CudaDevice, cuda_device
+from simplegraph.graph.device import GraphPool
+
+
+@pytest.fixture
+def cuda() -> CudaDevice:
+    return cuda_device(torch.cuda.current_device())
+
+
+@pytest.fixture
+def pool(cuda: CudaDevice) -> Iterator[GraphPool]:
+    pool = cuda.new_pool()
+    yield pool
+    torch.cuda.synchronize()
+    cuda.release_pool(pool)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.arange(8.0, device="cuda")
+
+
+@pytest.fixture
+def device_left_alone() -> Iterator[None]:
+    yield
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert not torch.cuda.is_current_stream_capturing()
+    torch.cuda.synchronize()
+
+
+@pytest.fixture
+def device_works(no_grad: None) -> Iterator[None]:
+    """The test runs without gradients; after it, nothing is being captured and the device still works."""
+    yield
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert not torch.cuda.is_current_stream_capturing()
+    torch.rand(3, device="cuda")
+    torch.cuda.synchronize()

@@ -1,0 +1,259 @@
+"""What a break changes, keeps or raises never makes a replay wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph import StaleGraphError
+from tests.graph.breaks.models import Model, piecewise
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+def test_after_an_exception_in_a_break_padding_rows_are_padding_again(device: torch.device) -> None:
+    trouble: list[Exception] = []
+
+    @sg.eager_break
+    def fills(x: Tensor) -> None:
+        x.fill_(7.0)
+        if trouble:
+            raise trouble.pop()
+
+    class Filling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            total = x.sum(0, keepdim=True)  # shows what padding holds
+            hidden = x + total
+            fills(x)
+            return hidden
+
+    model = piecewise(Filling(), device, capture_sizes=[4])
+    for step in range(8):
+        x = torch.randn(3, 4, device=device)
+        expected = x + x.sum(0, keepdim=True)
+        if step in (4, 6):
+            trouble.append(Trouble())
+            with pytest.raises(Trouble):
+                model(x)
+        else:
+            torch.testing.assert_close(model(x), expected)
+    assert model.graph_stats.replays > 0
+
+
+def test_a_break_that_computes_gradients_keeps_no_graph_of_earlier_calls(device: torch.device) -> None:
+    weight = torch.ones(4, device=device, requires_grad=True)
+
+    @sg.eager_break
+    def differentiable(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x * weight
+
+    model = piecewise(Model(differentiable), device, capture_sizes=[4])
+    with torch.inference_mode(False), torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(4, 4, device=device))
+        (program,) = model.graph_manager.programs.values()
+        targets = [accept.__self__.target for step in program.breaks for accept in step.accepts]
+    assert targets
+    assert all(target.grad_fn is None for target in targets)
+
+
+class Keeping(nn.Module):
+    """Keeps what it is passed, always or later on."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        super().__init__()
+        self.at_once = at_once
+        self.last: Any = None
+
+    @sg.eager_break
+    def keep(self, x: Tensor) -> None:
+        if self.at_once:
+            self.last = x
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x * 2
+        self.keep(hidden)
+        return hidden + 1
+
+
+def test_a_break_that_keeps_a_captured_tensor_is_found_in_debug(device: torch.device) -> None:
+    module = Keeping(at_once=False)
+    model = piecewise(module, device, debug=True, capture_sizes=[4])
+    x = torch.randn(4, 4, device=device)
+    for _ in range(4):
+        model(x)
+    module.at_once = True
+    with pytest.raises(StaleGraphError, match=r"last.*Store a clone"):
+        model(x)
+
+
+def _put_into_a_dict(put: Any, x: torch.Tensor) -> torch.Tensor:
+    values = {"x": x + 1}
+    put(values)
+    return values["x"] * 2
+
+
+def _append_to_a_list(put: Any, x: torch.Tensor) -> torch.Tensor:
+    values = [x + 1]
+    put(values)
+    return values[-1] * 2
+
+
+def _append_to_a_new_list(put: Any, x: torch.Tensor) -> torch.Tensor:
+    put([x])
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "change"),
+    [
+        (_put_into_a_dict, lambda values: values.update(x=values["x"] * 3)),
+        (_append_to_a_list, lambda values: values.append(values[0] * 3)),
+        (_append_to_a_new_list, lambda values: values.append(values[0] * 3)),
+    ],
+    ids=["dict", "list", "new list"],
+)
+def test_a_break_that_changes_a_container_it_is_passed_keeps_that_size_eager(
+    device: torch.device, forward: Callable[..., torch.Tensor], change: Callable[[Any], None]
+) -> None:
+    put = sg.eager_break(change)
+
+    class Changing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(put, x)
+
+    module = Changing().eval()
+    model = piecewise(module, device, capture_sizes=[4])
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), module(x))
+    assert "changes a list, dict or dataclass it is passed" in next(iter(model.graph_stats.failures.values()))
+
+
+class Leaving(nn.Module):
+    """A forward whose break leaves a tensor behind instead of returning it, in one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.left: Any = None
+
+    @sg.eager_break
+    def leave(self, x: Tensor) -> Any:
+        if self.way == "object":
+            return SimpleNamespace(value=x * 3)
+        self.left = x * 3
+        return None
+
+    @sg.eager_break
+    def take(self, left: Tensor) -> Tensor:
+        return left + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.leave(x + 1)
+        if self.way == "object":
+            return given.value * 2
+        if self.way == "attribute":
+            return self.left * 2
+        if self.way == "output":
+            return cast(Tensor, self.left)
+        return self.take(self.left) * 2
+
+
+@pytest.mark.parametrize("way", ["object", "attribute", "output", "next break"])
+def test_what_a_break_leaves_behind_instead_of_returning_is_never_replayed(device: torch.device, way: str) -> None:
+    module = Leaving(way).eval()
+    model = piecewise(module, device, capture_sizes=[4])
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), module(x))
+    assert "makes a tensor without returning it" in next(iter(model.graph_stats.failures.values()))
+
+
+def test_what_a_break_keeps_for_itself_is_its_own_affair(device: torch.device) -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sum: Tensor | None = None
+
+        @sg.eager_break
+        def accumulate(self, x: Tensor) -> Tensor:
+            self.sum = x.clone() if self.sum is None else self.sum + x
+            return self.sum * 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.accumulate(self.accumulate(x + 1)) * 2
+
+    module, twin = Keeping().eval(), Keeping().eval()
+    model = piecewise(module, device, capture_sizes=[4])
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), twin(x))
+    assert model.graph_stats.replays == 3
+
+
+def test_a_sparse_tensor_passed_to_a_break_is_read_at_every_replay(device: torch.device) -> None:
+    weight = torch.eye(4, device=device).to_sparse()
+    multiply = sg.eager_break(lambda weight, x: torch.sparse.mm(weight, x))
+
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return multiply(weight, x + 1) * 2
+
+    model = piecewise(Sparse(), device, capture_sizes=[4])
+    for step in range(4):
+        weight.values().fill_(step)
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), (x + 1) * step * 2)
+    assert model.graph_stats.replays == 3
+
+
+def test_an_exception_at_a_break_that_the_forward_swallows_is_no_graph_without_the_break(device: torch.device) -> None:
+    reshape = sg.eager_break(lambda x: x.unsqueeze_(0))
+
+    class Swallowing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x + 1
+            try:
+                return reshape(hidden)[0] * 2
+            except Exception:
+                return hidden * 3
+
+    module = Swallowing()
+    model = piecewise(module, device, capture_sizes=[4])
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), module(x))
+    assert model.graph_stats.captures == 0
+
+
+class Trouble(Exception):
+    pass
+
+
+def test_after_an_exception_in_a_break_the_next_call_is_right(device: torch.device) -> None:
+    trouble: list[Exception] = []
+
+    @sg.eager_break
+    def risky(x: Tensor) -> Tensor:
+        if trouble:
+            raise trouble.pop()
+        return x * 2
+
+    module = Model(risky)
+    model = piecewise(module, device)
+    for _ in range(6):
+        trouble.append(Trouble("from the user"))
+        with pytest.raises(Trouble, match="from the user"):
+            model(torch.randn(3, 4, device=device))
+        check_calls = torch.randn(3, 4, device=device)
+        torch.testing.assert_close(model(check_calls), module(check_calls))
+    assert model.graph_stats.replays > 0
+    assert model.graph_stats.failures == {}

@@ -1,0 +1,62 @@
+"""Torch's messages about a failed capture become a cause and a remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from simplegraph.graph.failures import capture_error
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "remedy"),
+    [
+        ("CUDA error: operation not permitted when stream is capturing", "read back", "eager_break"),
+        (
+            "CUDA error: operation failed due to a previous error during capture",
+            "read back",
+            "eager_break",
+        ),
+        ("CUDA error: capturing stream has unjoined work", "not joined", "wait_stream"),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", "out of memory", "capture_sizes"),
+        ("Offset increment outside graph capture encountered unexpectedly.", "generator", "eed outside"),
+        (
+            "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the same "
+            "as the original seed.",
+            "reseeded",
+            "eed outside",
+        ),
+        ("Attempt to increase offset for a CUDA generator not in capture mode.", "generator", "attribute"),
+        (
+            "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
+            "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True.",
+            "host",
+            "outside the forward",
+        ),
+    ],
+)
+def test_torchs_messages_become_a_cause_and_a_remedy(text: str, cause: str, remedy: str) -> None:
+    error = capture_error(RuntimeError(text), "batch size 8")
+    assert "batch size 8" in str(error)
+    assert cause in str(error)
+    assert remedy in str(error)
+    assert text[:40] in str(error), "torch's own words stay"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unsupported head size: 80; expected 64 or 128",
+        "the captured frame is too small",
+        "no seed given",
+        "generator must be a list",
+        "expected pinned positions",
+    ],
+)
+def test_the_users_own_message_is_not_mistaken_for_one_of_torchs(text: str) -> None:
+    error = capture_error(RuntimeError(text), "batch size 8")
+    assert f"RuntimeError: {text}" in str(error)
+    assert "read back" not in str(error)
+    assert "pinned memory" not in str(error)
+    assert "reseeded" not in str(error)

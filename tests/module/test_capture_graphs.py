@@ -1,0 +1,86 @@
+"""`capture_graphs` makes every size ready before the first call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+from tests.module.models import WIDTH, close, reasons, rows, wrapped_mlp
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def test_capture_graphs_makes_every_size_ready_for_the_first_call(device):
+    model = wrapped_mlp(device)
+    example = rows(3, device)
+    summary = model.capture_graphs(example)
+    assert summary.captured == 3
+    assert summary.failed == {}
+    assert summary.seconds > 0
+    for size in range(1, 8):
+        x = rows(size, device)
+        close(model(x), sg.unwrap(model)(x))
+    assert reasons(model) == {}
+    assert model.graph_stats.replays == 7
+
+
+def test_capture_graphs_again_captures_nothing_more(device):
+    model = wrapped_mlp(device)
+    model.capture_graphs(rows(3, device))
+    assert model.capture_graphs(rows(2, device)).captured == 0
+    x = rows(5, device)
+    close(model(x), sg.unwrap(model)(x))
+    assert model.graph_stats.captures == 3
+
+
+def test_capture_graphs_does_not_touch_the_example(device):
+    model = wrapped_mlp(device)
+    example = rows(3, device)
+    before = example.clone()
+    model.capture_graphs(example)
+    assert torch.equal(example, before)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_single_size_serves_smaller_batches_after_capture_graphs(device, size):
+    model = wrapped_mlp(device, capture_sizes=[size])
+    model.capture_graphs(rows(size, device))
+    for batch in (size, 1, 3):
+        x = rows(batch, device)
+        close(model(x), sg.unwrap(model)(x))
+    assert model.graph_stats.replays == 3
+
+
+def test_a_forward_that_takes_only_multiples_is_captured_up_front(device):
+    class Groups(nn.Module):
+        def forward(self, x):
+            return x.view(-1, 4, WIDTH).cumsum(1).view(-1, WIDTH)
+
+    model = sg.wrap(Groups().eval(), capture_sizes=[4], progress=False)
+    x = rows(4, device)
+    assert model.capture_graphs(x).captured == 1
+    close(model(x), sg.unwrap(model)(x))
+    assert model.graph_stats.replays == 1
+
+
+def test_capture_graphs_in_training_mode_says_to_call_eval(device):
+    model = wrapped_mlp(device).train()
+    with pytest.raises(sg.InputError, match="eval"):
+        model.capture_graphs(rows(4, device))
+
+
+def test_capture_graphs_without_tensors_says_why(device):
+    model = wrapped_mlp(device)
+    with pytest.raises(sg.InputError, match="tensor"):
+        model.capture_graphs(3)
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_the_progress_bar_shows_only_where_it_is_wanted(device, capsys, progress):
+    model = wrapped_mlp(device, progress=progress)
+    model.capture_graphs(rows(4, device))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert ("3/3" in shown.err) is progress

@@ -1,0 +1,206 @@
+"""Arguments that are not tensors, and changed dtypes and shapes, never replay another call's graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+from tests.module.functions import WIDTH, Opaque, reasons, rows
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    scale: float
+    negate: bool = False
+
+
+class Colour(enum.Enum):
+    RED = 2.0
+    BLUE = 3.0
+
+
+class Scaled(nn.Module):
+    """A non-tensor argument with a name and a default."""
+
+    def forward(self, x, scale=1):
+        return x * scale if isinstance(scale, (bool, int, float, complex)) else x
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, True, 1.0),
+        (0, False, 0.0),
+        (0.0, -0.0),
+        (2, 3),
+        ("a", "b", None),
+        (2.0, None),
+        (Colour.RED, Colour.BLUE),
+        (Options(1.0), Options(2.0), Options(1.0, negate=True)),
+        (torch.float16, torch.float32),
+        (float("inf"), float("-inf")),
+        (1j, 1 + 1j),
+        (b"a", "a"),
+        (slice(0, 2), slice(0, 3)),
+    ],
+    ids=repr,
+)
+def test_values_that_are_no_tensors_are_never_confused(device, values):
+    """The forward's answer depends on the very value and its type."""
+    seen = {}
+
+    def answer(value):
+        text = repr(value)
+        return float(seen.setdefault(text, len(seen) + 1))
+
+    for value in values:
+        answer(value)
+
+    class Valued(nn.Module):
+        def forward(self, x, value):
+            return x * answer(value)
+
+    model = sg.wrap(Valued().eval(), capture_sizes=[4])
+    for _ in range(4):
+        for value in values:
+            x = rows(4, device)
+            assert torch.equal(model(x, value), x * answer(value)), value
+            assert torch.equal(model(x, value=value), x * answer(value)), value
+    assert model.graph_stats.replays > 3 * len(values)
+
+
+@pytest.mark.parametrize("captured", [5, None, "text", 0.5, True])
+@pytest.mark.parametrize("passed", [5, None, "text", 0.5, True])
+def test_another_value_never_replays_the_graph_of_the_captured_one(device, captured, passed):
+    class Valued(nn.Module):
+        def forward(self, x, value):
+            return x + len(repr(value))
+
+    model = sg.wrap(Valued().eval(), capture_sizes=[4])
+    x = rows(4, device)
+    for _ in range(4):
+        model(x, captured)
+    assert torch.equal(model(x, passed), x + len(repr(passed)))
+
+
+def test_a_tensor_in_place_of_a_value_and_back_is_as_in_eager(device):
+    model = sg.wrap(Scaled().eval(), capture_sizes=[4])
+    x = rows(4, device)
+    scale = torch.tensor(3.0, device=device)
+    for _ in range(4):
+        assert torch.equal(model(x, 2), x * 2)
+        assert torch.equal(model(x, scale), x)
+        assert torch.equal(model(x, None), x)
+        assert torch.equal(model(x), x)
+
+
+def test_a_value_that_cannot_be_told_apart_is_a_clear_error(device):
+    class Unhashable:
+        __hash__ = None
+
+    model = sg.wrap(Scaled().eval(), capture_sizes=[4])
+    with pytest.raises(sg.InputError, match=r"'scale' is a Unhashable.*trusted_args"):
+        model(rows(4, device), Unhashable())
+    x = rows(4, device)
+    for _ in range(3):
+        assert torch.equal(model(x, 2), x * 2)
+    assert model.graph_stats.replays == 2
+
+
+def test_an_object_that_may_change_inside_runs_eagerly_with_a_reason(device):
+    class Reads(nn.Module):
+        def forward(self, x, box):
+            return x * box.value
+
+    model = sg.wrap(Reads().eval(), capture_sizes=[4])
+    box = Opaque(1.0)
+    for step in range(4):
+        box.value = float(step)
+        x = rows(4, device)
+        assert torch.equal(model(x, box), x * step)
+    assert reasons(model) == {"opaque_argument": 4}
+
+
+def test_a_trusted_object_is_captured_and_another_one_is_another_graph(device):
+    class Reads(nn.Module):
+        def forward(self, x, box):
+            return x * box.value
+
+    model = sg.wrap(Reads().eval(), capture_sizes=[4], trusted_args=["box"])
+    boxes = [Opaque(2.0), Opaque(3.0)]
+    for _ in range(4):
+        for box in boxes:
+            x = rows(4, device)
+            assert torch.equal(model(x, box), x * box.value)
+    assert model.graph_stats.replays == 6
+
+
+def test_trusted_objects_that_compare_equal_or_not_at_all_are_told_apart_by_identity(device):
+    class Same(Opaque):
+        __hash__ = None
+
+        def __eq__(self, other):
+            return True
+
+    class Refusing(Opaque):
+        __hash__ = None
+
+        def __eq__(self, other):
+            raise ValueError("the truth value is ambiguous")
+
+    class Reads(nn.Module):
+        def forward(self, x, box):
+            return x * box.value
+
+    for kind in (Same, Refusing):
+        model = sg.wrap(Reads().eval(), capture_sizes=[4], trusted_args=["box"])
+        boxes = [kind(2.0), kind(3.0)]
+        for _ in range(4):
+            for box in boxes:
+                x = rows(4, device)
+                assert torch.equal(model(x, box), x * box.value)
+
+
+def test_too_many_different_values_run_eagerly_and_are_right(device):
+    model = sg.wrap(Scaled().eval(), capture_sizes=[4], max_signatures=3)
+    x = rows(4, device)
+    for _ in range(3):
+        for scale in range(2, 8):
+            assert torch.equal(model(x, scale), x * scale)
+    assert reasons(model)["too_many_signatures"] == 9
+    assert model.graph_stats.replays == 6
+
+
+def test_not_a_number_as_an_argument_is_still_captured(device):
+    class Filled(nn.Module):
+        def forward(self, x, value):
+            return torch.nan_to_num(x * value, nan=1.0)
+
+    model = sg.wrap(Filled().eval(), capture_sizes=[4])
+    for _ in range(4):
+        assert torch.equal(model(rows(4, device), float("nan")), torch.ones(4, WIDTH, device=device))
+    assert model.graph_stats.replays > 0
+
+
+def test_a_changed_dtype_rank_or_trailing_shape_is_another_graph(device):
+    model = sg.wrap(Scaled().eval(), capture_sizes=[4])
+    makers = [
+        lambda: rows(4, device),
+        lambda: rows(4, device).double(),
+        lambda: torch.randint(9, (4, WIDTH), device=device),
+        lambda: rows(4, device, WIDTH + 1),
+        lambda: rows(4, device, 2, WIDTH),
+        lambda: rows(4, device, 1)[:, 0],
+    ]
+    for _ in range(3):
+        for make in makers:
+            x = make()
+            assert torch.equal(model(x, 2), x * 2)
+    assert len(model.graph_stats.graphs) == len(makers)

@@ -1,0 +1,231 @@
+"""Whatever happens to what a graph reads, a call never returns numbers made from the old."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+from tests.module.stateful import MOVED, WIDTH, Model, captured, close, new, parameter, reasons, rows
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def copy_state(m):
+    m.load_state_dict({name: new(value) for name, value in m.state_dict().items()})
+
+
+IN_PLACE = {
+    "copy_": lambda m: m.linear.weight.copy_(new(m.linear.weight)),
+    "add_ to a buffer": lambda m: m.shift.add_(1),
+    ".data.copy_": lambda m: m.linear.weight.data.copy_(new(m.linear.weight)),
+    "load_state_dict": copy_state,
+    "attribute in place": lambda m: m.table.mul_(2),
+    "attribute in a list in place": lambda m: m.listed[1].mul_(2),
+    "init": lambda m: nn.init.ones_(m.linear.weight),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_an_update_in_place_is_seen_without_a_recapture(device, change):
+    model, module = captured(device)
+    IN_PLACE[change](module)
+    for size in (4, 2, 3):
+        x = rows(size, device)
+        close(model(x), module(x))
+    assert model.graph_stats.recaptures == 0
+    assert model.graph_stats.captures == 2
+
+
+@pytest.mark.parametrize("capture", ["lazy", "upfront"])
+@pytest.mark.parametrize("change", MOVED)
+def test_whatever_is_moved_or_replaced_is_never_read_at_its_old_place(device, change, capture):
+    if capture == "lazy":
+        model, module = captured(device)
+    else:
+        module = Model(device).eval()
+        model = sg.wrap(module, capture_sizes=[2, 4], progress=False)
+        model.capture_graphs(rows(4, device))
+    MOVED[change](module)
+    for size in (4, 2, 3, 4, 4, 2, 2, 3):
+        x = rows(size, device)
+        close(model(x), module(x))
+    assert model.graph_stats.recaptures == 1
+    assert reasons(model).get("capture_failed") is None
+    before = model.graph_stats.replays
+    model(rows(4, device))
+    assert model.graph_stats.replays == before + 1
+
+
+@pytest.mark.parametrize("change", MOVED)
+def test_configured_to_raise_a_stale_graph_names_what_moved(device, change):
+    model, module = captured(device, on_stale="raise")
+    MOVED[change](module)
+    for _ in range(2):
+        with pytest.raises(sg.StaleGraphError, match="reset_graphs"):
+            model(rows(4, device))
+    model.reset_graphs()
+    for size in (4, 4, 4, 2, 2, 3):
+        x = rows(size, device)
+        close(model(x), module(x))
+    assert model.graph_stats.captures >= 3
+
+
+def test_the_error_about_a_stale_graph_names_the_parameter(device):
+    model, module = captured(device, on_stale="raise")
+    module.blocks[0].weight = parameter(module.blocks[0].weight)
+    with pytest.raises(sg.StaleGraphError, match=r"blocks\.0\.weight"):
+        model(rows(4, device))
+
+
+@pytest.mark.parametrize(
+    "convert", [torch.float64, torch.float16, torch.bfloat16], ids=["float64", "float16", "bfloat16"]
+)
+def test_a_module_moved_to_another_dtype_and_back_is_right_each_time(device, convert):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4])
+    for dtype in (torch.float32, convert, torch.float32):
+        model.to(dtype)
+        for _ in range(4):
+            x = rows(4, device).to(dtype)
+            torch.testing.assert_close(model(x), module(x), rtol=2e-2, atol=2e-2)
+    assert model.graph_stats.captures == 3
+
+
+def test_moving_a_module_where_it_is_already_recaptures_nothing(device):
+    model, module = captured(device)
+    module.to(device)
+    module.float()
+    module.eval()
+    module.requires_grad_(False)
+    x = rows(4, device)
+    close(model(x), module(x))
+    assert model.graph_stats.recaptures == 0
+
+
+def test_a_module_moved_to_the_cpu_is_right_there(device):
+    if device.type != "cuda":
+        pytest.skip("needs two devices")
+    module = nn.Linear(WIDTH, WIDTH).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4])
+    for place in (device, torch.device("cpu"), device):
+        model.to(place)
+        for _ in range(4):
+            x = rows(4, place)
+            close(model(x), module(x))
+
+
+def test_resizing_a_cache_that_grew_is_noticed(device):
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.ones(WIDTH, device=device))
+
+        def forward(self, x):
+            return x * self.cache[:WIDTH]
+
+    module = Cached().eval()
+    model = sg.wrap(module, capture_sizes=[4])
+    for _ in range(3):
+        model(rows(4, device))
+    module.cache.resize_(100_000).fill_(3.0)
+    x = rows(4, device)
+    close(model(x), x * 3)
+    module.cache.untyped_storage().resize_(4_000_000)
+    module.cache.fill_(5.0)
+    close(model(x), x * 5)
+
+
+def test_a_changed_mode_of_a_submodule_is_noticed(device):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[64])
+    x = rows(64, device)
+    for _ in range(3):
+        close(model(x), module[0](x))
+    module[1].train()
+    assert (model(x) == 0).any()
+    module[1].eval()
+    close(model(x), module[0](x))
+
+
+def test_a_removed_hook_is_gone_from_the_answer(device):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH)).to(device).eval()
+    handle = module[0].register_forward_hook(lambda *call: call[-1] * 2)
+    model = sg.wrap(module, capture_sizes=[4])
+    x = rows(4, device)
+    for _ in range(3):
+        close(model(x), module(x))
+    handle.remove()
+    close(model(x), module[0](x))
+
+
+def test_weights_given_for_one_call_are_used_in_it_and_in_no_other(device):
+    model, module = captured(device)
+    for turn in range(6):
+        x = rows(4, device)
+        other = {name: new(value) for name, value in module.named_parameters()}
+        expected = torch.func.functional_call(module, other, (x,))
+        close(torch.func.functional_call(model, other, (x,)), expected)
+        close(model(x), module(x))
+        if turn % 2:
+            close(model(x), module(x))
+
+
+def test_capturing_stops_when_no_graph_serves_more_than_the_call_it_was_captured_in(device, caplog):
+    module = nn.Linear(WIDTH, WIDTH).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4])
+    for _ in range(20):
+        x = rows(4, device)
+        close(model(x), module(x))
+        if model.graph_stats.graphs:
+            module.weight = parameter(module.weight)
+    assert model.graph_stats.captures <= 4
+    assert reasons(model)["stale_too_often"] > 5
+    assert "keeps moving" in caplog.text
+    assert "weight" in caplog.text
+
+
+def test_capturing_goes_on_where_graphs_serve_a_while_between_changes(device):
+    module = nn.Linear(WIDTH, WIDTH).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4])
+    for _ in range(6):
+        for _ in range(5):
+            x = rows(4, device)
+            close(model(x), module(x))
+        module.weight = parameter(module.weight)
+    assert model.graph_stats.captures == 6
+    assert "stale_too_often" not in reasons(model)
+
+
+def test_weights_replaced_before_every_call_end_in_eager_with_a_reason(device):
+    module = nn.Linear(WIDTH, WIDTH).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    x = rows(4, device)
+    for _ in range(3):
+        model.capture_graphs(x)
+        module.weight = parameter(module.weight)
+        close(model(x), module(x))
+    with pytest.raises(sg.InputError, match="moving"):
+        model.capture_graphs(x)
+    assert reasons(model)["stale_too_often"] == 1
+    close(model(x), module(x))
+    model.reset_graphs()
+    for _ in range(3):
+        close(model(x), module(x))
+    assert model.graph_stats.graphs
+
+
+def test_debug_names_a_static_input_that_was_moved(device):
+    module = nn.Linear(WIDTH, WIDTH).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4], debug=True, progress=False)
+    model.capture_graphs(rows(4, device))
+    static = model.static_inputs(4)["input"]
+    x = rows(4, device)
+    close(model(x), module(x))
+    static.untyped_storage().resize_(10_000_000)
+    with pytest.raises(sg.StaleGraphError, match="input"):
+        model(x)
+    model.reset_graphs()
+    for _ in range(3):
+        close(model(x), module(x))

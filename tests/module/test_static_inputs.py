@@ -1,0 +1,122 @@
+"""Callers may write a graph's inputs in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+from tests.module.models import WIDTH, close, rows, wrapped_mlp
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+class TwoInputs(nn.Module):
+    def forward(self, a, b):
+        return a - 2 * b
+
+
+def two_inputs(device, **settings):
+    return sg.wrap(TwoInputs().eval(), capture_sizes=[4, 6], progress=False, **settings)
+
+
+def test_static_inputs_written_in_place_are_not_copied(device):
+    model = two_inputs(device)
+    model.capture_graphs(rows(4, device), rows(4, device))
+    static = model.static_inputs(4)
+    assert {name: tuple(view.shape) for name, view in static.items()} == {"a": (4, WIDTH), "b": (4, WIDTH)}
+    for _ in range(3):
+        a, b = rows(4, device), rows(4, device)
+        static["a"].copy_(a)
+        static["b"].copy_(b)
+        close(model(static["a"], static["b"]), a - 2 * b)
+    assert model.graph_stats.replays == 3
+
+
+def test_static_inputs_mix_with_tensors_of_the_caller_and_with_padding(device):
+    model = two_inputs(device)
+    model.capture_graphs(rows(4, device), rows(4, device))
+    for size in (6, 3, 5, 1, 6):
+        static = model.static_inputs(size)
+        a, b = rows(size, device), rows(size, device)
+        static["a"].copy_(a)
+        close(model(static["a"], b), a - 2 * b)
+        close(model(a=a, b=b), a - 2 * b)
+    assert model.graph_stats.replays >= 8
+
+
+def test_swapped_static_inputs_are_swapped_and_not_mixed_up(device):
+    model = two_inputs(device)
+    model.capture_graphs(rows(4, device), rows(4, device))
+    static = model.static_inputs(4)
+    a, b = rows(4, device), rows(4, device)
+    static["a"].copy_(a)
+    static["b"].copy_(b)
+    close(model(static["b"], static["a"]), b - 2 * a)
+
+
+def test_one_static_input_passed_twice_is_read_twice(device):
+    model = two_inputs(device)
+    model.capture_graphs(rows(4, device), rows(4, device))
+    static = model.static_inputs(4)
+    a = rows(4, device)
+    static["a"].copy_(a)
+    close(model(static["a"], static["a"]), -a)
+
+
+def test_rows_of_a_static_input_in_another_order_are_read_right(device):
+    model = two_inputs(device)
+    model.capture_graphs(rows(4, device), rows(4, device))
+    static = model.static_inputs(6)
+    a = rows(6, device)
+    static["a"].copy_(a)
+    b = rows(4, device)
+    close(model(static["a"][2:], b), a[2:] - 2 * b)
+    static["a"].copy_(a)
+    close(model(static["a"][1:5], static["a"][2:6]), a[1:5] - 2 * a[2:6])
+
+
+def test_static_inputs_of_a_call_by_keywords_have_the_same_names(device):
+    model = two_inputs(device)
+    model.capture_graphs(rows(4, device), rows(4, device))
+    for _ in range(3):
+        model(b=rows(4, device), a=rows(4, device))
+    assert set(model.static_inputs(4)) == {"a", "b"}
+
+
+def test_padding_rows_of_static_inputs_written_by_the_caller_are_reset(device):
+    class Spread(nn.Module):
+        """A mixer, so that padding rows show."""
+
+        def forward(self, x):
+            return x + x.sum(0)
+
+    model = sg.wrap(Spread().eval(), capture_sizes=[4], progress=False)
+    model.capture_graphs(rows(4, device))
+    model.static_inputs(4)["x"].fill_(7.0)
+    x = rows(2, device)
+    close(model(x), x + x.sum(0))
+
+
+def test_static_inputs_before_any_capture_say_what_to_call(device):
+    with pytest.raises(sg.ReplayError, match="capture_graphs"):
+        two_inputs(device).static_inputs()
+
+
+def test_static_inputs_above_every_size_are_refused(device):
+    model = two_inputs(device)
+    model.capture_graphs(rows(4, device), rows(4, device))
+    with pytest.raises(sg.CaptureSizeError, match="7"):
+        model.static_inputs(7)
+
+
+def test_static_inputs_survive_a_recapture(device):
+    model = wrapped_mlp(device)
+    model.capture_graphs(rows(4, device))
+    static = model.static_inputs(4)["x"]
+    model.up.weight = nn.Parameter(torch.randn_like(model.up.weight))
+    for _ in range(4):
+        x = rows(4, device)
+        static.copy_(x)
+        close(model(static), sg.unwrap(model)(x))

@@ -1,0 +1,118 @@
+"""What a forward writes to its inputs reaches the caller."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+from tests.module.functions import WIDTH, close, graphed, rows
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.mark.parametrize("sizes", [(4,) * 6, (3,) * 8, (4, 3, 4, 3, 8, 8, 8, 5, 3, 4)])
+def test_what_a_forward_writes_to_its_input_reaches_the_caller(device, sizes):
+    def step(m, x, counter):
+        counter.add_(1)
+        return x + counter
+
+    model = graphed(device, step)
+    for size in sizes:
+        x, counter = rows(size, device), torch.arange(float(size), device=device).unsqueeze(1)
+        expected = counter + 1
+        close(model(x, counter), x + expected)
+        close(counter, expected)
+    assert model.graph_stats.replays > 0
+
+
+def test_an_input_written_and_passed_again_and_again_advances_each_time(device):
+    def step(m, x, state):
+        state.copy_(torch.tanh(state + x))
+        return state * 2
+
+    model = graphed(device, step, capture_sizes=[4])
+    state, expected = torch.zeros(4, WIDTH, device=device), torch.zeros(4, WIDTH, device=device)
+    for _ in range(8):
+        x = rows(4, device)
+        expected = torch.tanh(expected + x)
+        close(model(x, state), expected * 2)
+        close(state, expected)
+    assert model.graph_stats.replays >= 5
+
+
+def test_a_written_input_without_batch_dimension_reaches_the_caller(device):
+    def step(m, x, total):
+        total.add_(x[0])
+        return x * 2
+
+    model = graphed(device, step, capture_sizes=[4])
+    total, expected = torch.zeros(WIDTH, device=device), torch.zeros(WIDTH, device=device)
+    for _ in range(6):
+        x = rows(4, device)
+        expected = expected + x[0]
+        model(x, total)
+        close(total, expected)
+    assert model.graph_stats.replays > 0
+
+
+def test_an_input_that_only_larger_batches_write_to_reaches_the_caller(device):
+    def step(m, x):
+        if x.shape[0] > 2:
+            x.add_(1)
+        return x * 2
+
+    model = graphed(device, step, capture_sizes=[2, 4, 8])
+    for size in (2, 2, 2, 4, 4, 4, 4, 3, 8, 8, 8, 7):
+        x = rows(size, device)
+        expected = x + 1 if size > 2 else x.clone()
+        close(model(x), expected * 2)
+        close(x, expected)
+    assert model.graph_stats.replays > 0
+
+
+def test_a_forward_that_writes_to_one_of_two_aliases_is_as_in_eager(device):
+    def step(m, x, y):
+        x.add_(1)
+        return x + y
+
+    model = graphed(device, step, capture_sizes=[4])
+    eager = sg.unwrap(model)
+    for turn in range(8):
+        shared, expected = rows(4, device), None
+        twin = shared.clone()
+        args = (lambda t: (t, t)) if turn % 2 else (lambda t: (t, rows(4, device).zero_()))
+        expected = eager(*args(twin))
+        close(model(*args(shared)), expected)
+        close(shared, twin)
+    assert model.graph_stats.replays > 0
+
+
+def test_a_strided_view_written_by_the_forward_is_written_in_place(device):
+    model = graphed(device, lambda m, x: x.mul_(2), capture_sizes=[4])
+    for _ in range(5):
+        whole = rows(4, device, 2 * WIDTH)
+        expected = whole.clone()
+        expected[:, ::2] *= 2
+        close(model(whole[:, ::2]), expected[:, ::2])
+        close(whole, expected)
+
+
+def test_a_cache_passed_by_reference_is_written_where_it_is(device):
+    class Step(nn.Module):
+        def forward(self, x, slots, cache):
+            cache.index_copy_(0, slots, x)
+            return cache.sum(0) + x
+
+    model = sg.wrap(Step().eval(), capture_sizes=[4], batch_dims={"cache": "reference"}, progress=False)
+    eager = sg.unwrap(model)
+    caches = [torch.zeros(16, WIDTH, device=device) for _ in range(2)]
+    twins = [cache.clone() for cache in caches]
+    for turn in range(10):
+        x, slots = rows(4, device), torch.randperm(16, device=device)[:4]
+        cache, twin = caches[turn % 2], twins[turn % 2]
+        close(model(x, slots, cache), eager(x, slots, twin))
+        close(cache, twin)
+    assert model.graph_stats.replays >= 5
+    assert len(model.graph_stats.graphs) == 2

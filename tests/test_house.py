@@ -1,0 +1,143 @@
+"""The shape of the package: rooms that import only from rooms before them, small files, short ways between them."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import functools
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# A room imports only from rooms before it.
+ROOMS = [
+    *("errors", "config", "context", "nested", "batch", "graph", "distributed", "manager", "module"),
+    *("training", "checking", "attention", "spec_decode", "integrations"),
+]
+# The doors of the package see every room, and no room sees them.
+DOORS = {"__init__", "__main__", "_version"}
+
+TREES = {
+    path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
+    for package in ("simplegraph", "bench")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+PACKAGE = [path for path in TREES if path.parts[0] == "simplegraph"]
+
+
+def room(path: Path) -> str:
+    """The folder, or the file at the top level, that a file of the package belongs to."""
+    return path.with_suffix("").parts[1]
+
+
+def file_of(module: str) -> Path | None:
+    """The package's file that a dotted name stands for; None if it is no module of the package."""
+    path = Path(*module.split("."))
+    return next((found for found in (path.with_suffix(".py"), path / "__init__.py") if found in PACKAGE), None)
+
+
+def imported_names(tree: ast.AST) -> list[tuple[str, str]]:
+    """Every (module, name) that is imported, also under TYPE_CHECKING and inside functions; a module has no name."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the whole path"
+            found += [(node.module or "", alias.name) for alias in node.names]
+    return found
+
+
+@functools.cache
+def imported_files(path: Path) -> frozenset[Path]:
+    """The package's other files that a file imports."""
+    names = imported_names(TREES[path])
+    files = (file_of(f"{module}.{name}") or file_of(module) for module, name in names)
+    return frozenset(file for file in files if file not in (None, path))
+
+
+def classes() -> list[tuple[Path, ast.ClassDef]]:
+    return [(path, node) for path in PACKAGE for node in ast.walk(TREES[path]) if isinstance(node, ast.ClassDef)]
+
+
+@pytest.mark.parametrize(("package", "most"), [("simplegraph", 8), ("bench", 6)])
+def test_little_lies_loose_at_the_top_level(package: str, most: int) -> None:
+    assert len(loose := [path.name for path in TREES if path.parent == Path(package)]) <= most, loose
+
+
+def test_every_folder_says_what_lives_there() -> None:
+    for folder in sorted({path.parent for path in TREES}):
+        assert (init := folder / "__init__.py") in TREES, f"{folder} has no __init__.py"
+        assert ast.get_docstring(TREES[init]), f"{init} has no docstring"
+
+
+def test_no_file_is_above_400_lines() -> None:
+    lengths = {str(path): len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in PACKAGE}
+    assert {path: lines for path, lines in lengths.items() if lines > 400} == {}
+
+
+def test_no_class_is_above_250_lines() -> None:
+    lengths = {f"{path}: {node.name}": (node.end_lineno or 0) - node.lineno + 1 for path, node in classes()}
+    assert {name: lines for name, lines in lengths.items() if lines > 250} == {}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    homes = collections.defaultdict(list)
+    for path, node in classes():
+        homes[node.name].append(str(path))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    try:
+        graphlib.TopologicalSorter({path: imported_files(path) for path in PACKAGE}).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(str(path) for path in reversed(error.args[1])))
+
+
+def test_no_chain_of_imports_is_long() -> None:
+    """Ten files at most; an ``__init__`` is passed through and not counted."""
+
+    @functools.cache
+    def longest(path: Path) -> tuple[Path, ...]:
+        below = max(map(longest, imported_files(path)), key=len, default=())
+        return below if path.name == "__init__.py" else (path, *below)
+
+    order = graphlib.TopologicalSorter({path: imported_files(path) for path in PACKAGE}).static_order()
+    chain = max(map(longest, order), key=len)  # each file after those it imports
+    assert len(chain) <= 10, " imports ".join(map(str, chain))
+
+
+def test_a_room_imports_only_from_rooms_before_it() -> None:
+    inside = [path for path in PACKAGE if room(path) not in DOORS]
+    assert {room(path) for path in inside} <= set(ROOMS)
+    wrong = {
+        f"{path} imports {file}"
+        for path in inside
+        for file in imported_files(path)
+        if room(file) in DOORS or ROOMS.index(room(file)) > ROOMS.index(room(path))
+    }
+    assert sorted(wrong) == []
+
+
+def test_what_a_room_keeps_to_itself_is_imported_by_no_other() -> None:
+    wrong = [
+        f"{path} imports {module}.{name}"
+        for path in PACKAGE
+        if room(path) not in DOORS
+        for module, name in imported_names(TREES[path])
+        if (file := file_of(f"{module}.{name}") or file_of(module)) and room(file) != room(path)
+        if any(part.startswith("_") for part in (*module.split("."), name))
+    ]
+    assert wrong == []
+
+
+def test_what_shape_will_run_is_decided_without_torch() -> None:
+    todo, seen = [path for path in PACKAGE if room(path) == "batch"], set()
+    while todo:
+        path = todo.pop()
+        seen.add(path)
+        assert not [module for module, _ in imported_names(TREES[path]) if module.split(".")[0] == "torch"], path
+        todo += imported_files(path) - seen
