@@ -8,10 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import parallel, plot, startup, table
 from bench.arms import ALONE, ARMS, OF_RANKS
-from bench.measure import say
-from bench.worker import parse_sizes
+from bench.startup import plot, report, runs
+from bench.startup.worker import parse_sizes
+from bench.tools import torchrun
+from bench.tools.measure import say
 
 OUT = Path(__file__).parent / "out"
 LARGEST_GPU_SIZE = 512
@@ -27,12 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; 1 if an arm failed."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    parallel.check_launched(parser, options.tp)
+    torchrun.check_launched(parser, options.tp)
     plan = plan_of(options)
     with tempfile.TemporaryDirectory(prefix="compile-caches-") as folder:
-        results = startup.run_all(runs_of(options), plan, startup.CompileCaches(Path(folder)))
-    if parallel.rank() == 0:
-        print(table.render(results))
+        results = runs.run_all(runs_of(options), plan, runs.CompileCaches(Path(folder)))
+    if torchrun.rank() == 0:
+        print(report.render(results))
         _save(results, Path(options.json))
     return int(any(result["status"] == "failed" for result in results.values()))
 
@@ -48,20 +49,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU where there is one by default")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a process may take")
     parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
-    parallel.add_option(parser)
+    torchrun.add_option(parser)
     parser.add_argument("--smoke", action="store_true", help="tiny model, few sizes, few arms, any machine")
     return parser
 
 
-def plan_of(options: argparse.Namespace) -> startup.Plan:
+def plan_of(options: argparse.Namespace) -> runs.Plan:
     """The options with their defaults, which depend on the machine."""
     if options.smoke:
         sizes = options.sizes or SMOKE_SIZES
         rounds = options.rounds or 1
         shape = {"layers": options.layers, "tp": options.tp}
-        return startup.Plan(options.model or "tiny", sizes, options.device, rounds, steps=SMOKE_STEPS, **shape)
+        return runs.Plan(options.model or "tiny", sizes, options.device, rounds, steps=SMOKE_STEPS, **shape)
     defaults = default_plan(options.device)
-    return startup.Plan(
+    return runs.Plan(
         options.model or defaults.model,
         options.sizes or defaults.sizes,
         options.device,
@@ -74,32 +75,32 @@ def plan_of(options: argparse.Namespace) -> startup.Plan:
     )
 
 
-def default_plan(device: str | None = None) -> startup.Plan:
+def default_plan(device: str | None = None) -> runs.Plan:
     """The 8B shape and all default sizes on a GPU; a small model and few sizes else."""
     import torch
 
     from simplegraph.batch.sizes import default_sizes
 
     if device == "cpu" or not torch.cuda.is_available():
-        return startup.Plan("tiny", CPU_SIZES, device, rounds=1, steps=CPU_STEPS)
-    return startup.Plan("8b", tuple(default_sizes(LARGEST_GPU_SIZE)), device)
+        return runs.Plan("tiny", CPU_SIZES, device, rounds=1, steps=CPU_STEPS)
+    return runs.Plan("8b", tuple(default_sizes(LARGEST_GPU_SIZE)), device)
 
 
-def runs_of(options: argparse.Namespace) -> list[startup.Run]:
+def runs_of(options: argparse.Namespace) -> list[runs.Run]:
     """The chosen runs; a smoke takes its compiled arm with a cold cache only."""
     if options.arms:
-        return startup.runs_of(options.arms.split(","))
+        return runs.runs_of(options.arms.split(","))
     if options.tp > 1:
-        return startup.runs_of(TP_ARMS)
+        return runs.runs_of(TP_ARMS)
     if options.smoke:
-        return [run for run in startup.runs_of(SMOKE_ARMS) if run.cache != "warm"]
-    return startup.runs_of(ALONE)
+        return [run for run in runs.runs_of(SMOKE_ARMS) if run.cache != "warm"]
+    return runs.runs_of(ALONE)
 
 
-def _save(results: dict[str, startup.Result], path: Path) -> None:
+def _save(results: dict[str, runs.Result], path: Path) -> None:
     """JSON, and the plot beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"results": results, "comparison": startup.comparison(results)}, indent=2))
+    path.write_text(json.dumps({"results": results, "comparison": runs.comparison(results)}, indent=2))
     say(f"figures: {path}")
     try:
         plot.save(results, path.with_suffix(".png"))

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench import environment, startup, table
 from bench.__main__ import default_plan
 from bench.arms import ALONE, ARMS
-from bench.worker import parse_sizes
+from bench.startup import report, runs
+from bench.startup.worker import parse_sizes
+from bench.tools import environment
 
 # Option, environment variable, how its text is read, help.
 OPTIONS = (
@@ -41,8 +42,8 @@ def _variable(name: str) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
         arms = metafunc.config.getoption("--startup-arms")
-        runs = startup.runs_of(arms.split(",") if arms else ALONE)
-        metafunc.parametrize("run", runs, ids=[run.label for run in runs])
+        chosen = runs.runs_of(arms.split(",") if arms else ALONE)
+        metafunc.parametrize("run", chosen, ids=[run.label for run in chosen])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,30 +63,30 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list[Any], output_json: dict[str, Any]) -> None:
     """The ratios the library is judged by, once for the whole file."""
     if _ledger(config):
-        output_json["comparison"] = startup.comparison(_ledger(config))
+        output_json["comparison"] = runs.comparison(_ledger(config))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if _ledger(config):
         terminalreporter.section("startup")
-        terminalreporter.write_line(table.render(_ledger(config)))
+        terminalreporter.write_line(report.render(_ledger(config)))
 
 
-_LEDGER = pytest.StashKey[dict[str, startup.Result]]()
+_LEDGER = pytest.StashKey[dict[str, runs.Result]]()
 
 
-def _ledger(config: pytest.Config) -> dict[str, startup.Result]:
+def _ledger(config: pytest.Config) -> dict[str, runs.Result]:
     return config.stash.setdefault(_LEDGER, {})
 
 
 @pytest.fixture(scope="session")
-def ledger(request: pytest.FixtureRequest) -> dict[str, startup.Result]:
+def ledger(request: pytest.FixtureRequest) -> dict[str, runs.Result]:
     """Results so far, by label."""
     return _ledger(request.config)
 
 
 @pytest.fixture(scope="session")
-def plan(request: pytest.FixtureRequest) -> startup.Plan:
+def plan(request: pytest.FixtureRequest) -> runs.Plan:
     """This machine's plan with the command line's changes."""
     given = {name: request.config.getoption(f"--startup-{name}") for name, _, _ in OPTIONS}
     read = {name: reader for name, reader, _ in OPTIONS}
@@ -94,9 +95,9 @@ def plan(request: pytest.FixtureRequest) -> startup.Plan:
 
 
 @pytest.fixture(scope="session")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> startup.CompileCaches:
+def caches(tmp_path_factory: pytest.TempPathFactory) -> runs.CompileCaches:
     """The compile caches of this session."""
-    return startup.CompileCaches(Path(tmp_path_factory.mktemp("compile-caches")))
+    return runs.CompileCaches(Path(tmp_path_factory.mktemp("compile-caches")))
 
 
 @pytest.fixture(scope="session")

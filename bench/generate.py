@@ -15,7 +15,7 @@ import torch
 from bench.engine import Engine, EngineConfig, EngineError, SamplingParams
 from bench.engine.runner import BACKENDS
 from bench.models.checkpoint import CheckpointError
-from bench.workload import Workload
+from bench.models.workload import Workload
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 

@@ -14,15 +14,17 @@ export out python="${PYTHON:-python3}"
 gpus=${CUDA_VISIBLE_DEVICES-$("$python" -c "import torch; print(*range(torch.cuda.device_count()), sep=',')")}
 export gpus
 # What takes longest first, so that no GPU is left with a long one at the end.
-jobs=$("$python" -c "from bench import families, zoo
+jobs=$("$python" -c "from bench.models_first_call import zoo
+from bench.transformers_generate import families
 print(*(f'generate {name}' for name in families.FAMILIES), *(f'models {name}' for name in reversed(zoo.available())), sep='\n')") || exit
 jobs=$(grep -E -- "$pattern" <<<"$jobs") || { echo "no model matches $pattern" >&2; exit 1; }
 export BENCH_GENERATE_ARMS="${BENCH_GENERATE_ARMS:-plain,static-compiled,simplegraph}"
-export BENCH_MODEL_ARMS="${BENCH_MODEL_ARMS:-$("$python" -c "from bench.model_arms import ARMS; print(*ARMS, sep=',')")}"
+arms="from bench.models_first_call.model_arms import ARMS; print(*ARMS, sep=',')"
+export BENCH_MODEL_ARMS="${BENCH_MODEL_ARMS:-$("$python" -c "$arms")}"
 
 measure() { # KIND MODEL, on the GPU of this slot
-    local test=bench/test_models.py file="$out/${1}_${2// /_}" status=0
-    [[ $1 == generate ]] && test=bench/test_transformers_generate.py
+    local test=bench/models_first_call/test_models.py file="$out/${1}_${2// /_}" status=0
+    [[ $1 == generate ]] && test=bench/transformers_generate/test_transformers_generate.py
     IFS=, read -ra ids <<<"$gpus"
     CUDA_VISIBLE_DEVICES="${ids[$SLOT]-}" BENCH_FAMILIES="$2" BENCH_MODELS="$2" \
         "$python" -m pytest "$test" -q -s --benchmark-json "$file.json" >"$file.log" 2>&1 || status=1

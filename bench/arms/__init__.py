@@ -20,7 +20,7 @@ ARMS = {
     "simplegraph-piecewise-fused": "bench.arms.graphed:PiecewiseFused",
     "breakable": "bench.arms.breakable:Breakable",
     "breakable-lean": "bench.arms.breakable:BreakableLean",
-    "compiled-piecewise": "bench.arms.piecewise:CompiledPiecewise",
+    "compiled-piecewise": "bench.arms.compiled_piecewise:CompiledPiecewise",
     "compiled-full": "bench.arms.compiled:CompiledFull",
     "inductor-partition": "bench.arms.partition:InductorPartition",
 }

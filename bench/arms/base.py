@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bench.measure import Timeline
 from bench.models.llama import Llama
-from bench.workload import Batch, Workload
+from bench.models.workload import Batch, Workload
+from bench.tools.measure import Timeline
 from simplegraph import RankGroup
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bench.arms.base import NotAvailable, require_cuda
 from bench.arms.plain_loop import Captured, PlainLoop
-from bench.measure import Timeline
 from bench.models import attention
-from bench.workload import Batch
+from bench.models.workload import Batch
+from bench.tools.measure import Timeline
 
 PACKAGE = "breakable_cuda_graphs"
 INSTALL = "pip install breakable-cuda-graphs==0.1.0"

@@ -14,10 +14,10 @@ import torch._inductor.compile_fx  # the compiler loads here, not under the cloc
 from torch import Tensor
 
 from bench.arms.base import Arm, NotAvailable, Setup
-from bench.arms.lean import LeanCapture, alias
 from bench.arms.static import fill, padded_size, rows
-from bench.measure import Timeline, say
-from bench.workload import Batch
+from bench.models.workload import Batch
+from bench.tools.lean_capture import LeanCapture, alias
+from bench.tools.measure import Timeline, say
 
 Replay = Callable[[], Tensor]
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from bench.arms.base import Arm, OnDTensors
 from bench.arms.static import rows
-from bench.measure import Timeline
 from bench.models.llama import Llama
-from bench.workload import Batch
+from bench.models.workload import Batch
+from bench.tools.measure import Timeline
 
 
 class Eager(Arm):

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from bench.arms.base import Arm, NotAvailable, OnDTensors, Setup, require_cuda
 from bench.arms.static import rows
-from bench.measure import Timeline
 from bench.models import attention
 from bench.models.fused import fused
 from bench.models.llama import Llama
-from bench.workload import INPUT_NAMES, PAD_VALUES, Batch
+from bench.models.workload import INPUT_NAMES, PAD_VALUES, Batch
+from bench.tools.measure import Timeline
 from simplegraph import wrap  # by name: the library loads here, not under the clock
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from bench.arms.base import Arm, NotAvailable, Setup, require_cuda
 from bench.arms.compiled import COMPILE_THREADS, mark_batch_dynamic, without_guards
 from bench.arms.static import fill, padded_size, rows
-from bench.measure import Timeline, say
-from bench.workload import Batch
+from bench.models.workload import Batch
+from bench.tools.measure import Timeline, say
 
 # Inductor runs a shape once to warm up, records it at the second call, replays it from the third on.
 CALLS_TO_RECORD = 2

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bench.arms.base import Arm, Setup, require_cuda
 from bench.arms.static import fill, padded_size
-from bench.measure import Timeline
-from bench.workload import Batch
+from bench.models.workload import Batch
+from bench.tools.measure import Timeline
 
 
 class Captured(NamedTuple):

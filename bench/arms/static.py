@@ -6,7 +6,7 @@ import bisect
 
 from torch import Tensor
 
-from bench.workload import INPUT_NAMES, PAD_VALUES, Batch
+from bench.models.workload import INPUT_NAMES, PAD_VALUES, Batch
 
 
 def padded_size(sizes: list[int], count: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from bench.models.parallel import WHOLE, Shard
+from bench.models.shard import WHOLE, Shard
 
 SINGLE = "model.safetensors"
 PICKLED = "pytorch_model.bin"

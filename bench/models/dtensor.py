@@ -1,6 +1,6 @@
 """The tensor parallel Llama as torch's own: `parallelize_module`, on DTensors over the same weights.
 
-Users shard like this. The layers are column- then row-parallel as in `bench.models.parallel`; torch makes the sums,
+Users shard like this. The layers are column- then row-parallel as in `bench.models.shard`; torch makes the sums,
 as functional collectives, which copy what they sum.
 """
 

@@ -246,7 +246,7 @@ def load_eagle(folder: Path | str, target: Llama) -> Eagle | Eagle3:
 def tiny_pair(
     kind: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Llama, Eagle | Eagle3]:
-    """The tiny target of `data/eagle` and its draft; `bench.train_eagle` trained them."""
+    """The tiny target of `data/eagle` and its draft; `bench.spec_decode.train_eagle` trained them."""
     config = AutoConfig.from_pretrained(TINY / "target")
     target = build_llama(config, _NO_CACHE, 1, device=device, dtype=dtype, random_weights=False)
     load_checkpoint(target, TINY / "target")

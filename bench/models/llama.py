@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from bench.models import attention
-from bench.models.family import config_dtype, family, head_dim
 from bench.models.fused import FusedLayers
 from bench.models.joined import Joined
-from bench.models.parallel import WHOLE, Shard, normal_part
+from bench.models.llama_kinds import config_dtype, family, head_dim
 from bench.models.rotary import RotaryEmbedding, rotate
+from bench.models.shard import WHOLE, Shard, normal_part
 
 # Called before each layer with its index and its input, (T, hidden_size), which is valid during the call.
 Tap = Callable[[int, Tensor], None]

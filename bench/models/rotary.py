@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from bench.models.family import head_dim
+from bench.models.llama_kinds import head_dim
 
 
 class RotaryEmbedding(nn.Module):

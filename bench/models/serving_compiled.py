@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 
-from bench.arms.piecewise import Pieces
+from bench.arms.compiled_piecewise import Pieces
 from bench.models.attention import unsafe_tags
 from bench.models.llama import Attention, Llama
 from simplegraph.attention import AttentionBackend

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import environment
+from bench.tools import environment
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("pytest_benchmark")
@@ -54,7 +54,8 @@ def test_every_model_is_measured_once_on_some_gpu_and_what_fails_is_told(tmp_pat
     assert {file.name for file in tmp_path.glob("*.json")} == names
     calls = [line.split("; ") for line in (tmp_path / "calls").read_text().splitlines()]
     asked = {(call[0].split()[2], call[1] if "generate" in call[0] else call[2]) for call in calls}
-    generate, models = "bench/test_transformers_generate.py", "bench/test_models.py"
+    generate = "bench/transformers_generate/test_transformers_generate.py"
+    models = "bench/models_first_call/test_models.py"
     assert asked == {(generate, "gpt2"), (generate, "t5"), (models, "convnet"), (models, "unet")}
     assert len(calls) == 4
     assert {call[3] for call in calls} == {"plain"}

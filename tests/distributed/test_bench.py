@@ -17,14 +17,14 @@ from tests.distributed.launch import run_ranks, values
 
 transformers = pytest.importorskip("transformers")
 
-from bench import worker  # noqa: E402
 from bench.arms import ALONE, ARMS, OF_RANKS  # noqa: E402
 from bench.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
 from bench.models.checkpoint import load_checkpoint  # noqa: E402
 from bench.models.dtensor import with_dtensors  # noqa: E402
 from bench.models.llama import CacheShape, build_llama  # noqa: E402
-from bench.models.parallel import Shard  # noqa: E402
-from bench.workload import INPUT_NAMES  # noqa: E402
+from bench.models.shard import Shard  # noqa: E402
+from bench.models.workload import INPUT_NAMES  # noqa: E402
+from bench.startup import worker  # noqa: E402
 from simplegraph import RankGroup, wrap  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent

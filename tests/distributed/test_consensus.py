@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import bench.consensus
+import bench.host_overhead.consensus
 import simplegraph as sg
 from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, attend, attending
 from simplegraph.batch.dispatch import Dispatcher
@@ -80,13 +80,13 @@ def test_a_rank_that_dies_is_an_error_of_the_step_on_every_other(size: int) -> N
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 8, reason="a time, on too few cores to tell")
 def test_a_step_costs_no_more_than_150_us_at_two_ranks_of_one_host_and_nothing_at_one() -> None:
-    assert bench.consensus.measure(2)["median_us"] <= 150
-    assert bench.consensus.measure(1)["median_us"] <= 5
+    assert bench.host_overhead.consensus.measure(2)["median_us"] <= 150
+    assert bench.host_overhead.consensus.measure(1)["median_us"] <= 5
 
 
 def test_the_benchmark_of_a_step_gives_figures_for_every_number_of_ranks(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "consensus.json"
-    assert bench.consensus.main(["--sizes", "1,2", "--steps", "50", "--json", str(out)]) == 0
+    assert bench.host_overhead.consensus.main(["--sizes", "1,2", "--steps", "50", "--json", str(out)]) == 0
     results = json.loads(out.read_text())["results"]
     assert 0 < results["1"]["median_us"] < results["2"]["median_us"] <= results["2"]["p99_us"]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ranks", "-----", "1", "2"]

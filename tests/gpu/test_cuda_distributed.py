@@ -373,8 +373,8 @@ def llama_on_dtensors(rank: int, size: int) -> list[tuple[bool, bool, float]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from bench.models.dtensor import with_dtensors
-    from bench.models.parallel import Shard
-    from bench.workload import INPUT_NAMES, Workload
+    from bench.models.shard import Shard
+    from bench.models.workload import INPUT_NAMES, Workload
 
     torch.cuda.set_device(rank)
     workload = Workload("8b", (1, 8), torch.device("cuda", rank), layers=4, shard=Shard(rank, size))

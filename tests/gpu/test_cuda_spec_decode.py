@@ -15,13 +15,13 @@ transformers = pytest.importorskip("transformers")
 
 from padding import assert_nothing_was_padded, sizes_of_steps  # noqa: E402
 
-from bench import text  # noqa: E402
 from bench.engine import Engine, EngineConfig, EngineError, SamplingParams  # noqa: E402
 from bench.engine.spec import SpecEngine  # noqa: E402
 from bench.engine.spec_config import SpecConfig  # noqa: E402
 from bench.models.eagle import Eagle, Eagle3, tiny_pair  # noqa: E402
 from bench.models.llama import Llama  # noqa: E402
 from bench.models.serving import ServingLlama  # noqa: E402
+from bench.tools import text  # noqa: E402
 from simplegraph import BatchDescriptor, CudaGraphManager, CudaGraphMode  # noqa: E402
 from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, attending  # noqa: E402
 from simplegraph.spec_decode import EagleDrafter, greedy_accept, rejection_sample  # noqa: E402

@@ -14,12 +14,12 @@ transformers = pytest.importorskip("transformers")
 
 from padding import assert_nothing_was_padded, sizes_of_steps  # noqa: E402
 
-from bench import text  # noqa: E402
 from bench.engine import Engine, EngineConfig, EngineError, RequestError, SamplingParams  # noqa: E402
 from bench.engine.request import FinishReason  # noqa: E402
 from bench.engine.spec import Acceptance, SpecEngine  # noqa: E402
 from bench.engine.spec_config import SpecConfig  # noqa: E402
 from bench.models.eagle import build_eagle, tiny_pair  # noqa: E402
+from bench.tools import text  # noqa: E402
 from simplegraph import CudaGraphMode  # noqa: E402
 from simplegraph.attention import SDPABackend  # noqa: E402
 
@@ -400,7 +400,7 @@ def test_sampled_tokens_are_distributed_as_the_targets(pairs: dict[str, Any]) ->
 
 def _logits(target: Any, sequences: list[list[int]]) -> torch.Tensor:
     """The target's logits after each of some sequences of one length, without a cache."""
-    from bench.train_eagle import run_target
+    from bench.spec_decode.train_eagle import run_target
 
     device = target.model.embed_tokens.weight.device
     found = []

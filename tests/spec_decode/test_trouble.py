@@ -13,13 +13,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from bench import text  # noqa: E402
 from bench.engine import Engine, EngineConfig, RequestError, SamplingParams  # noqa: E402
 from bench.engine.request import FinishReason, Request  # noqa: E402
 from bench.engine.spec import SpecEngine  # noqa: E402
 from bench.engine.spec_config import SpecConfig  # noqa: E402
 from bench.engine.spec_scheduler import RoundPlan  # noqa: E402
 from bench.models.eagle import tiny_pair  # noqa: E402
+from bench.tools import text  # noqa: E402
 from simplegraph import CaptureSizeError  # noqa: E402
 
 SETTINGS: dict[str, Any] = {

@@ -1,0 +1,24 @@
+"""``python -m bench.host_overhead``: microseconds of a call, with inputs in place and copied, and of a bare replay."""
+
+import torch
+
+from bench.host_overhead import calls
+
+
+def main() -> None:
+    """Measure and print."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.no_grad():
+        compared = calls.calls(device, [calls.SIZE])
+        calls.Samples(device, compared).take()  # the first block warms up
+        samples = calls.Samples(device, compared)
+        for _ in range(calls.ROUNDS[device.type]):
+            samples.take()
+    for name, microseconds in samples.medians().items():
+        print(f"{name:>20} {microseconds:8.2f} us")
+    if device.type == "cpu":
+        print("On the CPU graphs are emulated: these times are no speed.")
+
+
+if __name__ == "__main__":
+    main()

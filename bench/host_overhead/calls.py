@@ -1,0 +1,103 @@
+"""What one call costs the host above a bare graph replay, on a module so small that nothing else shows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from bench.tools.measure import synchronize
+from simplegraph import wrap
+
+SIZE = 8
+WIDTH = 64
+CALLS = 200
+ROUNDS = {"cuda": 50, "cpu": 3}
+
+Call = Callable[[], object]
+
+
+class FourInputs(nn.Module):
+    """Four inputs of (batch, width), one output."""
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return (a + b) * (c + d)
+
+
+def inputs(device: torch.device) -> tuple[Tensor, ...]:
+    """Four tensors of (SIZE, WIDTH)."""
+    return tuple(torch.randn(SIZE, WIDTH, device=device) for _ in range(4))
+
+
+def calls(device: torch.device, sizes: list[int]) -> dict[str, Call]:
+    """The calls to compare, their results checked against eager.
+
+    ``in place``: static outputs, inputs already in the static buffers. ``copied``: static outputs,
+    inputs elsewhere. ``bare``: `replay` of an equal graph; on a GPU only.
+
+    Raises:
+        RuntimeError: a call's result is not eager's.
+    """
+    module, given = FourInputs().eval(), inputs(device)
+    # Two of them: one that has handed out its buffers must look for inputs that overlap these.
+    graphed, copying = (
+        wrap(module, capture_sizes=sizes, outputs="static", capture="upfront", progress=False) for _ in range(2)
+    )
+    graphed.capture_graphs(*given)
+    copying.capture_graphs(*given)
+    views = tuple(graphed.static_inputs(SIZE).values())
+    for view, value in zip(views, given, strict=True):
+        view.copy_(value)
+    found: dict[str, Call] = {"in place": lambda: graphed(*views), "copied": lambda: copying(*given)}
+    for name, call in found.items():
+        if not torch.equal(call(), module(*given)):  # type: ignore[arg-type]
+            raise RuntimeError(f"{name}: the replay's result is not eager's.")
+    for model in (graphed, copying):
+        if model.graph_stats.eager:
+            raise RuntimeError(f"calls ran eagerly: {model.graph_stats.eager}")
+    return found if device.type != "cuda" else found | {"bare": bare_replay(module, given)}
+
+
+def bare_replay(module: nn.Module, given: tuple[Tensor, ...]) -> Call:
+    """`CUDAGraph.replay` of the module's graph, with nothing around it."""
+    graph = torch.cuda.CUDAGraph()
+    module(*given)
+    with torch.cuda.graph(graph):
+        output = module(*given)
+    return _Bare(graph, (given, output))
+
+
+class _Bare:
+    """A replay, and the tensors its graph reads and writes kept alive."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, alive: object) -> None:
+        self._replay, self._alive = graph.replay, alive
+
+    def __call__(self) -> None:
+        self._replay()
+
+
+class Samples:
+    """Microseconds per call of several calls, taken in turn so that a drift of the clock hits all alike."""
+
+    def __init__(self, device: torch.device, compared: dict[str, Call]) -> None:
+        self._device, self.calls = device, compared
+        self._seconds: dict[str, list[float]] = {name: [] for name in compared}
+
+    def take(self) -> None:
+        """One block of `CALLS` of each."""
+        for name, call in self.calls.items():
+            synchronize(self._device)
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            self._seconds[name].append((time.perf_counter() - start) / CALLS)
+
+    def medians(self) -> dict[str, float]:
+        """The median of each, in us; and above ``bare``, where that was taken."""
+        medians = {name: statistics.median(taken) * 1e6 for name, taken in self._seconds.items()}
+        above = {f"{name} above bare": us - medians["bare"] for name, us in medians.items() if "bare" in medians}
+        return medians | {name: us for name, us in above.items() if name != "bare above bare"}

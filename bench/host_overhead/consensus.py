@@ -1,0 +1,93 @@
+"""``python -m bench.host_overhead.consensus``: cost of agreeing on a step's shape, a step, on ranks of this host."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.startup.report import grid
+from bench.tools.measure import say
+
+OUT = Path(__file__).parents[1] / "out"
+SIZES = (1, 2, 4)
+STEPS, WARMUP = 5000, 200
+Figures = dict[str, float]
+
+
+def measure(size: int, steps: int = STEPS) -> Figures:
+    """Median and p99 microseconds of a step's agreement, on the slowest of `size` ranks.
+
+    Raises:
+        RuntimeError: a rank failed; its traceback is on stderr.
+    """
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    queue = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, size, port, steps, queue)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise RuntimeError(f"ranks ended with {[process.exitcode for process in ranks]}.")
+    taken = [queue.get() for _ in ranks]
+    return {name: max(one[name] for one in taken) for name in taken[0]}
+
+
+def _rank(rank: int, size: int, port: int, steps: int, queue: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from simplegraph import CudaGraphMode, ShapeConsensus
+    from simplegraph.distributed import Vote
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    consensus, seconds = ShapeConsensus(), []
+    for step in range(WARMUP + steps):
+        began = time.perf_counter()
+        agreed = consensus.agree(Vote(CudaGraphMode.FULL, step + rank))
+        seconds.append(time.perf_counter() - began)
+        if agreed.num_tokens != step + size - 1:
+            raise RuntimeError(f"step {step}: the ranks agreed on {agreed}.")
+    seconds = sorted(seconds[WARMUP:])
+    queue.put({"median_us": statistics.median(seconds) * 1e6, "p99_us": seconds[int(0.99 * steps)] * 1e6})
+    dist.barrier()  # rank 0 holds the store
+    dist.destroy_process_group()
+
+
+def render(results: dict[int, Figures]) -> str:
+    """A row for every number of ranks."""
+    rows = [(size, *(f"{value:.1f}" for value in figures.values())) for size, figures in results.items()]
+    return grid([("ranks", "median us", "p99 us"), *rows])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(prog="python -m bench.host_overhead.consensus", description=__doc__)
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of ranks")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps that the figures are of")
+    parser.add_argument("--json", default=str(OUT / "consensus.json"), help="where the figures go")
+    options = parser.parse_args(arguments)
+    results = {int(size): measure(int(size), options.steps) for size in options.sizes.split(",")}
+    print(render(results))
+    path = Path(options.json)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    from bench.tools import environment
+
+    path.write_text(json.dumps({"machine_info": environment.describe(), "results": results}, indent=2))
+    say(f"figures: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

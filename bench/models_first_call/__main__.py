@@ -1,0 +1,6 @@
+"""``python -m bench.models_first_call``: vision, diffusion and encoder models; `first_call` says how."""
+
+from bench.models_first_call.first_call import main
+
+if __name__ == "__main__":
+    main()

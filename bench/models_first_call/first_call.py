@@ -1,0 +1,225 @@
+"""Vision, diffusion and encoder models: how soon do they answer, what does a call cost, and what memory is kept?
+
+``python -m bench.models_first_call``: every model and arm in a fresh process; ``--models`` and ``--arms`` choose.
+``first``: the first result, from the built model, imports left out. ``ready``: three calls, after which every arm has
+compiled or captured what it will. Every arm's answer to an input that it has not seen is compared with eager's; ours
+also at batches of 1, 2 and 3, padded where none was captured, each from a replay. What compiles takes a minute and more
+for each model, so it runs only where ``--arms`` names it; ``sooner`` is its first call's time over that of the arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from bench.arms.base import NotAvailable
+from bench.models_first_call.model_arms import ARMS, QUICK, Step
+from bench.models_first_call.zoo import ZOO, available
+from bench.tools import environment, fresh
+from bench.tools.measure import Memory, Timeline, gpu_busy, say, step_milliseconds
+
+Figures = dict[str, Any]
+MIB = 1 << 20
+READY_CALLS = 3
+RAGGED = (1, 2, 3)  # rows of calls after the measured ones; three are padded to four
+COMPILED = "compiled-reduce-overhead"
+# Of the largest value, for kernels that a compiler chose otherwise.
+ROUNDING = {torch.bfloat16: 0.05, torch.float32: 1e-3}
+NOT_SPEED = "No GPU here: the graphs are the library's emulator, on tiny models. Times are NOT speed."
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        models: of `ZOO`; arms: of `ARMS`.
+        tiny: the models' tiny shapes.
+        batch: rows of the calls that are measured.
+        processes: of each arm and model; medians count.
+        timeout: seconds that a process may take.
+    """
+
+    models: tuple[str, ...]
+    arms: tuple[str, ...]
+    tiny: bool
+    batch: int = 1
+    processes: int = 1
+    timeout: int = 300
+
+
+def default_plan(device: torch.device) -> Plan:
+    """All models installed and the arms that compile nothing, at real shapes on a GPU; tiny ones on a CPU."""
+    return Plan(tuple(available()), QUICK, tiny=device.type != "cuda")
+
+
+# In the process of an arm.
+
+
+def run_arm(model: str, arm: str, device: torch.device, tiny: bool, batch: int) -> Figures:
+    """The figures of one arm on one model; `skipped` says why there are none.
+
+    Raises:
+        RuntimeError: its answers are not eager's, or one of ours was not replayed.
+    """
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with device:
+        module = ZOO[model].build(tiny)
+    module = module.to(device, dtype).eval().requires_grad_(False)
+
+    def inputs(rows: int) -> list[Tensor]:
+        return [_placed(tensor, device, dtype) for tensor in ZOO[model].inputs(tiny, rows)]
+
+    measured = inputs(batch)
+    try:
+        ARMS[arm].load(device)
+    except NotAvailable as reason:
+        return {"skipped": str(reason)}
+    with torch.no_grad():
+        before, timeline = Memory.now(device), Timeline(device)
+        step = ARMS[arm].make(module, tuple(measured))
+        for _ in range(READY_CALLS):
+            step(*measured)
+            timeline.mark("first")
+        timeline.mark("ready")
+        after = Memory.now(device)
+        figures: Figures = {f"{name}_seconds": seconds for name, seconds in timeline.seconds.items()}
+        figures["ms"] = step_milliseconds(lambda: step(*measured), device)
+        figures |= _memory(before, after) | gpu_busy(lambda: step(*measured), device)
+        differences = [_difference(step, module, inputs(batch))]
+        if isinstance(step, sg.CudaGraphWrapper):
+            figures["replays"] = step.graph_stats.replays
+            differences += [_replayed_difference(step, module, inputs(rows)) for rows in RAGGED]
+        figures["difference"] = max(differences)
+    return figures
+
+
+def _placed(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+def _memory(before: Memory | None, after: Memory | None) -> Figures:
+    if before is None or after is None:
+        return {}
+    return {f"{name.removesuffix('_bytes')}_mib": size / MIB for name, size in before.spent(after).items()}
+
+
+def _replayed_difference(step: sg.CudaGraphWrapper, module: nn.Module, inputs: list[Tensor]) -> float:
+    """As `_difference`, of a call whose size has its graph by then."""
+    for _ in range(READY_CALLS - 1):
+        step(*inputs)
+    replays = step.graph_stats.replays
+    difference = _difference(step, module, inputs)
+    if step.graph_stats.replays != replays + 1:
+        raise RuntimeError(f"a batch of {inputs[0].shape[0]} was not replayed:\n{step.graph_report()}")
+    return difference
+
+
+def _difference(step: Step, module: nn.Module, inputs: list[Tensor]) -> float:
+    """From eager's answer, of its largest value."""
+    answer, wanted = step(*inputs), module(*inputs)
+    if answer.shape != wanted.shape:
+        raise RuntimeError(f"an answer of shape {tuple(answer.shape)} where eager's is {tuple(wanted.shape)}.")
+    difference = float((answer.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    if not difference <= ROUNDING[wanted.dtype]:
+        rows = inputs[0].shape[0]
+        raise RuntimeError(f"answers to {rows} rows differ from eager's by {difference:.3g} of the largest value.")
+    return difference
+
+
+# Around the processes.
+
+
+def measure(plan: Plan, device: torch.device) -> Figures:
+    """Every model and arm; medians over processes, and every process's figures."""
+    models = {model: {arm: _measure_arm(plan, model, arm, device) for arm in plan.arms} for model in plan.models}
+    return {"plan": dataclasses.asdict(plan), "device": device.type, "models": models}
+
+
+def _measure_arm(plan: Plan, model: str, arm: str, device: torch.device) -> Figures:
+    say(f"{model}, {arm}")
+    runs: list[Figures] = []
+    for _ in range(plan.processes):
+        try:
+            runs.append(fresh.call(run_arm, model, arm, device, plan.tiny, plan.batch, seconds=plan.timeout))
+        except TimeoutError as error:
+            return {"skipped": str(error)}
+        except fresh.ProcessFailed as error:
+            say(str(error))
+            return {"failed": str(error)}
+    if "skipped" in runs[0]:
+        return runs[0]
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]} | {"runs": runs}
+
+
+def failures(figures: Figures) -> list[str]:
+    """Models and arms that had to work and did not; what others' arms cannot do is among their figures."""
+    arms = [(model, arm, found) for model, arms in figures["models"].items() for arm, found in arms.items()]
+    return [
+        f"{arm} of {model}:\n{found['failed']}" for model, arm, found in arms if "failed" in found and ARMS[arm].ours
+    ]
+
+
+_COLUMNS = {
+    "first_seconds": "first s",
+    "ready_seconds": "ready s",
+    "ms": "ms a call",
+    "kernel_ms": "kernels ms",
+    "busy_share": "GPU busy",
+    "reserved_mib": "kept MiB",
+    "difference": "error",
+}
+
+
+def render(figures: Figures) -> str:
+    """The figures as a table."""
+    lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
+    lines.append(f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "of eager", "sooner")))
+    for model, arms in figures["models"].items():
+        for arm, found in arms.items():
+            lines.append(f"{model:>20}  {arm:>24}{_cells(found, arms)}")
+    return "\n".join(lines)
+
+
+def _cells(found: Figures, arms: Figures) -> str:
+    if "ms" not in found:
+        return f"    {found.get('skipped') or 'failed: ' + found['failed'].splitlines()[-1]}"
+    cells = [
+        format(found[name], ".2g" if name == "difference" else ".3f") if name in found else "-" for name in _COLUMNS
+    ]
+    eager, compiled = (arms.get(name, {}) for name in ("eager", COMPILED))
+    cells.append(format(found["ms"] / eager["ms"], ".3f") if "ms" in eager else "-")
+    cells.append(format(compiled["first_seconds"] / found["first_seconds"], ".1f") if "ms" in compiled else "-")
+    return "".join(f"{cell:>12}" for cell in cells)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print the table, and write the figures where ``--json`` says."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(prog="python -m bench.models_first_call", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=available(), help="these alone")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help=f"these; otherwise {' '.join(QUICK)}")
+    parser.add_argument("--device", default=device)
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
+    parser.add_argument("--batch", type=int, help="rows of the calls that are measured")
+    parser.add_argument("--processes", type=int, help="of each arm and model")
+    parser.add_argument("--timeout", type=int, help="seconds that a process may take")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    given = parser.parse_args(argv)
+    chosen = {name: value for name, value in vars(given).items() if value and name not in ("device", "json")}
+    plan = dataclasses.replace(default_plan(torch.device(given.device)), **chosen)
+    figures = measure(plan, torch.device(given.device))
+    print(render(figures))
+    if given.json:
+        given.json.write_text(json.dumps(figures | {"environment": environment.describe()}, indent=2))
+    if failures(figures):
+        raise SystemExit("\n\n".join(failures(figures)))

@@ -1,0 +1,97 @@
+"""Ways to call any module at one batch size, by name: eager, graphs of several makers, the compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from bench.arms.base import NotAvailable, require_cuda
+from bench.tools import compiler
+
+Step = Callable[..., Tensor]
+SIZES = (1, 2, 4)  # what simplegraph captures beside the batch measured, each at its first use
+# The last call before its capture; the next one, the third, replays.
+_TENSORDICT_WARMUP = 2
+
+
+def _nothing(device: torch.device) -> None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way.
+
+    Args:
+        make: a callable of the module, for calls like the one whose tensors it is given.
+        load: what it imports, before any clock runs; raises `NotAvailable` where it cannot run.
+        compiles: which takes a minute and more for each model.
+        ours: which has to work, at every batch size of `SIZES` and below.
+    """
+
+    make: Callable[[nn.Module, tuple[Tensor, ...]], Step]
+    load: Callable[[torch.device], None] = _nothing
+    compiles: bool = False
+    ours: bool = False
+
+
+def _eager(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
+    return module
+
+
+def _sizes(inputs: tuple[Tensor, ...]) -> list[int]:
+    return sorted({*SIZES, inputs[0].shape[0]})
+
+
+def _simplegraph(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
+    return sg.wrap(module, capture_sizes=_sizes(inputs), progress=False)
+
+
+def _simplegraph_static(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
+    return sg.wrap(module, capture_sizes=_sizes(inputs), progress=False, outputs="static")
+
+
+def _load_compiler(device: torch.device) -> None:
+    require_cuda(device, "it")
+    compiler.load_cold()
+
+
+def _compiled(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
+    compiled: Step = torch.compile(module, mode="reduce-overhead")
+    return compiled
+
+
+def _graphed_callables(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
+    # It replaces the module's forward, and eager is to stay what it was.
+    graphed: Step = torch.cuda.make_graphed_callables(lambda *tensors: module(*tensors), inputs)
+    return graphed
+
+
+def _load_tensordict(device: torch.device) -> None:
+    require_cuda(device, "it")
+    try:
+        import tensordict.nn  # noqa: F401
+    except ImportError as error:
+        raise NotAvailable(f"needs tensordict: pip install tensordict ({error})") from error
+
+
+def _tensordict(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
+    from tensordict.nn import CudaGraphModule
+
+    graphed: Step = CudaGraphModule(module, warmup=_TENSORDICT_WARMUP, device=inputs[0].device)
+    return graphed
+
+
+ARMS: dict[str, Arm] = {
+    "eager": Arm(_eager, ours=True),
+    "simplegraph": Arm(_simplegraph, ours=True),
+    "simplegraph-static": Arm(_simplegraph_static, ours=True),
+    "compiled-reduce-overhead": Arm(_compiled, _load_compiler, compiles=True),
+    "make-graphed-callables": Arm(_graphed_callables, lambda device: require_cuda(device, "it")),
+    "tensordict-cudagraph": Arm(_tensordict, _load_tensordict),
+}
+QUICK = tuple(name for name, arm in ARMS.items() if not arm.compiles)

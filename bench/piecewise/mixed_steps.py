@@ -1,0 +1,136 @@
+"""Mixed prefill-decode batches under piecewise graphs: the same as eager, and how long a step takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.arms.base import Setup
+from bench.arms.correctness import STRIDE, Mismatch, allowed_error, eager_noise, relative_error
+from bench.arms.static import padded_size
+from bench.models.llama import Llama
+from bench.piecewise.mixed_llama import MixedLlama, attending
+from bench.piecewise.mixes import Mix, MixedBatch, mixed_batch, mixes
+from simplegraph import wrap
+
+# Times some calls: milliseconds by name.
+Clock = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Graphed:
+    """A mixed model, and the same wrapped, with piecewise graphs of these sizes, in tokens."""
+
+    eager: MixedLlama
+    piecewise: Any
+    sizes: list[int]
+
+
+class Comparison(NamedTuple):
+    """One mixed batch against eager; `error` is relative, as everywhere."""
+
+    size: int
+    error: float
+    allowed: float
+    equal: bool
+
+
+def measure(setup: Setup, sizes: Sequence[int], clock: Clock) -> list[dict[str, Any]]:
+    """The figures of every mix of every size; all are compared with eager before the first is timed.
+
+    Raises:
+        Mismatch: a result is off from eager's by more than rounding.
+        RuntimeError: a batch was not served by a graph with breaks.
+    """
+    todo = [mix for size in sizes for mix in mixes(size, setup.workload)]
+    batches = [_batch(setup, mix, STRIDE * index) for index, mix in enumerate(todo, start=1)]
+    graphed = capture(setup, sizes)
+    noise = eager_noise(setup)
+    compared = [compare(graphed, mix, batch, noise) for mix, batch in zip(todo, batches, strict=True)]
+    _check_served(graphed)
+    return [
+        _described(mix) | one._asdict() | {"ms": _timed(graphed, batch, clock)}
+        for mix, batch, one in zip(todo, batches, compared, strict=True)
+    ]
+
+
+def _batch(setup: Setup, mix: Mix, start: int) -> MixedBatch:
+    return mixed_batch(setup.workload, mix.chunks, setup.model.config.vocab_size, start=start)
+
+
+def capture(setup: Setup, sizes: Sequence[int]) -> Graphed:
+    """The model with a graph for each size.
+
+    Raises:
+        RuntimeError: a graph does not break once in every layer.
+    """
+    eager, largest = MixedLlama(setup.model), mixes(max(sizes), setup.workload)[0]
+    piecewise: Any = wrap(
+        eager,
+        mode="PIECEWISE",
+        capture_sizes=sizes,
+        capture="upfront",
+        outputs="static",
+        on_capture_failure="raise",
+        progress=False,
+    )
+    ids, positions, metadata = _batch(setup, largest, start=0)
+    with attending(metadata):
+        piecewise.capture_graphs(ids, positions)
+    segments = {graph.segments for graph in piecewise.graph_stats.graphs.values()}
+    if segments != {setup.segments}:
+        raise RuntimeError(f"graphs of mixed batches have {segments} segments; expected {setup.segments} in each.")
+    return Graphed(eager, piecewise, sorted(sizes))
+
+
+def compare(graphed: Graphed, mix: Mix, batch: MixedBatch, noise: float) -> Comparison:
+    """One batch, eagerly and from its graph.
+
+    Raises:
+        Mismatch: they differ by more than rounding.
+    """
+    ids, positions, metadata = batch
+    with attending(metadata):
+        expected = graphed.eager(ids, positions).clone()
+        forget(graphed.eager.llama, metadata.slots)
+        found = graphed.piecewise(ids, positions)
+    size = padded_size(graphed.sizes, mix.num_tokens)
+    allowed = allowed_error(expected.dtype, noise, exact=size == mix.num_tokens)
+    error = relative_error(found, expected)
+    if found.shape != expected.shape or not error <= allowed:  # also refuses NaN
+        what = f"{mix.name} of {mix.num_tokens} tokens"
+        raise Mismatch(f"{what} is off from eager by {error:.2e} relative; {allowed:.2e} is allowed.")
+    return Comparison(size, error, allowed, torch.equal(found, expected))
+
+
+def forget(model: Llama, slots: Tensor) -> None:
+    """Zero the keys and values at these slots, so that a step which writes none is seen to be wrong."""
+    for name, cache in model.named_buffers():
+        if name.endswith(("k_cache", "v_cache")):
+            cache.view(-1, *cache.shape[2:]).index_fill_(0, slots, 0)
+
+
+def _check_served(graphed: Graphed) -> None:
+    """A batch that ran eagerly would be compared with itself."""
+    if graphed.piecewise.graph_stats.eager:
+        raise RuntimeError(f"mixed batches ran eagerly:\n{graphed.piecewise.graph_report()}")
+
+
+def _described(mix: Mix) -> dict[str, Any]:
+    longest = max(chunk.query for chunk in mix.chunks)
+    return {"mix": mix.name, "tokens": mix.num_tokens, "requests": len(mix.chunks), "max_query_len": longest}
+
+
+def _timed(graphed: Graphed, batch: MixedBatch, clock: Clock) -> dict[str, float]:
+    ids, positions, metadata = batch
+    with attending(metadata):
+        return clock(
+            {
+                "eager": lambda: graphed.eager(ids, positions),
+                "piecewise": lambda: graphed.piecewise(ids, positions),
+            }
+        )

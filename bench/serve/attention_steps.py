@@ -1,0 +1,206 @@
+"""The attention of one decode step: 32 layers of the 8B shape, in one full graph and eagerly, per backend.
+
+Every layer reads and writes the same pages, which would not fit 32 times at the longest contexts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.tools.measure import host_microseconds, say, step_milliseconds
+from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode, Dispatch
+from simplegraph.attention import (
+    AttentionBackend,
+    BatchMetadata,
+    FlashAttentionBackend,
+    FlashInferBackend,
+    PagedKVCache,
+    SDPABackend,
+    TritonDecodeBackend,
+    attend,
+    attending,
+)
+
+Figures = dict[str, Any]
+BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
+    "FlashAttention-3": FlashAttentionBackend,
+    "FlashInfer": FlashInferBackend,
+    "Triton decode": TritonDecodeBackend,
+    "SDPA": SDPABackend,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        backends: names in `BACKENDS`.
+        batches: requests of a step; contexts: tokens in each one's cache.
+        rounds: of graph and eager in turn; steps: calls that a round is the median of.
+    """
+
+    backends: tuple[str, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    rounds: int = 3
+    steps: int = 30
+
+
+def default_plan(device: torch.device) -> Plan:
+    """The 8B shape on a GPU; a tiny one on a CPU, where times are not speed."""
+    if device.type == "cuda":
+        return Plan(("FlashAttention-3", "FlashInfer", "Triton decode"), (1, 8, 64, 256, 512), (200, 2000, 16000))
+    tiny = Plan(("SDPA",), (1, 4), (20,), layers=2, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    return dataclasses.replace(tiny, rounds=1, steps=3)
+
+
+class SharedPages(PagedKVCache):
+    """A cache of one layer that stands for every layer."""
+
+    def keys(self, layer: int) -> Tensor:
+        return super().keys(0)
+
+    def values(self, layer: int) -> Tensor:
+        return super().values(0)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        super().write(0, k, v, slot_mapping)
+
+
+class Steps:
+    """A manager with the attention of a decode step captured for every batch of the plan."""
+
+    def __init__(self, plan: Plan, name: str, context: int, device: torch.device) -> None:
+        self.plan, self._context = plan, context
+        most = max(plan.batches)
+        self._blocks = -(-context // plan.page_size)
+        cache = SharedPages(
+            1,
+            1 + most * self._blocks,
+            plan.page_size,
+            plan.num_kv_heads,
+            plan.head_dim,
+            dtype=plan.dtype,
+            device=device,
+        )
+        cache.num_layers = plan.layers
+        self.metadata = BatchMetadata(
+            max_num_tokens=most, max_num_reqs=most, max_model_len=context, page_size=plan.page_size, device=device
+        )
+        self.backend = BACKENDS[name](cache, self.metadata, num_heads=plan.num_heads)
+        rows = {"dtype": plan.dtype, "device": device}
+        self._q = torch.randn(most, plan.num_heads, plan.head_dim, **rows)
+        self._k, self._v = (torch.randn(most, plan.num_kv_heads, plan.head_dim, **rows) for _ in "kv")
+        cache.keys(0).normal_()
+        cache.values(0).normal_()
+        self.manager = CudaGraphManager(
+            device=device,
+            mode="FULL_DECODE_ONLY",
+            support=self.backend.support,
+            capture_sizes=plan.batches,
+            max_num_seqs=most,
+            on_capture_failure="raise",
+            progress=False,
+        )
+        self.manager.add_hooks(self.backend)
+        self.manager.capture(self.forward)
+
+    def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor:
+        rows = descriptor.num_tokens
+        hidden = self._q[:rows]
+        with attending(self.backend, mode, descriptor):
+            for layer in range(self.plan.layers):
+                out = attend(hidden, self._k[:rows], self._v[:rows], layer)
+        return out
+
+    def describe(self, count: int) -> None:
+        """A step of `count` requests with full contexts."""
+        table = 1 + torch.arange(count * self._blocks, dtype=torch.int32).view(count, self._blocks)
+        self.metadata.set([1] * count, [self._context] * count, table)
+
+    def calls(self, count: int) -> dict[str, Callable[[], object]]:
+        """One step as a graph and eagerly, each preparing its schedule as it must.
+
+        Raises:
+            RuntimeError: their results differ.
+        """
+        self.describe(count)
+        batch = self.manager.dispatch(count, count, 1)
+        plain = self.manager.dispatch(count, count, 1, allow_full=False)
+        found: dict[str, Callable[[], object]] = {
+            "graph": lambda: self.again(batch),
+            "eager": lambda: self.again(plain),
+        }
+        graph, eager = (call().clone() for call in found.values())  # type: ignore[attr-defined]
+        if batch.mode is not CudaGraphMode.FULL or not torch.allclose(graph, eager, rtol=2e-2, atol=2e-3):
+            raise RuntimeError(f"{self.backend.name}, batch {count}, context {self._context}: a replay is not eager's.")
+        return found
+
+    def again(self, batch: Dispatch) -> Tensor:
+        """The step that was described, once more."""
+        self.metadata.repeat()
+        found: Tensor = self.manager.run(batch, self.forward)
+        return found
+
+    def prepare(self, batch: Dispatch) -> None:
+        """What is done before a replay, once more."""
+        self.metadata.repeat()
+        self.backend.before_replay(batch.mode, batch.descriptor)
+
+
+def measure(plan: Plan, device: torch.device) -> Figures:
+    """Milliseconds of a step by backend, context and batch; what is not installed is named."""
+    rows, missing = [], {}
+    for name, context in itertools.product(plan.backends, plan.contexts):
+        if name in missing:
+            continue
+        say(f"attention: {name}, context {context}")
+        try:
+            steps = Steps(plan, name, context, device)
+        except ConfigError as error:
+            missing[name] = str(error)
+            continue
+        for count in plan.batches:
+            rows.append({"backend": name, "context": context, "batch": count} | _row(steps, count, device))
+        steps.manager.reset()
+    return {"layers": plan.layers, "rows": rows, "missing": missing}
+
+
+def _row(steps: Steps, count: int, device: torch.device) -> Figures:
+    calls = steps.calls(count)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(steps.plan.rounds):
+        for name, call in calls.items():
+            times[name].append(step_milliseconds(call, device, warmup=2, steps=steps.plan.steps))
+    figures: Figures = {f"{name}_ms": statistics.median(taken) for name, taken in times.items()}
+    batch = steps.manager.dispatch(count, count, 1)
+    figures["set_us"] = host_microseconds(lambda: steps.describe(count), device, calls=steps.plan.steps)
+    figures["prepare_us"] = host_microseconds(lambda: steps.prepare(batch), device, calls=steps.plan.steps)
+    return figures | {"graph_over_eager": figures["graph_ms"] / figures["eager_ms"]}
+
+
+def render(figures: Figures) -> str:
+    """The figures as a table."""
+    columns = ("backend", "context", "batch", "graph_ms", "eager_ms", "graph_over_eager", "set_us", "prepare_us")
+    lines = [columns, *(tuple(_cell(row[column]) for column in columns) for row in figures["rows"])]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join([*table, *(f"{name}: {why}" for name, why in figures["missing"].items())])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

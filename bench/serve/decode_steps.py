@@ -1,0 +1,238 @@
+"""The engine's decode step beside the same model eager and compiled, and its milliseconds for a generated token.
+
+All arms have the same weights in one process; the compiled ones run the plain layers, which is what a compiler
+is for, over their own cache and the same attention kernels. Every step ends in logits and the likeliest token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.arms import load_arm
+from bench.arms.base import Arm, Setup
+from bench.engine import Engine, EngineConfig, SamplingParams
+from bench.engine.scheduler import StepPlan
+from bench.models.llama import Llama
+from bench.models.workload import PAGE_SIZE, Workload
+from bench.tools import text
+from bench.tools.measure import Timeline, say, step_milliseconds, synchronize
+from simplegraph import BatchDescriptor, CudaGraphMode
+
+Figures = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        model: as for `Workload`; batches: requests of a step; context: tokens in each one's cache.
+        prompt, output: tokens of each request of the generation.
+        attention: the engine's backends.
+        beside: arms to measure the decode step of, too.
+        rounds: of all arms in turn; steps: calls that a round is the median of.
+    """
+
+    model: str
+    batches: tuple[int, ...]
+    attention: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+    context: int = 200
+    prompt: int = 128
+    output: int = 64
+    rounds: int = 3
+    steps: int = 30
+
+
+def default_plan(device: torch.device) -> Plan:
+    """The 8B shape on a GPU; a tiny one on a CPU, where times are not speed."""
+    if device.type == "cuda":
+        return Plan(
+            "8b", (1, 8, 64, 256), ("fa3", "flashinfer", "triton"), ("eager", "compiled-piecewise", "compiled-full")
+        )
+    return Plan("tiny", (1, 4), ("sdpa",), context=20, prompt=12, output=6, rounds=1, steps=3)
+
+
+def measure(plan: Plan, device: torch.device) -> Figures:
+    """Decode steps and generation of every arm; the engine's tokens are compared with its eager ones first."""
+    workload = Workload(plan.model, plan.batches, device, context=plan.context, lm_head=True)
+    llama = workload.build()
+    setup = Setup(llama, workload)
+    engines = {name: _engine(llama, plan, name) for name in plan.attention}
+    figures: Figures = {"decode": [], "generation": []}
+    for name, engine in engines.items():
+        figures["generation"] += [_generation(engine, plan, name, count) for count in plan.batches]
+    arms = {name: _started(name, setup) for name in plan.beside}
+    for count in plan.batches:
+        say(f"decode steps of {count}")
+        figures["decode"].append(_decode(plan, setup, engines, arms, count))
+    for engine in engines.values():
+        engine.runner.manager.reset()
+    return figures
+
+
+def _engine(llama: Llama, plan: Plan, attention: str) -> Engine:
+    most = max(plan.batches)
+    length = max(plan.context, plan.prompt + plan.output)
+    config = EngineConfig(
+        attention=attention,
+        max_num_seqs=most,
+        max_num_tokens=max(2048, most),
+        max_model_len=length,
+        num_pages=1 + most * -(-length // PAGE_SIZE),
+        page_size=PAGE_SIZE,
+    )
+    engine = Engine(llama, config)
+    say(f"engine with {attention}")
+    summary = engine.capture()
+    if summary.failed:
+        raise RuntimeError(f"{attention}: not captured: {summary.failed}")
+    return engine
+
+
+def _started(name: str, setup: Setup) -> Arm:
+    say(f"starting: {name}")
+    kind = load_arm(name)
+    kind.check_available(setup.device)
+    kind.load(setup)
+    torch._dynamo.reset()
+    arm = kind(setup)
+    with torch.inference_mode():
+        arm.start(setup.batch(1), Timeline(setup.device))
+    return arm
+
+
+def _generation(engine: Engine, plan: Plan, attention: str, count: int) -> Figures:
+    """One generation: milliseconds from step to step while all requests decode, as the caller sees the tokens."""
+    vocab = engine.runner.llama.config.vocab_size
+    for start in range(count):
+        prompt = text.token_ids(plan.prompt, vocab, start=37 * start).tolist()
+        engine.add(prompt, SamplingParams(max_tokens=plan.output))
+    device = engine.runner.device
+    synchronize(device)
+    started = time.perf_counter()
+    marks, first = [], None
+    while not engine.idle:
+        outputs = engine.step()
+        now = time.perf_counter()
+        first = first or (now if outputs else None)
+        if len(outputs) == count:
+            marks.append(now)
+    ended = time.perf_counter()
+    steps = [(after - before) * 1e3 for before, after in itertools.pairwise(marks)]
+    return {
+        "attention": attention,
+        "batch": count,
+        "ms_per_token": statistics.mean(steps),
+        "median_ms": statistics.median(steps),
+        "steps": len(steps),
+        "first_token_ms": ((first or ended) - started) * 1e3,
+        "tokens_per_second": count * plan.output / (ended - started),
+    }
+
+
+class _Steps:
+    """One decode step of an engine, repeated: as a graph, and eagerly."""
+
+    def __init__(self, engine: Engine, plan: Plan, count: int) -> None:
+        self._runner = engine.runner
+        length = plan.context
+        pages = -(-length // PAGE_SIZE)
+        table = 1 + torch.arange(count * pages, dtype=torch.int32).view(count, pages).numpy()
+        vocab = engine.runner.llama.config.vocab_size
+        slots = torch.arange(count).numpy()
+        lengths = torch.full((count,), length).numpy()
+        ids = text.token_ids(count, vocab).numpy()
+        step = StepPlan([], [1] * count, [False] * count, slots, lengths, ids, lengths - 1, table)
+        self._runner._inputs.load(step)
+        manager = self._runner.manager
+        self.batch = manager.dispatch(count, count, 1)
+        descriptor: BatchDescriptor = self.batch.descriptor
+        self._runner.metadata.set(
+            [1] * count, lengths, table, num_tokens=descriptor.num_tokens, num_reqs=descriptor.num_reqs
+        )
+
+    def graph(self) -> Tensor:
+        self._runner.metadata.repeat()
+        tokens: Tensor = self._runner.manager.run(self.batch, self._runner.forward).tokens
+        return tokens
+
+    def eager(self) -> Tensor:
+        self._runner.metadata.repeat()
+        rows = self.batch.descriptor.num_tokens
+        hidden = self._runner.forward(CudaGraphMode.NONE, BatchDescriptor(rows, rows, 1))
+        if not isinstance(hidden, Tensor):
+            raise TypeError("an eager step gave what a graph gives")
+        return self._runner.llama.head(hidden).argmax(dim=-1)
+
+
+@torch.inference_mode()
+def _decode(plan: Plan, setup: Setup, engines: dict[str, Engine], arms: dict[str, Arm], count: int) -> Figures:
+    calls: dict[str, Callable[[], object]] = {}
+    for name, engine in engines.items():
+        steps = _Steps(engine, plan, count)
+        graph, eager = steps.graph().clone(), steps.eager()
+        agreeing = float((graph == eager).double().mean())
+        if agreeing < 0.9:  # random weights make near ties, which rounding decides
+            raise RuntimeError(f"{name}, batch {count}: {agreeing:.0%} of the graph's tokens are eager's.")
+        calls |= {f"{name} graph": steps.graph, f"{name} eager": steps.eager}
+    batch = setup.batch(count)
+    for name, arm in arms.items():
+        calls[name] = lambda arm=arm: arm(*batch).argmax(dim=-1)  # type: ignore[misc]
+    if setup.device.type == "cuda":
+        calls["GEMMs alone"] = _gemms(setup.model, count)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(plan.rounds):
+        for name, call in calls.items():
+            times[name].append(step_milliseconds(call, setup.device, steps=plan.steps))
+    gc.collect()
+    return {"batch": count, "ms": {name: statistics.median(taken) for name, taken in times.items()}}
+
+
+def _gemms(llama: Llama, count: int) -> Callable[[], object]:
+    """A graph of the model's matrix products and nothing else."""
+    weight = llama.model.embed_tokens.weight
+    linears = [
+        linear
+        for layer in llama.model.layers
+        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+    ] + [llama.lm_head]
+    rows = {
+        size: torch.randn(count, size, dtype=weight.dtype, device=weight.device)
+        for size in {linear.weight.shape[1] for linear in linears if linear is not None}
+    }
+
+    def run() -> None:
+        for linear in linears:
+            if linear is not None:
+                linear(rows[linear.weight.shape[1]])
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def render(figures: Figures) -> str:
+    """The figures as two tables."""
+    lines = ["decode step, ms"]
+    for row in figures["decode"]:
+        lines.append(f"{row['batch']:>6}  " + "  ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items()))
+    lines.append("generation")
+    for row in figures["generation"]:
+        lines.append(
+            f"{row['attention']:>12} {row['batch']:>5}  {row['ms_per_token']:.3f} ms a token (median "
+            f"{row['median_ms']:.3f}), first token after {row['first_token_ms']:.1f} ms, "
+            f"{row['tokens_per_second']:.0f} tokens a second"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,295 @@
+"""Speculative decoding measured: what drafts give, and what drafting, a round and a token cost.
+
+All arms have the same weights, prompts and attention kernels in one process; an arm says in which graphs target and
+draft run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.engine import Engine, EngineConfig, SamplingParams
+from bench.engine.spec import Acceptance, SpecEngine
+from bench.engine.spec_config import SpecConfig
+from bench.engine.spec_scheduler import RoundPlan
+from bench.models.eagle import Eagle, Eagle3
+from bench.models.llama import Llama
+from bench.tools import text
+from bench.tools.measure import host_microseconds, kernel_milliseconds, say, step_milliseconds, synchronize
+
+Figures = dict[str, Any]
+
+
+class Arm(NamedTuple):
+    """In which graphs target and draft run, by the modes' names; a draft of None: no speculation."""
+
+    target: str
+    draft: str | None
+
+
+ARMS = {
+    "no speculation": Arm("FULL_AND_PIECEWISE", None),
+    "eager": Arm("NONE", "NONE"),
+    "target full, draft eager": Arm("FULL_AND_PIECEWISE", "NONE"),
+    "target full, draft piecewise": Arm("FULL_AND_PIECEWISE", "PIECEWISE"),
+    "piecewise": Arm("PIECEWISE", "PIECEWISE"),
+    "full": Arm("FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        batches: requests that decode at once.
+        num_draft_tokens: K.
+        attention: the engine's backend.
+        mean_length: tokens a round, whatever the drafts are; None for what the draft really gives.
+        prompt, output: tokens of each request.
+        max_num_tokens: of a step, at least.
+        generations: how many a token's time is the median of.
+        steps: calls that a draft round's time is the median of.
+    """
+
+    batches: tuple[int, ...] = (1, 8, 32)
+    num_draft_tokens: int = 5
+    attention: str = "auto"
+    mean_length: float | None = None
+    prompt: int = 128
+    output: int = 128
+    max_num_tokens: int = 2048
+    generations: int = 3
+    steps: int = 50
+
+    @property
+    def length(self) -> int:
+        """Tokens of a request."""
+        return self.prompt + self.output
+
+    def config(self, arm: Arm) -> EngineConfig:
+        """Of an engine for the largest batch."""
+        most, page_size = max(self.batches), 16
+        ahead = 2 * self.num_draft_tokens
+        settings: dict[str, Any] = {
+            "mode": arm.target,
+            "attention": self.attention,
+            "max_num_seqs": most,
+            "max_num_tokens": max(self.max_num_tokens, most * (self.num_draft_tokens + 1)),
+            "max_model_len": self.length,
+            "num_pages": 1 + most * -(-(self.length + ahead) // page_size),
+            "page_size": page_size,
+        }
+        if arm.draft is None:
+            return EngineConfig(**settings)
+        drafting = {"num_draft_tokens": self.num_draft_tokens, "draft_mode": arm.draft}
+        return SpecConfig(**settings, **drafting, mean_length=self.mean_length)
+
+
+def measure(plan: Plan, target: Llama, draft: Eagle | Eagle3, names: tuple[str, ...] = tuple(ARMS)) -> list[Figures]:
+    """Every arm at every batch.
+
+    Raises:
+        RuntimeError: a graph could not be captured, or greedy tokens differ from those of another arm in float32.
+    """
+    found: list[Figures] = []
+    tokens: dict[int, list[list[int]]] = {}
+    exact = plan.mean_length is None and target.model.embed_tokens.weight.dtype is torch.float32
+    for name in names:
+        say(name)
+        arm = ARMS[name]
+        engine = _started(plan, arm, target, draft)
+        for count in plan.batches:
+            figures, outputs = _generation(engine, plan, count)
+            found.append({"arm": name, "batch": count} | figures)
+            if isinstance(engine, SpecEngine):
+                with _drafting(engine, plan, count) as call:
+                    found[-1] |= _draft_times(call, engine.runner.device, plan)
+            if exact and tokens.setdefault(count, outputs) != outputs:
+                raise RuntimeError(f"{name}, batch {count}: the greedy tokens differ from another arm's.")
+        _reset(engine)
+    if target.model.embed_tokens.weight.is_cuda:
+        _add_kernels(found, plan, target, draft)
+    return found
+
+
+def _add_kernels(found: list[Figures], plan: Plan, target: Llama, draft: Eagle | Eagle3) -> None:
+    """The times of a draft's kernels where it runs in graphs; last, since CUDA's calls stay slower after a profiler."""
+    for name in dict.fromkeys(row["arm"] for row in found):
+        if ARMS[name].draft in (None, "NONE"):
+            continue
+        engine = _started(plan, ARMS[name], target, draft)
+        for row in found:
+            if row["arm"] == name:
+                with _drafting(engine, plan, row["batch"]) as call:
+                    row["draft_kernels_ms"] = kernel_milliseconds(call)
+        _reset(engine)
+
+
+def _started(plan: Plan, arm: Arm, target: Llama, draft: Eagle | Eagle3) -> Engine:
+    config = plan.config(arm)
+    if isinstance(config, SpecConfig):
+        engine: Engine = SpecEngine(target, draft, config)
+        summaries = engine.capture()
+    else:
+        engine = Engine(target, config)
+        summaries = [engine.capture()]
+    for summary in summaries:
+        if summary.failed:
+            raise RuntimeError(f"not captured: {summary.failed}")
+    return engine
+
+
+def _reset(engine: Engine) -> None:
+    runner: Any = engine.runner
+    (runner.reset if isinstance(engine, SpecEngine) else runner.manager.reset)()
+    gc.collect()
+
+
+def _requests(engine: Engine, plan: Plan, count: int, output: int) -> list[Any]:
+    vocab = engine.runner.llama.config.vocab_size
+    prompts = [text.token_ids(plan.prompt, vocab, start=211 * index).tolist() for index in range(count)]
+    return [engine.add(prompt, SamplingParams(max_tokens=output)) for prompt in prompts]
+
+
+def _generation(engine: Engine, plan: Plan, count: int) -> tuple[Figures, list[list[int]]]:
+    """Some generations, after a short one in which libraries load; times as the caller sees the tokens."""
+    speculating = isinstance(engine, SpecEngine)
+    _requests(engine, plan, count, min(8, plan.output))
+    _finish(engine)
+    if speculating:
+        engine.acceptance = Acceptance()
+    hosts: list[float] = []
+    tpots, outputs = zip(*(_timed(engine, plan, count, hosts) for _ in range(plan.generations)), strict=True)
+    figures: Figures = {"tpot_ms": statistics.median(tpots) * 1e3}
+    if speculating:
+        acceptance = engine.acceptance
+        figures |= {
+            "drafts": acceptance.drafts,
+            "draft_tokens": acceptance.draft_tokens,
+            "accepted_tokens": acceptance.accepted,
+            "mean_length": acceptance.mean_length,
+            "per_position": acceptance.rates,
+            "round_host_ms": statistics.median(hosts) * 1e3,
+        }
+    return figures, outputs[-1]
+
+
+def _timed(engine: Engine, plan: Plan, count: int, hosts: list[float]) -> tuple[float, list[list[int]]]:
+    """Seconds a token, and the tokens; the host's seconds for each round, waiting left out, are added to `hosts`."""
+    requests = _requests(engine, plan, count, plan.output)
+    times: dict[Any, list[float]] = {request: [] for request in requests}
+    synchronize(engine.runner.device)
+    while not engine.idle:
+        decoding, waited = all(times.values()), getattr(engine.runner, "waited", 0.0)
+        started = time.perf_counter()
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            times[output.request].append(now)
+        if isinstance(engine, SpecEngine) and decoding:
+            hosts.append(now - started - (engine.runner.waited - waited))
+    tpot = statistics.mean((taken[-1] - taken[0]) / (len(taken) - 1) for taken in times.values())
+    return tpot, [request.output for request in requests]
+
+
+def _finish(engine: Engine) -> None:
+    for _ in engine.stream():
+        pass
+
+
+@contextlib.contextmanager
+def _drafting(engine: Engine, plan: Plan, count: int) -> Iterator[Callable[[], None]]:
+    """In here a call drafts after a round of so many requests, as often as it is called."""
+    if not isinstance(engine, SpecEngine):
+        raise TypeError("this engine drafts nothing.")
+    requests = _requests(engine, plan, count, plan.output)
+    while len(engine.scheduler.drafted) < count:
+        engine.step()
+    drafted = engine.scheduler.schedule_round(plan.num_draft_tokens)
+    if drafted is None:
+        raise RuntimeError("no request has drafts to time.")
+    with torch.inference_mode():
+        engine.runner.launch_round(drafted).wait()
+        yield _draft_of(engine, drafted)
+    for request in requests:
+        engine.cancel(request)
+    _finish(engine)
+
+
+def _draft_of(engine: SpecEngine, drafted: RoundPlan) -> Callable[[], None]:
+    runner, count, reqs = engine.runner, drafted.num_draft_tokens, len(drafted.requests)
+    drafter = runner.drafters[count]
+    lengths = None if drafter.chained else drafted.starts + 1
+
+    def draft() -> None:
+        runner.metadata.repeat()
+        drafter.draft(reqs * (count + 1), reqs, count + 1, lengths)
+
+    return draft
+
+
+def _draft_times(draft: Callable[[], None], device: torch.device, plan: Plan) -> Figures:
+    return {
+        "draft_ms": step_milliseconds(draft, device, steps=plan.steps),
+        "draft_host_ms": host_microseconds(draft, device, calls=plan.steps) / 1e3,
+    }
+
+
+def ratios(found: list[Figures]) -> list[Figures]:
+    """What full graphs give at each batch: drafting against eager drafting and its kernels, a token against others."""
+    by_key = {(row["arm"], row["batch"]): row for row in found}
+    results = []
+    for batch in sorted({row["batch"] for row in found}):
+        full = by_key.get(("full", batch))
+        if full is None:
+            continue
+        row: Figures = {"batch": batch, "round_host_ms": full["round_host_ms"]}
+        others = {name: by_key.get((name, batch)) for name in ARMS if name != "full"}
+        eager = others["target full, draft eager"]
+        if eager is not None:
+            row["eager_draft_over_full"] = eager["draft_ms"] / full["draft_ms"]
+        if "draft_kernels_ms" in full:
+            row["draft_over_its_kernels"] = full["draft_ms"] / full["draft_kernels_ms"]
+        row |= {
+            f"tpot, {name} over full": other["tpot_ms"] / full["tpot_ms"] for name, other in others.items() if other
+        }
+        results.append(row)
+    return results
+
+
+COLUMNS = (
+    ("drafts", "drafts", "d"),
+    ("draft tokens", "draft_tokens", "d"),
+    ("accepted", "accepted_tokens", "d"),
+    ("mean length", "mean_length", ".2f"),
+    ("TPOT ms", "tpot_ms", ".3f"),
+    ("draft ms", "draft_ms", ".3f"),
+    ("its kernels", "draft_kernels_ms", ".3f"),
+    ("draft host ms", "draft_host_ms", ".3f"),
+    ("round host ms", "round_host_ms", ".3f"),
+)
+
+
+def render(found: list[Figures]) -> str:
+    """The figures as a table, and the ratios below."""
+    lines = [("batch", "arm", *(name for name, _, _ in COLUMNS), "accepted in each position")]
+    for row in sorted(found, key=lambda row: row["batch"]):
+        cells = [format(row[key], kind) if key in row else "-" for _, key, kind in COLUMNS]
+        rates = " ".join(f"{rate:.3f}" for rate in row.get("per_position", ())) or "-"
+        lines.append((str(row["batch"]), row["arm"], *cells, rates))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    for row in ratios(found):
+        parts = [f"{name} {value:.2f}" for name, value in itertools.islice(row.items(), 1, None)]
+        table.append(f"batch {row['batch']}: {'; '.join(parts)}")
+    return "\n".join(table)

@@ -1,0 +1,126 @@
+"""From a process's start to its first token, and to every graph captured: ``python -m bench.startup.first_token``.
+
+Every arm is an engine in fresh processes. Compile caches (Inductor's, Triton's, FlashInfer's) are empty in the first
+of them and filled by it in the second. Weights are random: reading them from a disk would add the same to all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.startup import runs
+from bench.tools.measure import say
+
+Figures = dict[str, Any]
+
+# How the engine runs in each arm; simplegraph's answers its first request before it captures.
+ARMS: dict[str, dict[str, Any]] = {
+    "eager": {"mode": "NONE", "fused": False},
+    "simplegraph": {"fused": False},
+    "simplegraph-fused": {"fused": True},
+    "compiled-piecewise": {"mode": "PIECEWISE", "compiled": True},
+}
+NEEDS_GPU = ("simplegraph-fused", "compiled-piecewise")
+PROMPT = 128
+TIMEOUT = 400.0
+
+
+def measure(arms: Sequence[str], model: str, caches: runs.CompileCaches) -> list[Figures]:
+    """Every arm with cold and warm caches: seconds since its process began, by stage.
+
+    Raises:
+        RuntimeError: a process failed.
+    """
+    return [_one(arm, cache, model, caches) for arm in arms for cache in ("cold", "warm")]
+
+
+def _one(arm: str, cache: str, model: str, caches: runs.CompileCaches) -> Figures:
+    say(f"first token: {arm}, {cache} caches")
+    folder = caches.folder(runs.Run(arm, cache))
+    environment = runs.cache_environment(folder) | {"FLASHINFER_WORKSPACE_BASE": str(folder)}
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "result.json"
+        line = [sys.executable, "-m", "bench.startup.first_token", "--arm", arm, "--model", model, "--json", str(out)]
+        line += ["--began", repr(time.time())]
+        code, tail = runs.run_worker(line, environment, Path(scratch) / "stderr", TIMEOUT)
+        if code:
+            raise RuntimeError(f"{arm}, {cache} caches: status {code}\n{tail}")
+        return {"arm": arm, "cache": cache} | json.loads(out.read_text())
+
+
+def _engine_stages(arm: str, model: str, began: float) -> Figures:
+    """One process's stages, in seconds since it began."""
+    import torch
+
+    from bench.engine import Engine, EngineConfig, SamplingParams
+    from bench.models.workload import Workload
+    from bench.tools import text
+
+    seconds = {"imported": time.time() - began}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    llama = Workload(model, (1,), device, lm_head=True).build()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds["weights"] = time.time() - began
+    size: Any = {"max_num_seqs": 256} if device.type == "cuda" else {"max_num_seqs": 4, "capture_sizes": (1, 4, PROMPT)}
+    engine = Engine(llama, EngineConfig(max_model_len=512, num_pages=4096, **size, **ARMS[arm]))
+    engine.add(text.token_ids(PROMPT, llama.config.vocab_size).tolist(), SamplingParams(max_tokens=2))
+    for _ in engine.stream():
+        seconds.setdefault("first_token", time.time() - began)
+    summary = engine.capture()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds["ready"] = time.time() - began
+    return {"seconds": seconds, "attention": engine.runner.backend.name, "captured": summary.captured}
+
+
+def render(figures: Sequence[Figures]) -> str:
+    """A line for every process; seconds since it began, and since its weights were there."""
+    lines = [
+        f"{'':>20} {'caches':>7} {'imported':>9} {'weights':>9} {'token':>9} {'ready':>9} {'token after weights':>20}"
+    ]
+    for found in figures:
+        seconds = found["seconds"]
+        stages = " ".join(f"{seconds[name]:>9.2f}" for name in ("imported", "weights", "first_token", "ready"))
+        after = seconds["first_token"] - seconds["weights"]
+        lines.append(f"{found['arm']:>20} {found['cache']:>7} {stages} {after:>20.2f}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One arm in this process where --arm is given; else all of them, each in its own."""
+    parser = argparse.ArgumentParser(prog="python -m bench.startup.first_token", description=__doc__)
+    parser.add_argument("--model", help="tiny, 8b, or a folder with a config.json; 8b on a GPU, else tiny")
+    parser.add_argument("--json", default=os.devnull, help="file for the figures")
+    parser.add_argument("--arm", choices=ARMS, help="measure this process")
+    parser.add_argument("--began", type=float, help="when this process was started, in seconds since the epoch")
+    options = parser.parse_args(arguments)
+    if options.arm is not None:
+        began = options.began or time.time()
+        Path(options.json).write_text(json.dumps(_engine_stages(options.arm, options.model or "tiny", began)))
+        return 0
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    arms = [arm for arm in ARMS if on_gpu or arm not in NEEDS_GPU]
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(arms, options.model or ("8b" if on_gpu else "tiny"), runs.CompileCaches(Path(folder)))
+    from bench.tools import environment
+
+    print(render(figures))
+    if not on_gpu:
+        print("On the CPU graphs are emulated: these times are no speed.")
+    Path(options.json).write_text(json.dumps({"machine_info": environment.describe(), "results": figures}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

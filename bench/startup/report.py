@@ -1,0 +1,146 @@
+"""The comparison as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.startup.runs import Result, Run, comparison, figure
+
+MIB, GIB = 2**20, 2**30
+NOTHING = "-"
+
+EMULATED = (
+    "No GPU here: the graphs are the library's emulator, which checks behaviour. Their times are NOT speed.\n"
+    "The compiled arms ran the C++ compiler's code without graphs."
+)
+EXPLANATION = """\
+first, ready: seconds from the built model to the output of one request, and to every size ready.
+ms: time of one step by batch. error: largest against eager, relative.
+equal: comparisons with eager at captured sizes that agree to the bit."""
+GPU_EXPLANATION = """\
+piecewise/: how many times sooner than compiled-piecewise (cold, warm cache) every size is ready.
+again: the same start a second time in the process, when the GPU's libraries are loaded: seconds, memory kept.
+keeps: device memory gone after the start, libraries' own included in the first start. peak: tensors, weights included.
+host: time to issue one call at batch 1."""
+
+
+def render(results: dict[str, Result]) -> str:
+    """The heading, one row per run, what could not run, and how to read it all."""
+    parts = [heading(results), grid(measured([header(results), *rows(results)]))]
+    if _emulated(results):
+        parts += [EMULATED, missing(results), EXPLANATION]
+    else:
+        parts += [missing(results), ratios(results), f"{EXPLANATION}\n{GPU_EXPLANATION}"]
+    return "\n\n".join(part for part in parts if part)
+
+
+def heading(results: dict[str, Result]) -> str:
+    """Machine, versions and model, from the first run that has them."""
+    for result in results.values():
+        if result["status"] == "ok":
+            where, gpu = result["environment"], result["environment"]["gpu"]
+            machine = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"CPU, {where['cores']} cores"
+            return (
+                f"{machine}; torch {where['torch']}, Python {where['python']}, commit {where['commit'][:12]}\n"
+                f"{result['model']} ({_layers(result)}{_count(result['parameters'])} parameters{_ranks(result)}, "
+                f"{result['dtype']}), "
+                f"{len(result['sizes'])} sizes to {max(result['sizes'])}, contexts of {result['context']} tokens, "
+                f"{result['attention']}"
+            )
+    return "no arm has figures"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+
+
+def _layers(result: Result) -> str:
+    return f"{result['layers']} layers, " if "layers" in result else ""
+
+
+def _ranks(result: Result) -> str:
+    return f" on each of {result['tp']} ranks" if result.get("tp", 1) > 1 else ""
+
+
+def header(results: dict[str, Result]) -> list[str]:
+    """Column names; one per batch that was timed."""
+    steps = [f"ms b{batch}" for batch in _batches(results)]
+    start = ["arm", "first s", "ready s", "piecewise/ cold", "warm", "again s", "keeps MiB", "again MiB", "peak GiB"]
+    return [*start, *steps, "host us", "error", "equal", "graphs"]
+
+
+def rows(results: dict[str, Result]) -> list[list[str]]:
+    """One row per run that has figures."""
+    return [_row(label, result, results) for label, result in results.items() if result["status"] == "ok"]
+
+
+def _row(label: str, result: Result, results: dict[str, Result]) -> list[str]:
+    ready = figure(result, "seconds", "ready")
+    others = [figure(results.get(Run("compiled-piecewise", cache).label), "seconds", "ready") for cache in _CACHES]
+    if result["device"] == "cpu":
+        others = [None] * len(others)  # the emulator over a C++ compiler: a ratio of two things nobody asks about
+    return [
+        label,
+        _number(figure(result, "seconds", "first_output"), "{:.3f}"),
+        _number(ready, "{:.3f}"),
+        *(_number(other / ready if other and ready else None, "{:.1f}x") for other in others),
+        _number(figure(result, "primed", "seconds", "ready"), "{:.3f}"),
+        _number(figure(result, "device_bytes"), "{:.0f}", MIB),
+        _number(figure(result, "primed", "device_bytes"), "{:.0f}", MIB),
+        _number(figure(result, "peak_bytes"), "{:.2f}", GIB),
+        *(_number(figure(result, "step_ms", batch), "{:.2f}") for batch in _batches(results)),
+        _number(figure(result, "host_us"), "{:.1f}"),
+        _number(max((one["error"] for one in result["correct"]), default=None), "{:.0e}"),
+        _equal(result),
+        result["graphs"],
+    ]
+
+
+_CACHES = ("cold", "warm")
+
+
+def _equal(result: Result) -> str:
+    """How many comparisons at captured sizes were equal to the bit."""
+    captured = [one["equal"] for one in result["correct"] if one["captured"]]
+    return f"{sum(captured)}/{len(captured)}"
+
+
+def _number(value: float | None, form: str, unit: float = 1.0) -> str:
+    return NOTHING if value is None else form.format(value / unit)
+
+
+def measured(lines: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The columns in which any run has a figure; the first line is the header."""
+    kept = [i for i in range(len(lines[0])) if i == 0 or any(line[i] != NOTHING for line in lines[1:])]
+    return [[line[i] for i in kept] for line in lines]
+
+
+def _emulated(results: dict[str, Result]) -> bool:
+    return any(result.get("device") == "cpu" for result in results.values())
+
+
+def _batches(results: dict[str, Result]) -> list[str]:
+    """The batches any run was timed at, ascending."""
+    found = {batch for result in results.values() for batch in result.get("step_ms", {})}
+    return sorted(found, key=int)
+
+
+def missing(results: dict[str, Result]) -> str:
+    """What has no figures, and why; and what the others noted."""
+    bad = [f"{label}: {r['status']}: {r['error']}" for label, r in results.items() if r["status"] != "ok"]
+    notes = [f"{label}: {note}" for label, r in results.items() for note in r.get("notes", ())]
+    return "\n".join(bad + notes)
+
+
+def ratios(results: dict[str, Result]) -> str:
+    """What the library is judged by, as lines."""
+    return "\n".join(f"{name.replace('_', ' ')}: {ratio:.3g}" for name, ratio in comparison(results).items())
+
+
+def grid(lines: Sequence[Sequence[Any]]) -> str:
+    """Columns aligned, the first to the left, the header underlined."""
+    widths = [max(len(str(line[column])) for line in lines) for column in range(len(lines[0]))]
+    align: list[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
+    text = ["  ".join(a(str(c), w) for a, c, w in zip(align, line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])

@@ -1,0 +1,32 @@
+"""Token ids of a real text: its bytes, so that no tokenizer is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TEXT = Path(__file__).parents[1] / "data" / "declaration.txt"
+
+
+def token_ids(count: int, vocab_size: int, *, start: int = 0, path: Path = TEXT) -> Tensor:
+    """The bytes of a text as token ids, beginning again at its end.
+
+    Args:
+        count: how many ids.
+        vocab_size: ids are the bytes modulo this.
+        start: the first byte taken, so that other calls see other tokens.
+
+    Returns:
+        (count,) int64, on the CPU.
+
+    Raises:
+        ValueError: the text is empty.
+    """
+    text = torch.frombuffer(bytearray(path.read_bytes() or _refuse(path)), dtype=torch.uint8)
+    return text[torch.arange(start, start + count) % len(text)].long() % vocab_size
+
+
+def _refuse(path: Path) -> bytes:
+    raise ValueError(f"{path} is empty; the benchmarks take their token ids from its bytes.")

@@ -1,0 +1,234 @@
+"""transformers' `generate`, plain, with its static cache and the compiler, and through graphs.
+
+``python -m bench.transformers_generate --models llama t5``: every arm in a fresh process, so that its first generation
+pays for all that it needs: CUDA's lazy loading, compiling with empty caches, capturing; neither imports nor the model.
+Before that, tokens are compared in float32 over ragged batches, in a process of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.tools import compiler, environment, fresh
+from bench.tools.measure import gpu_busy, say, synchronize
+from bench.transformers_generate import families, same_tokens
+
+Figures = dict[str, Any]
+PLAIN, COMPILED = "plain", "static-compiled"
+FUSED = {"simplegraph": True, "simplegraph-own-kernels": False}  # our arms
+ARMS = (PLAIN, COMPILED, *FUSED)
+BUSY_TOKENS = 16  # the profiler keeps every kernel of every one
+NOT_SPEED = "No GPU here: the graphs are the library's emulator, and nothing is compiled. Times are NOT speed."
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        models: of `families.FAMILIES`; random weights.
+        tiny: the models' tiny shapes.
+        batch, prompt, tokens: rows, tokens of each prompt, and new ones.
+        rounds: generations after the first; their median counts.
+        arms: of `ARMS`.
+        compared: tokens that plain and graphs generate in float32.
+        processes: of each arm that compiles nothing.
+        timeout: seconds that a process may take.
+    """
+
+    models: tuple[str, ...] = ("llama",)
+    tiny: bool = False
+    batch: int = 1
+    prompt: int = 64
+    tokens: int = 128
+    rounds: int = 5
+    arms: tuple[str, ...] = ARMS
+    compared: int = 128
+    processes: int = 3
+    timeout: int = 400
+
+
+def default_plan(device: torch.device) -> Plan:
+    """The 1B shape of Llama on a GPU; a tiny one on a CPU, where times are not speed."""
+    if device.type == "cuda":
+        return Plan()
+    return Plan(tiny=True, prompt=8, tokens=8, rounds=1, compared=8, processes=1)
+
+
+# In the process of an arm.
+
+
+def run_arm(plan: Plan, name: str, arm: str, device: torch.device, dtype: torch.dtype) -> Figures:
+    """Seconds of the first generation, milliseconds a token of the later ones, and the tokens.
+
+    What an arm does to the model belongs to its first generation.
+    """
+    from simplegraph.integrations.transformers import graph_generation
+
+    model = families.build(name, device, dtype, tiny=plan.tiny)
+    batch = families.batch(name, model, [plan.prompt] * plan.batch)
+    settings: dict[str, Any] = {"do_sample": False}
+    if arm == COMPILED:
+        compiler.load_cold()
+        settings["cache_implementation"] = "static"
+
+    def generate(tokens: int = plan.tokens) -> torch.Tensor:
+        found: torch.Tensor = model.generate(**batch, max_new_tokens=tokens, **settings)
+        return found
+
+    synchronize(device)
+    started = time.perf_counter()
+    graphs = None
+    if arm in FUSED:
+        limit = families.FAMILIES[name].max_length
+        graphs = graph_generation(model, max_batch_size=plan.batch, max_length=limit, fused_kernels=FUSED[arm])
+    result = generate()
+    synchronize(device)
+    seconds = [time.perf_counter() - started, *(_seconds(generate, device) for _ in range(plan.rounds))]
+    figures: Figures = {
+        "first_seconds": seconds[0],
+        "ms_per_token": statistics.median(seconds[1:]) / plan.tokens * 1e3,
+        "seconds": seconds,
+        "tokens": result[:, -plan.tokens :].tolist(),
+    }
+    if arm == PLAIN:
+        figures |= gpu_busy(lambda: generate(min(plan.tokens, BUSY_TOKENS)), device, calls=1)
+    if arm == COMPILED:
+        figures["compiled_graphs"] = compiler.compiled_graphs()
+    return figures | ({"report": graphs.report().to_dict()} if graphs is not None else {})
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+# Around the processes.
+
+
+def measure(plan: Plan, device: torch.device) -> Figures:
+    """Every model and arm in fresh processes; medians over them, and every process's figures."""
+    models = {name: _measure_model(plan, name, device) for name in plan.models}
+    return {"plan": dataclasses.asdict(plan), "device": device.type, "models": models}
+
+
+def _measure_model(plan: Plan, name: str, device: torch.device) -> Figures:
+    say(f"{name}, tokens in float32")
+    compare = (same_tokens.compare, name, device, plan.tiny, plan.prompt, plan.compared)
+    agreement = _answer(plan, *compare)
+    return agreement | {"arms": {arm: _measure_arm(plan, name, arm, device) for arm in plan.arms}}
+
+
+def _measure_arm(plan: Plan, name: str, arm: str, device: torch.device) -> Figures:
+    compiles = arm == COMPILED and device.type == "cuda"
+    runs: list[Figures] = []
+    for _ in range(1 if compiles else plan.processes):
+        say(f"{name}, {arm}, bfloat16")
+        run = _answer(plan, run_arm, plan, name, arm, device, torch.bfloat16)
+        if "failed" in run:  # what transformers cannot compile is a figure, not a failure
+            return {"skipped": run["reason"]} if arm == COMPILED else run
+        runs.append({key: value for key, value in run.items() if key != "tokens"})
+    numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
+    return {key: statistics.median(run[key] for run in runs) for key in numbers} | {"runs": runs}
+
+
+def _answer(plan: Plan, function: Callable[..., Figures], *args: Any) -> Figures:
+    """What the function answers in a fresh process, or `failed`, why it did not, with the `reason` in one line."""
+    try:
+        answer: Figures = fresh.call(function, *args, seconds=plan.timeout)
+    except TimeoutError as error:
+        return {"failed": str(error), "reason": str(error)}
+    except fresh.ProcessFailed as error:
+        say(str(error))
+        return {"failed": str(error), "reason": error.reason}
+    return answer
+
+
+def failures(figures: Figures) -> list[str]:
+    """Models whose tokens differ, and arms that had to work and did not."""
+    told = []
+    for name, model in figures["models"].items():
+        parts = {"the comparison of tokens": model} | model["arms"]
+        told += [f"{part} of {name}:\n{found['failed']}" for part, found in parts.items() if "failed" in found]
+    return told
+
+
+_COLUMNS = ("ms a token", "of plain", "first s", "sooner", "GPU busy")
+
+
+def render(figures: Figures) -> str:
+    """The figures as a table; `sooner` is the compiled first generation's time over that of the arm."""
+    lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
+    lines.append("batch {batch}, prompt of {prompt}, {tokens} new tokens".format(**figures["plan"]))
+    lines.append(f"{'':>34}" + "".join(f"{title:>12}" for title in _COLUMNS))
+    for name, model in figures["models"].items():
+        lines += [f"{name:>10}  {arm:>22}{_cells(found, model['arms'])}" for arm, found in model["arms"].items()]
+        lines.append(f"{name:>10}  {_agreement(model)}")
+    return "\n".join(lines)
+
+
+def _cells(found: Figures, arms: Figures) -> str:
+    if "ms_per_token" not in found:
+        return f"    skipped: {found['skipped']}" if "skipped" in found else f"    failed: {found['reason']}"
+    plain, compiled = (arms.get(arm, {}) for arm in (PLAIN, COMPILED))
+    cells = [
+        format(found["ms_per_token"], ".3f"),
+        format(found["ms_per_token"] / plain["ms_per_token"], ".3f") if "ms_per_token" in plain else "-",
+        format(found["first_seconds"], ".2f"),
+        format(compiled["first_seconds"] / found["first_seconds"], ".1f") if "ms_per_token" in compiled else "-",
+        format(found["busy_share"], ".3f") if "busy_share" in found else "-",
+    ]
+    row = "".join(f"{cell:>12}" for cell in cells)
+    return row if found.get("compiled_graphs", 1) else f"{row}  (transformers compiled nothing)"
+
+
+def _agreement(model: Figures) -> str:
+    if "failed" in model:
+        return f"tokens: {model['reason']}"
+    parted = f", {model['parted']} parted where two tokens were as likely" if model["parted"] else ""
+    return f"in float32 {model['rows']} ragged rows have {model['same_tokens']} tokens in common with plain{parted}"
+
+
+_NUMBERS = {
+    "batch": "rows",
+    "prompt": "tokens of each prompt",
+    "tokens": "new ones",
+    "rounds": "generations after the first",
+    "compared": "tokens to compare in float32",
+    "processes": "of each arm that compiles nothing",
+    "timeout": "seconds that a process may take",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print the table, and write the figures where ``--json`` says."""
+    parser = argparse.ArgumentParser(prog="python -m bench.transformers_generate", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(families.FAMILIES), help="otherwise llama")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="these alone")
+    for name, told in _NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, help=told)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    given = parser.parse_args(argv)
+    device = torch.device(given.device)
+    changes = {name: value for name, value in vars(given).items() if value and name not in ("device", "json")}
+    plan = dataclasses.replace(default_plan(device), **changes)
+    figures = measure(plan, device)
+    print(render(figures))
+    if given.json:
+        given.json.write_text(json.dumps(figures | {"environment": environment.describe()}, indent=2))
+    if failures(figures):
+        raise SystemExit("\n\n".join(failures(figures)))

@@ -1,0 +1,310 @@
+"""Arms: a wrong one must not get a time, and one that fails must not take the others with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from bench.arms import ARMS, breakable, compiled, compiled_piecewise, load_arm
+from bench.arms.base import NotAvailable, Setup
+from bench.arms.compiled_piecewise import CompiledPiecewise, is_attention, split_at_attention
+from bench.arms.correctness import Mismatch, compare_with_eager, counts_to_compare
+from bench.arms.eager import Eager
+from bench.arms.static import fill, padded_size
+from bench.models import attention
+from bench.models.workload import Workload
+from bench.startup import runs, worker
+from bench.tools.measure import Timeline
+
+CPU = torch.device("cpu")
+TINY = Workload("tiny", (1, 2, 4), CPU)
+
+
+@pytest.fixture(scope="module")
+def setup() -> Setup:
+    return Setup(TINY.build(), TINY)
+
+
+class Wrong(Eager):
+    """Off by a little more than rounding."""
+
+    name = "wrong"
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        return super().__call__(*batch) * 1.001
+
+
+def test_an_arm_that_computes_something_else_gets_no_time(setup: Setup) -> None:
+    with pytest.raises(Mismatch, match=r"wrong: batch 1 is off from eager by 1\.00e-03"):
+        compare_with_eager(Wrong(setup), setup, [1, 2])
+
+
+def test_an_arm_that_gives_nan_gets_no_time(setup: Setup) -> None:
+    class Nan(Wrong):
+        def __call__(self, *batch: Tensor) -> Tensor:
+            return super().__call__(*batch) * float("nan")
+
+    with pytest.raises(Mismatch, match="nan"):
+        compare_with_eager(Nan(setup), setup, [1])
+
+
+def test_eager_equals_itself_on_full_and_mixed_contexts(setup: Setup) -> None:
+    comparisons = compare_with_eager(Eager(setup), setup, [1, 3])
+    assert [(one.count, one.captured, one.equal) for one in comparisons] == [
+        (1, True, True),
+        (1, True, True),
+        (3, False, True),
+        (3, False, True),
+    ]
+
+
+def test_padded_batches_are_compared_too() -> None:
+    assert counts_to_compare([1, 2, 4, 8, 16]) == [1, 3, 4, 15, 16]
+
+
+@pytest.mark.parametrize("name", ["plain-loop", "inductor-partition", "breakable", "breakable-lean"])
+def test_arms_that_need_a_gpu_say_so(name: str) -> None:
+    with pytest.raises(NotAvailable, match="needs a GPU"):
+        load_arm(name).check_available(CPU)
+
+
+def test_a_cpu_without_a_compiler_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "CPP_COMPILERS", ("no-such-compiler",))
+    with pytest.raises(NotAvailable, match=r"needs a C\+\+ compiler"):
+        CompiledPiecewise.check_available(CPU)
+
+
+def test_an_unknown_arm_says_which_there_are() -> None:
+    with pytest.raises(KeyError, match="eager"):
+        load_arm("nothing")
+
+
+def test_static_inputs_are_padded_with_rows_that_touch_nothing(setup: Setup) -> None:
+    static = tuple(torch.full_like(tensor, 9) for tensor in setup.batch(4))
+    batch = setup.batch(3)
+    fill(static, batch)
+    assert all(torch.equal(buffer[:3], tensor) for buffer, tensor in zip(static, batch, strict=True))
+    assert [int(buffer[3].flatten()[0]) for buffer in static] == [0, 0, -1, 0, 0]
+
+
+def test_the_smallest_size_that_fits_is_taken() -> None:
+    assert [padded_size([1, 2, 4], count) for count in (1, 3, 4)] == [1, 4, 4]
+    with pytest.raises(ValueError, match="5 requests is above the largest size, 4"):
+        padded_size([1, 2, 4], 5)
+
+
+def test_the_split_gives_each_attention_a_part_of_its_own(setup: Setup) -> None:
+    parts: list[list[bool]] = []
+
+    def split(traced: fx.GraphModule, _: list[Any]) -> fx.GraphModule:
+        whole = split_at_attention(traced)
+        pieces = [part for part in whole.children() if isinstance(part, fx.GraphModule)]
+        parts.extend([is_attention(node) for node in part.graph.nodes if node.op == "call_function"] for part in pieces)
+        return whole
+
+    batch = setup.batch(2)
+    compiled = torch.compile(setup.model, fullgraph=True, backend=split)
+    torch.testing.assert_close(compiled(*batch), setup.model(*batch))
+    layers = setup.model.config.num_hidden_layers
+    assert [any(part) for part in parts] == [False, True] * layers + [False]
+    assert [part for part in parts if any(part)] == [[True]] * layers
+
+
+class RunAgain:
+    """Stands in for a capture: a replay runs the call again and writes where the first one wrote."""
+
+    graphs = 0
+
+    def __init__(self, function: Callable[..., Any] = lambda: None, args: tuple[Any, ...] = ()) -> None:
+        self.function, self.args, self.result = function, args, function(*args)
+
+    def replay(self) -> None:
+        for old, new in zip(tensors(self.result), tensors(self.function(*self.args)), strict=True):
+            old.copy_(new)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        yield
+
+    on_stream = session
+
+    def capture(self, function: Callable[..., Any], *args: Any) -> tuple[RunAgain, Any]:
+        graph = RunAgain(function, args)
+        return graph, graph.result
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def test_piecewise_replays_pieces_and_attention_in_order(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_piecewise, "compile_piece", lambda piece, fakes: piece)
+    arm = CompiledPiecewise(setup)
+    arm._lean = RunAgain()
+    arm.start(setup.batch(1), Timeline(CPU))
+    assert len(arm._replays) == len(setup.sizes)
+    compare_with_eager(arm, setup, counts_to_compare(sorted(setup.sizes)))
+    steps = arm._replays[1]._steps
+    assert len(steps) == 2 * setup.model.config.num_hidden_layers + 1
+
+
+def test_an_arm_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakable, "PACKAGE", "no_such_package")
+    with pytest.raises(NotAvailable, match=r"pip install breakable-cuda-graphs==0\.1\.0"):
+        breakable.package()
+
+
+class Package:
+    """Stands in for breakable-cuda-graphs: notes what a capture is made of, and replays nothing."""
+
+    class BreakableCUDAGraph:
+        def __init__(self, pool: Any) -> None:
+            self.pool, self._segments = pool, ["segment"]
+
+        def replay(self) -> None:
+            pass
+
+    def __init__(self) -> None:
+        self.graph: Any = None
+
+    @contextlib.contextmanager
+    def breakable_graph(self, graph: Any) -> Iterator[None]:
+        self.graph = graph
+        yield
+        self.graph = None
+
+    def no_graph(self, function: Callable[..., None], *, capture_stub: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            if self.graph is None:
+                function(*args)
+            else:
+                capture_stub(*args)
+                self.graph._segments += ["break", "segment"]
+
+        return call
+
+
+@pytest.fixture
+def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def wait_stream(self, other: Stream) -> None: ...
+
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_breakable_breaks_at_every_attention_and_shares_a_pool(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Package()
+    monkeypatch.setattr(breakable, "package", lambda: package)
+    arm = breakable.BreakableLean(setup)
+    arm.start(setup.batch(1), Timeline(CPU))
+    graphs = [captured.graph for captured in arm.captured.values()]
+    assert [graph._segments for graph in graphs] == [["segment", "break"] * 2 + ["segment"]] * len(setup.sizes)
+    assert {graph.pool for graph in graphs} == {(0, 1)}
+    assert attention.attend is attention.paged_attention
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_breakable_refuses_a_graph_that_holds_attention(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Package()
+    monkeypatch.setattr(package, "no_graph", lambda function, capture_stub: function)
+    monkeypatch.setattr(breakable, "package", lambda: package)
+    with pytest.raises(RuntimeError, match=r"of \{1\} steps; expected 5"):
+        breakable.Breakable(setup).start(setup.batch(1), Timeline(CPU))
+
+
+def test_our_piecewise_graphs_are_eager_to_the_bit(setup: Setup) -> None:
+    arm = load_arm("simplegraph-piecewise")(setup)
+    arm.start(setup.batch(1), Timeline(CPU))
+    comparisons = compare_with_eager(arm, setup, counts_to_compare(sorted(setup.sizes)))
+    assert all(one.equal for one in comparisons if one.captured)
+    assert arm.details()["segments"] == [setup.model.config.num_hidden_layers + 1]
+
+
+def test_attention_goes_where_it_is_routed_and_back(setup: Setup) -> None:
+    calls: list[int] = []
+
+    def note(*args: Any) -> None:
+        calls.append(args[0].shape[0])
+        attention.paged_attention(*args)
+
+    batch = setup.batch(2)
+    with attention.routed(note):
+        routed = setup.model(*batch)
+    assert calls == [2, 2]
+    assert torch.equal(setup.model(*batch), routed)
+    assert calls == [2, 2]
+
+
+def test_the_worker_writes_its_figures(tmp_path: Path) -> None:
+    out = tmp_path / "eager.json"
+    assert worker.main(["--arm", "eager", "--json", str(out), "--sizes", "1,2", "--device", "cpu", "--steps", "2"]) == 0
+    figures = json.loads(out.read_text())
+    assert figures["status"] == "ok"
+    assert 0 < figures["seconds"]["first_output"] <= figures["seconds"]["ready"]
+    assert set(figures["step_ms"]) == {"1"}
+    assert all(one["equal"] for one in figures["correct"])
+    assert figures["environment"]["torch"] == torch.__version__
+
+
+def test_a_failing_arm_is_reported_and_the_status_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "failed.json"
+    assert worker.main(["--arm", "eager", "--json", str(out), "--model", "7b", "--device", "cpu"]) == 1
+    figures = json.loads(out.read_text())
+    assert figures["status"] == "failed"
+    assert "FileNotFoundError" in figures["error"]
+
+
+def test_an_arm_that_is_not_available_is_no_failure(tmp_path: Path) -> None:
+    out = tmp_path / "none.json"
+    assert worker.main(["--arm", "plain-loop", "--json", str(out), "--device", "cpu"]) == 0
+    assert json.loads(out.read_text())["status"] == "not available"
+
+
+def test_compiled_arms_run_cold_then_warm_on_the_same_cache(tmp_path: Path) -> None:
+    chosen = runs.runs_of(["eager", "compiled-full"])
+    assert [run.label for run in chosen] == ["eager", "compiled-full (cold)", "compiled-full (warm)"]
+    caches = runs.CompileCaches(tmp_path)
+    _, cold, warm = chosen
+    first = caches.folder(cold)
+    assert caches.folder(warm) == first
+    assert caches.folder(cold) != first
+
+
+def test_a_warm_run_without_its_cold_one_fails_with_the_reason(tmp_path: Path) -> None:
+    warm = runs.Run("compiled-full", "warm")
+    result = runs.measure(warm, runs.Plan("tiny", (1,)), runs.CompileCaches(tmp_path))
+    assert result["status"] == "failed"
+    assert "needs the cache of compiled-full (cold)" in result["error"]
+
+
+def test_a_process_that_dies_leaves_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; print('cuda went away', file=sys.stderr); sys.exit(3)"
+    monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", code])
+    result = runs.measure(runs.Run("eager"), runs.Plan("tiny", (1,)), runs.CompileCaches(tmp_path))
+    assert result["status"] == "failed"
+    assert re.search("status 3.*cuda went away", result["error"], re.DOTALL)
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    plan = runs.Plan("tiny", (1,), timeout=0.5)
+    result = runs.measure(runs.Run("eager"), plan, runs.CompileCaches(tmp_path))
+    assert "no result within" in result["error"]
+
+
+def test_every_arm_can_be_loaded_without_a_gpu() -> None:
+    assert {load_arm(name).name for name in ARMS} == set(ARMS)
