@@ -172,7 +172,7 @@ def _flash_attention() -> Finding:
     name = "flash-attention"
     if importlib.util.find_spec("numpy") is None:
         return Finding(name, True, "not tried, for want of numpy: pip install 'simplegraph[attention]'")
-    from simplegraph.attention.flash_attention import MODULES, problem_of
+    from simplegraph.attention.backends.flash_attention import MODULES, problem_of
 
     supports = {3: "any batch in full graphs (Hopper)", 2: "uniform decode in full graphs"}
     found = {module: [v for v in supports if problem_of(module, v) is None] for module in MODULES}

@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from simplegraph.attention.backend import attend as attend
     from simplegraph.attention.backend import attending as attending
     from simplegraph.attention.backend import minimum_support as minimum_support
+    from simplegraph.attention.backends.context_parallel import ContextParallelBackend as ContextParallelBackend
+    from simplegraph.attention.backends.flash_attention import FlashAttention2Backend as FlashAttention2Backend
+    from simplegraph.attention.backends.flash_attention import FlashAttentionBackend as FlashAttentionBackend
+    from simplegraph.attention.backends.flashinfer import FlashInferBackend as FlashInferBackend
+    from simplegraph.attention.backends.sdpa import SDPABackend as SDPABackend
+    from simplegraph.attention.backends.triton_decode import TritonDecodeBackend as TritonDecodeBackend
     from simplegraph.attention.cache import PagedKVCache as PagedKVCache
-    from simplegraph.attention.context_parallel import ContextParallelBackend as ContextParallelBackend
-    from simplegraph.attention.flash_attention import FlashAttention2Backend as FlashAttention2Backend
-    from simplegraph.attention.flash_attention import FlashAttentionBackend as FlashAttentionBackend
-    from simplegraph.attention.flashinfer import FlashInferBackend as FlashInferBackend
-    from simplegraph.attention.host import ContextShare as ContextShare
-    from simplegraph.attention.metadata import BatchMetadata as BatchMetadata
-    from simplegraph.attention.reference import reference_attention as reference_attention
-    from simplegraph.attention.sdpa import SDPABackend as SDPABackend
-    from simplegraph.attention.state import CommonMetadata as CommonMetadata
-    from simplegraph.attention.triton_decode import TritonDecodeBackend as TritonDecodeBackend
+    from simplegraph.attention.kernels.reference import reference_attention as reference_attention
+    from simplegraph.attention.metadata.batch_metadata import BatchMetadata as BatchMetadata
+    from simplegraph.attention.metadata.batch_state import CommonMetadata as CommonMetadata
+    from simplegraph.attention.metadata.requests import ContextShare as ContextShare
 
 _HOMES = {
     "backend": ("AttentionBackend", "BackendGroup", "attend", "attending", "minimum_support"),
     "cache": ("PagedKVCache",),
-    "context_parallel": ("ContextParallelBackend",),
-    "flash_attention": ("FlashAttention2Backend", "FlashAttentionBackend"),
-    "flashinfer": ("FlashInferBackend",),
-    "host": ("ContextShare",),
-    "metadata": ("BatchMetadata",),
-    "reference": ("reference_attention",),
-    "sdpa": ("SDPABackend",),
-    "state": ("CommonMetadata",),
-    "triton_decode": ("TritonDecodeBackend",),
+    "backends.context_parallel": ("ContextParallelBackend",),
+    "backends.flash_attention": ("FlashAttention2Backend", "FlashAttentionBackend"),
+    "backends.flashinfer": ("FlashInferBackend",),
+    "metadata.requests": ("ContextShare",),
+    "metadata.batch_metadata": ("BatchMetadata",),
+    "kernels.reference": ("reference_attention",),
+    "backends.sdpa": ("SDPABackend",),
+    "metadata.batch_state": ("CommonMetadata",),
+    "backends.triton_decode": ("TritonDecodeBackend",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from simplegraph.attention.cache import PagedKVCache
-from simplegraph.attention.metadata import BatchMetadata
-from simplegraph.attention.state import CommonMetadata
+from simplegraph.attention.metadata.batch_metadata import BatchMetadata
+from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, InputError, ReplayError
@@ -222,11 +222,11 @@ def minimum_support(backends: Iterable[AttentionBackend]) -> AttentionCGSupport:
     return min(found)
 
 
-class _Local(threading.local):
-    attending: AttentionBackend | BackendGroup | None = None
+class _AttendingThread(threading.local):
+    attention: AttentionBackend | BackendGroup | None = None
 
 
-_LOCAL = _Local()
+_THREAD = _AttendingThread()
 
 
 @contextlib.contextmanager
@@ -247,12 +247,12 @@ def attending(
         mode: as the manager passes it to the forward.
         descriptor: as the manager passes it to the forward.
     """
-    before, _LOCAL.attending = _LOCAL.attending, attention
+    before, _THREAD.attention = _THREAD.attention, attention
     try:
         attention.enter(mode, descriptor)
         yield
     finally:
-        _LOCAL.attending = before
+        _THREAD.attention = before
 
 
 def attend(q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, *, out: Tensor | None = None) -> Tensor:
@@ -296,7 +296,7 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, *, out: Te
 
 
 def _serving(layer: int) -> AttentionBackend:
-    attention = _LOCAL.attending
+    attention = _THREAD.attention
     if attention is None:
         raise ReplayError("attend was called outside `with attending(backend, mode, descriptor):`.")
     if isinstance(attention, AttentionBackend):
@@ -308,6 +308,7 @@ def _serving(layer: int) -> AttentionBackend:
 
 @eager_break
 def _run(backend: AttentionBackend, layer: int, q: Tensor, out: Tensor) -> None:
+    # Every replay of a break runs this again, so `live` is that replay's step.
     result: object = backend.run(layer, q, out, backend.live)
-    if result is not None:  # live, above: read anew at every replay
+    if result is not None:
         raise ConfigError(f"{type(backend).__name__}.run returned {type(result).__name__}; it must write into `out`.")

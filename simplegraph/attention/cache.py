@@ -101,7 +101,7 @@ class PagedKVCache:
                     f"expect {shape} and {self.dtype}."
                 )
         if self.device.type == "cuda" and _has_triton():
-            from simplegraph.attention.kernels import write_pages
+            from simplegraph.attention.kernels.pages import write_pages
 
             write_pages(k, v, self._memory[0, layer], self._memory[1, layer], slot_mapping, self.page_size, self.layout)
         else:

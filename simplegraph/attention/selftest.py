@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend, BackendGroup, attend, attending
+from simplegraph.attention.backends.flash_attention import FlashAttention2Backend, FlashAttentionBackend
+from simplegraph.attention.backends.flashinfer import FlashInferBackend
+from simplegraph.attention.backends.sdpa import SDPABackend
+from simplegraph.attention.backends.triton_decode import TritonDecodeBackend
 from simplegraph.attention.cache import PagedKVCache
-from simplegraph.attention.flash_attention import FlashAttention2Backend, FlashAttentionBackend
-from simplegraph.attention.flashinfer import FlashInferBackend
-from simplegraph.attention.metadata import BatchMetadata
-from simplegraph.attention.reference import reference_attention
-from simplegraph.attention.sdpa import SDPABackend
-from simplegraph.attention.triton_decode import TritonDecodeBackend
+from simplegraph.attention.kernels.reference import reference_attention
+from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, VerificationError

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.attention.state import CommonMetadata
+from simplegraph.attention.metadata.batch_state import CommonMetadata
 
 
 class Upcoming(NamedTuple):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend, attending
-from simplegraph.attention.host import Ints
+from simplegraph.attention.metadata.requests import Ints
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.batch.sizes import default_sizes

@@ -20,9 +20,9 @@ from simplegraph.attention import (
     SDPABackend,
     TritonDecodeBackend,
 )
-from simplegraph.attention.flash_attention import MODULES, problem_of
+from simplegraph.attention.backends.flash_attention import MODULES, problem_of
 from simplegraph.attention.selftest import AttentionEngine
-from tests.attention.test_lse import check_lse
+from tests.attention.backends.test_lse import check_lse
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
 HAS_FA3 = any(problem_of(name, 3) is None for name in MODULES) and torch.cuda.is_available()

@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_reduce
 
 import simplegraph as sg
 from simplegraph.attention import FlashAttentionBackend, FlashInferBackend, SDPABackend, TritonDecodeBackend
-from simplegraph.attention.flash_attention import MODULES, problem_of
+from simplegraph.attention.backends.flash_attention import MODULES, problem_of
 from tests.distributed import sharing
 from tests.distributed.launch import Failed, run_ranks, values
 

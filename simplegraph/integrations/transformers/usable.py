@@ -63,7 +63,7 @@ def _normalizes(rows: Tensor) -> bool:
 
 
 def _writes(rows: Tensor) -> bool:
-    from simplegraph.attention.kernels import write_pages
+    from simplegraph.attention.kernels.pages import write_pages
 
     states = rows[:2].view(2, 1, 1, -1)  # keys and values: of one token, and one head
     kept = torch.zeros_like(rows).view(2, 1, 1, 2, -1)

@@ -32,7 +32,7 @@ class Kernel(types.ModuleType):
     """Attends as the real one, request by request, and remembers what it was called with."""
 
     def __init__(self) -> None:
-        super().__init__("simplegraph.attention.decode_kernel")
+        super().__init__("simplegraph.attention.kernels.decode")
         self.calls: list[tuple[int, int]] = []  # requests and tokens of each
         self.with_lse: set[bool] = set()
         self.strides: list[tuple[int, ...]] = []  # of the queries
@@ -79,7 +79,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     found, stand_in = importlib.util.find_spec, Kernel()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "triton" else found(name))
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    monkeypatch.setattr("simplegraph.attention.decode_kernel", stand_in, raising=False)
+    monkeypatch.setattr("simplegraph.attention.kernels.decode", stand_in, raising=False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with torch.inference_mode():
         yield stand_in
@@ -115,7 +115,7 @@ def test_the_kernel_takes_up_to_64_rows_of_queries(kernel: Kernel, query_len: in
 
 
 def test_the_number_of_parts_follows_from_the_shape(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simplegraph.attention.triton_decode._multiprocessors", lambda device: 132)
+    monkeypatch.setattr("simplegraph.attention.backends.triton_decode._multiprocessors", lambda device: 132)
     served = AttentionEngine(TritonDecodeBackend, CPU, num_heads=8, num_kv_heads=8, mode="NONE")
     backend: Any = served.backend
     assert [backend._num_splits(count) for count in (1, 2, 8, 16, 33, 64, 66, 67, 512)] == [32, 32, 8, 4, 2, 1, 1, 1, 1]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from simplegraph.attention.host import Ints, int64s
+from simplegraph.attention.metadata.requests import Ints, int64s
 from simplegraph.errors import InputError
 
 

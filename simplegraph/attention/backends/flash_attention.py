@@ -18,8 +18,8 @@ from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.cache import PagedKVCache
-from simplegraph.attention.metadata import BatchMetadata
-from simplegraph.attention.state import CommonMetadata
+from simplegraph.attention.metadata.batch_metadata import BatchMetadata
+from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import CaptureSizeError, ConfigError, InputError

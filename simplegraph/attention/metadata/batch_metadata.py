@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from simplegraph.attention.growth import Growth
-from simplegraph.attention.host import ContextShare, Ints, Limits, Pages, QueryLens, Request, read_requests
-from simplegraph.attention.staging import Extent, Staging, Step
-from simplegraph.attention.state import BatchState, CommonMetadata
+from simplegraph.attention.metadata.batch_state import BatchState, CommonMetadata
+from simplegraph.attention.metadata.growth import Growth
+from simplegraph.attention.metadata.requests import ContextShare, Ints, Limits, Pages, QueryLens, Request, read_requests
+from simplegraph.attention.metadata.staging import Extent, Staging, Step
 from simplegraph.errors import CaptureSizeError, InputError, ReplayError
 from simplegraph.graph.select import graph_device
 

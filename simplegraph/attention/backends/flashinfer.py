@@ -19,8 +19,8 @@ from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.cache import PagedKVCache
-from simplegraph.attention.metadata import BatchMetadata
-from simplegraph.attention.state import CommonMetadata
+from simplegraph.attention.metadata.batch_metadata import BatchMetadata
+from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, ReplayError
@@ -163,7 +163,7 @@ class _Tables:
     """
 
     def __init__(self, metadata: BatchMetadata, device: torch.device) -> None:
-        from simplegraph.attention.kernels import list_pages
+        from simplegraph.attention.kernels.pages import list_pages
 
         self._list_pages = list_pages
         self._page_size = metadata.page_size

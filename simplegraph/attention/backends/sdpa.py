@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
-from simplegraph.attention.state import CommonMetadata
+from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.config import AttentionCGSupport
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from simplegraph.attention.staging import Step
+from simplegraph.attention.metadata.staging import Step
 from simplegraph.errors import CaptureSizeError, ConfigError, InputError
 
 Ints = Sequence[int] | Tensor | npt.NDArray[Any]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
-from simplegraph.attention.state import CommonMetadata
+from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.distributed.rendezvous import require_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from simplegraph.attention import BatchMetadata
-from simplegraph.attention.flash_attention import host_lengths
+from simplegraph.attention.backends.flash_attention import host_lengths
 
 
 def test_a_schedule_made_before_the_graph_is_of_the_step_that_the_graph_makes(device: torch.device) -> None:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.backends.flash_attention import FlashAttentionBackend
+from simplegraph.attention.backends.flashinfer import FlashInferBackend
+from simplegraph.attention.backends.sdpa import SDPABackend
 from simplegraph.attention.cache import PagedKVCache
-from simplegraph.attention.flash_attention import FlashAttentionBackend
-from simplegraph.attention.flashinfer import FlashInferBackend
-from simplegraph.attention.metadata import BatchMetadata
-from simplegraph.attention.sdpa import SDPABackend
-from simplegraph.attention.state import CommonMetadata
+from simplegraph.attention.metadata.batch_metadata import BatchMetadata
+from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, InputError
@@ -74,7 +74,7 @@ class TritonDecodeBackend(AttentionBackend):
             raise ConfigError("the decode kernel is written in Triton; to have it: pip install triton.")
         if cache.dtype not in _DTYPES:
             raise ConfigError(f"the cache is of {cache.dtype}; the decode kernel takes {', '.join(map(str, _DTYPES))}.")
-        from simplegraph.attention import decode_kernel
+        from simplegraph.attention.kernels import decode as decode_kernel
 
         self._kernel = decode_kernel
         make = _first_that_works if mixed is None else mixed
