@@ -1,1 +1,1 @@
-"""Other people's models, unmodified. Each module here imports the library it is for."""
+"""Holds graphs for other people's models, which stay as they are, a folder for each library; no models of our own."""

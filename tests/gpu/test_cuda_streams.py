@@ -122,7 +122,7 @@ def test_two_models_sharing_a_pool_on_two_streams_never_mix_up_calls() -> None:
     for turn in range(12):
         manager = managers[turn % 2]
         with torch.cuda.stream(streams[turn % 2]):
-            manager.order_streams()
+            manager.table.order_streams()
             x.fill_(float(turn))
             results.append(manager.run(manager.dispatch(5), forward).clone())
     torch.cuda.synchronize()

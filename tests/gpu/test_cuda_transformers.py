@@ -20,8 +20,8 @@ import tiny_models as tiny  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_encoder, graph_generation  # noqa: E402
-from simplegraph.integrations.transformers.rotary import DTYPES  # noqa: E402
-from simplegraph.integrations.transformers.usable import triton_runs  # noqa: E402
+from simplegraph.integrations.transformers.kernels.rotary import DTYPES  # noqa: E402
+from simplegraph.integrations.transformers.kernels.usable import triton_runs  # noqa: E402
 
 CUDA = torch.device("cuda")
 TOKENS = 32
@@ -192,7 +192,7 @@ def test_fewer_kernels_a_step_and_the_same_logits(dtype: torch.dtype) -> None:
 def test_rotary_embeddings_by_the_kernel_have_the_same_bits(
     rows: int, heads: int, shared: int, elements: int, dtype: torch.dtype
 ) -> None:
-    from simplegraph.integrations.transformers.rotary_kernel import rotate
+    from simplegraph.integrations.transformers.kernels.rotary_kernel import rotate
 
     torch.manual_seed(rows)
     for positions in (1, rows):

@@ -760,7 +760,7 @@ def test_no_memory_for_the_cache(llama: Any, plain: Any, device: torch.device, m
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("simplegraph.integrations.transformers.decoder.Store", full)
+    monkeypatch.setattr("simplegraph.integrations.transformers.generate.decoder.Store", full)
     refused(Reason.CACHE_FULL, llama, plain, tiny.prompts([6, 4], device))
 
 

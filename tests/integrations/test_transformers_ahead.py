@@ -13,7 +13,8 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import tiny_models as tiny  # noqa: E402
 from transformers.generation import utils as generation_utils  # noqa: E402
 
-from simplegraph.integrations.transformers import ahead, graph_generation  # noqa: E402
+from simplegraph.integrations.transformers import graph_generation  # noqa: E402
+from simplegraph.integrations.transformers.generate import ahead  # noqa: E402
 
 TOKENS = 12
 GREEDY = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}

@@ -26,9 +26,10 @@ from hypothesis import strategies as st  # noqa: E402
 from transformers.models.gpt_neox import modeling_gpt_neox  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
-from simplegraph.integrations.transformers import graph_generation, usable  # noqa: E402
-from simplegraph.integrations.transformers.forwards import with_names  # noqa: E402
-from simplegraph.integrations.transformers.rotary import (  # noqa: E402
+from simplegraph.integrations.transformers import graph_generation  # noqa: E402
+from simplegraph.integrations.transformers.generate.store import FixedLayer  # noqa: E402
+from simplegraph.integrations.transformers.kernels import usable  # noqa: E402
+from simplegraph.integrations.transformers.kernels.rotary import (  # noqa: E402
     DTYPES,
     Rotate,
     apply_rotary_pos_emb,
@@ -37,8 +38,8 @@ from simplegraph.integrations.transformers.rotary import (  # noqa: E402
     rotated_together,
     rotation,
 )
-from simplegraph.integrations.transformers.store import FixedLayer  # noqa: E402
-from simplegraph.integrations.transformers.usable import triton_runs  # noqa: E402
+from simplegraph.integrations.transformers.kernels.texts import with_names  # noqa: E402
+from simplegraph.integrations.transformers.kernels.usable import triton_runs  # noqa: E402
 
 TOKENS = 12
 GREEDY = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
@@ -112,7 +113,7 @@ def test_the_kernel_has_the_same_bits(dtype: torch.dtype, data: Any) -> None:
 def test_the_norm_s_kernel_is_as_exact_as_torch_s(
     dtype: torch.dtype, columns: int, offset: float, device: torch.device
 ) -> None:
-    from simplegraph.integrations.transformers.norm_kernel import rms_norm
+    from simplegraph.integrations.transformers.kernels.norm_kernel import rms_norm
 
     x = (3 * torch.randn(3, 2, 2 * columns, device=device)).to(dtype)[..., ::2]
     weight = torch.randn(columns, device=device).to(dtype)
@@ -313,7 +314,8 @@ def test_steps_embed_together_only_if_that_is_wanted(
     plain, model = (tiny.build(MODELS[name], device) for _ in range(2))
     calls: list[int] = []
     monkeypatch.setattr(
-        "simplegraph.integrations.transformers.step.rotation", lambda **_: functools.partial(counted, calls)
+        "simplegraph.integrations.transformers.generate.decode_step.rotation",
+        lambda **_: functools.partial(counted, calls),
     )
     batch = tiny.prompts([7, 4, 6], device)
     with graph_generation(model, max_batch_size=4, max_length=64, fused_kernels=fused_kernels) as graphs:
@@ -359,8 +361,8 @@ class Kernels:
 
 
 HOMES = {
-    "rotate": "simplegraph.integrations.transformers.rotary_kernel",
-    "rms_norm": "simplegraph.integrations.transformers.norm_kernel",
+    "rotate": "simplegraph.integrations.transformers.kernels.rotary_kernel",
+    "rms_norm": "simplegraph.integrations.transformers.kernels.norm_kernel",
     "write_pages": "simplegraph.attention.kernels.pages",
 }
 

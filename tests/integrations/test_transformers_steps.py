@@ -25,8 +25,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5LayerNorm  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
-from simplegraph.integrations.transformers.attention import grouped_heads  # noqa: E402
-from simplegraph.integrations.transformers.norms import fused, rms_norms  # noqa: E402
+from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads  # noqa: E402
+from simplegraph.integrations.transformers.kernels.norms import fused, rms_norms  # noqa: E402
 
 TOKENS = 12
 GREEDY = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
@@ -178,7 +178,7 @@ def test_a_fused_norm_is_within_a_unit_in_the_last_place(kind: Any, dtype: torch
 
 @pytest.mark.parametrize("case", ["few columns", "too many columns", "gradient", "another dtype"])
 def test_triton_s_norm_is_for_what_it_takes(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = ModuleType("simplegraph.integrations.transformers.norm_kernel")
+    kernel = ModuleType("simplegraph.integrations.transformers.kernels.norm_kernel")
     kernel.MAX_COLUMNS = 8
     kernel.rms_norm = lambda x, weight, eps, offset: torch.full_like(x, eps)  # told apart by its answer
     monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
@@ -280,7 +280,7 @@ def test_a_generation_has_fused_norms_in_its_steps_only_if_they_are_wanted(
     plain, model = (tiny.build(models[name], device) for _ in range(2))
     calls = []
     rms_norm = nn.functional.rms_norm
-    monkeypatch.setattr("simplegraph.integrations.transformers.decoder.triton_runs", lambda *args: False)
+    monkeypatch.setattr("simplegraph.integrations.transformers.generate.decoder.triton_runs", lambda *args: False)
     monkeypatch.setattr(nn.functional, "rms_norm", lambda *args, **kwargs: calls.append(1) or rms_norm(*args, **kwargs))
     batch = tiny.prompts([7, 4, 6], device)
     with graph_generation(model, max_batch_size=4, max_length=64, fused_kernels=fused_kernels) as graphs:

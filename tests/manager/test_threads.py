@@ -272,7 +272,7 @@ def test_engines_sharing_a_pool_on_changing_streams_are_ordered(device: torch.de
         manager = (first, second)[turn % 2]
         with on_stream(turn % 3):
             with manager.pool.lock:
-                manager.order_streams()
+                manager.table.order_streams()
                 x.fill_(float(turn))
                 result = manager.run(manager.dispatch(5), forward).clone()
             assert result.unique().tolist() == [3.0 * turn]

@@ -146,7 +146,7 @@ def test_a_state_key_of_ones_own_takes_the_place_of_known_switches(device):
 def test_other_modules_pay_nothing():
     model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(4, 2))
     assert known_switches(model) is None
-    assert sg.wrap(model)._graph_runner._state_key is None
+    assert sg.wrap(model)._graph_runner._known.state_key is None
 
 
 def test_a_state_key_survives_pickling_with_its_config():

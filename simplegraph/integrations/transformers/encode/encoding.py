@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from simplegraph.batch.reasons import Reason
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
+from simplegraph.integrations.transformers.overrides import give_methods, named, owner_of, take_back
 from simplegraph.integrations.transformers.refusals import check_model
-from simplegraph.integrations.transformers.swap import give_methods, named, owner_of, take_back
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.changes import Changes

@@ -13,7 +13,7 @@ from simplegraph.errors import StaleGraphError
 from simplegraph.module.signature import CannotBind
 
 if TYPE_CHECKING:
-    from simplegraph.integrations.transformers.decoder import Decoder
+    from simplegraph.integrations.transformers.generate.decoder import Decoder
 
 # Arguments that a step finds in the store instead.
 _CARRIED = frozenset({"past_key_values", "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"})

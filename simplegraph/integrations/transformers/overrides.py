@@ -1,11 +1,16 @@
-"""Other methods for one model: its class becomes a subclass of its own, and can be put back."""
+"""Sets and restores what belongs to others: the methods of a model, and the forwards of its modules."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch import nn
+
+Forward = Callable[..., Any]
 Method = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -61,3 +66,34 @@ def _through(method: Method, original: Any) -> Callable[..., Any]:
 def _blank(kind: Any) -> Any:
     """What a copy of a model is filled into."""
     return kind.__new__(kind)
+
+
+@contextlib.contextmanager
+def other_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
+    """In here these modules run these forwards when this thread calls them; a module is no argument of its own."""
+    thread = threading.get_ident()
+    taken = []
+    try:
+        for module, forward in forwards.items():
+            attributes = vars(module)
+            if "forward" not in attributes:  # else somebody gave it another
+                attributes["forward"] = _Swapped(_forward, module, forward, thread)
+                taken.append(attributes)
+        yield
+    finally:
+        for attributes in taken:
+            attributes.pop("forward", None)
+
+
+class _Swapped(functools.partial[Any]):
+    """A module's other forward; copies and pickles that are made meanwhile have the module's own."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self.args[0]
+        return functools.partial, (type(module).forward, module)
+
+
+def _forward(module: Any, forward: Forward, thread: int, *args: Any, **kwargs: Any) -> Any:
+    if threading.get_ident() != thread:
+        return type(module).forward(module, *args, **kwargs)
+    return forward(*args, **kwargs)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from simplegraph.config import BatchDim
-from simplegraph.integrations.transformers.attention import grouped_heads
-from simplegraph.integrations.transformers.norms import fused, rms_norms
-from simplegraph.integrations.transformers.rotary import rotary_attentions, rotated_together, rotation
-from simplegraph.integrations.transformers.store import Store
+from simplegraph.integrations.transformers.generate.store import Store
+from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads
+from simplegraph.integrations.transformers.kernels.norms import fused, rms_norms
+from simplegraph.integrations.transformers.kernels.rotary import rotary_attentions, rotated_together, rotation
 
 # Arguments of a step that have one entry for every row; the batch is their first dimension.
 ROW_INPUTS: Mapping[str, BatchDim] = dict.fromkeys(

@@ -16,12 +16,12 @@ from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.failures import user_location
+from simplegraph.integrations.transformers.generate.decode_step import ROW_INPUTS, DecodeStep, masks_source
+from simplegraph.integrations.transformers.generate.served import Session
+from simplegraph.integrations.transformers.generate.store import LayerLayout, Layout, Store
+from simplegraph.integrations.transformers.kernels.usable import triton_runs
+from simplegraph.integrations.transformers.overrides import named
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
-from simplegraph.integrations.transformers.session import Session
-from simplegraph.integrations.transformers.step import ROW_INPUTS, DecodeStep, masks_source
-from simplegraph.integrations.transformers.store import LayerLayout, Layout, Store
-from simplegraph.integrations.transformers.swap import named
-from simplegraph.integrations.transformers.usable import triton_runs
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.compare import difference

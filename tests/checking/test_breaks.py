@@ -1,4 +1,4 @@
-"""`try_full`: whether PIECEWISE can become FULL, or which break is in the way."""
+"""`check` of modules with eager breaks: can PIECEWISE become FULL, and which break is in the way."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from transformers import GenerationMixin, PreTrainedModel
 from simplegraph.batch.reasons import Reason
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
-from simplegraph.integrations.transformers.ahead import may_run_late, with_late_check
-from simplegraph.integrations.transformers.decoder import Decoder, doubling
-from simplegraph.integrations.transformers.swap import give_methods, owner_of, take_back
+from simplegraph.integrations.transformers.generate.ahead import may_run_late, with_late_check
+from simplegraph.integrations.transformers.generate.decoder import Decoder, doubling
+from simplegraph.integrations.transformers.overrides import give_methods, owner_of, take_back
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.mixin import CudaGraphWrapper

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.integrations.transformers.forwards import instructions, other_forwards, with_names
+from simplegraph.integrations.transformers.kernels.texts import instructions, with_names
+from simplegraph.integrations.transformers.overrides import other_forwards
 
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,7 +58,7 @@ def rotation(*, triton: bool) -> Rotate:
     """How queries and keys are embedded: by the kernel where Triton runs, else in fewer of torch's operators."""
     if not triton:
         return rotate_both
-    from simplegraph.integrations.transformers.rotary_kernel import rotate
+    from simplegraph.integrations.transformers.kernels.rotary_kernel import rotate
 
     return rotate
 

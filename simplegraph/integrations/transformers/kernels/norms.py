@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.integrations.transformers.forwards import instructions, other_forwards
+from simplegraph.integrations.transformers.kernels.texts import instructions
+from simplegraph.integrations.transformers.overrides import other_forwards
 
 Normalize = Callable[[Tensor, Tensor, float, float], Tensor]
 
@@ -102,7 +103,7 @@ def _by_torch(hidden_states: Tensor, weight: Tensor, eps: float, offset: float) 
 
 
 def _by_triton(hidden_states: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    from simplegraph.integrations.transformers.norm_kernel import MAX_COLUMNS, rms_norm
+    from simplegraph.integrations.transformers.kernels.norm_kernel import MAX_COLUMNS, rms_norm
 
     if len(weight) > MAX_COLUMNS or torch.is_grad_enabled():
         return _by_torch(hidden_states, weight, eps, offset)

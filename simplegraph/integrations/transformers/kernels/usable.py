@@ -8,7 +8,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from simplegraph.integrations.transformers.rotary import DTYPES, apply_rotary_pos_emb
+from simplegraph.integrations.transformers.kernels.rotary import DTYPES, apply_rotary_pos_emb
 
 _log = logging.getLogger("simplegraph")
 
@@ -46,7 +46,7 @@ def _wrong(device: torch.device, dtype: torch.dtype, elements: int) -> str | Non
 
 
 def _rotates(rows: Tensor) -> bool:
-    from simplegraph.integrations.transformers.rotary_kernel import rotate
+    from simplegraph.integrations.transformers.kernels.rotary_kernel import rotate
 
     q, k, cos, sin = rows.unsqueeze(1)
     tensors = (q.view(1, 1, 1, -1), k.view(1, 1, 1, -1), cos.view(1, 1, -1), sin.view(1, 1, -1))
@@ -55,7 +55,7 @@ def _rotates(rows: Tensor) -> bool:
 
 
 def _normalizes(rows: Tensor) -> bool:
-    from simplegraph.integrations.transformers.norm_kernel import rms_norm
+    from simplegraph.integrations.transformers.kernels.norm_kernel import rms_norm
 
     weight, unit = rows[0], torch.finfo(rows.dtype).eps
     expected = nn.functional.rms_norm(rows.float(), weight.shape, weight.float(), 1e-5)

@@ -1,0 +1,1 @@
+"""Holds decoding through graphs for a model's `generate`; what a step's kernels are stands in `kernels`."""
