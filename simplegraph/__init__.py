@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from simplegraph.batch.descriptor import BatchDescriptor as BatchDescriptor
     from simplegraph.batch.dispatch import Dispatch as Dispatch
     from simplegraph.batch.dispatch import Dispatcher as Dispatcher
-    from simplegraph.batch.reasons import Reason as Reason
     from simplegraph.batch.sizes import SizePlan as SizePlan
     from simplegraph.batch.sizes import plan_sizes as plan_sizes
     from simplegraph.checking.check import CheckReport as CheckReport
@@ -52,13 +51,14 @@ if TYPE_CHECKING:
     from simplegraph.module.mixin import graph_pool as graph_pool
     from simplegraph.module.mixin import unwrap as unwrap
     from simplegraph.module.mixin import wrap as wrap
+    from simplegraph.reasons import Reason as Reason
 
 # Where each public name lives; modules are imported at the first use of one of their names.
 _HOMES = {
     "_version": ("__version__",),
     "batch.descriptor": ("BatchDescriptor",),
     "batch.dispatch": ("Dispatch", "Dispatcher"),
-    "batch.reasons": ("Reason",),
+    "reasons": ("Reason",),
     "batch.sizes": ("SizePlan", "plan_sizes"),
     "checking.check": ("CheckReport", "check"),
     "config": ("AttentionCGSupport", "CudaGraphConfig", "CudaGraphMode"),

@@ -7,11 +7,18 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from simplegraph.batch.reasons import Reason
+from simplegraph.reasons import Reason
+
+_UNDESCRIBED: tuple[int | None, int | None, int] = (None, None, 0)
 
 
 class CallContext(NamedTuple):
-    """What is unusual about calls in this thread at the moment."""
+    """What is unusual about calls in this thread at the moment.
+
+    Attributes:
+        bypass: why they run eagerly; None if they need not.
+        batch: their requests, tokens of each request, and active LoRAs, where these are known.
+    """
 
     bypass: Reason | None
     batch: tuple[int | None, int | None, int]
@@ -25,10 +32,8 @@ CALLS = _CallState()
 
 
 @contextlib.contextmanager
-def bypassed(reason: Reason) -> Iterator[None]:
-    """Run every wrapped module of this thread eagerly in here, for this reason."""
-    before = CALLS.context
-    CALLS.context = CallContext(reason, before.batch if before else (None, None, 0))
+def _calling(context: CallContext | None) -> Iterator[None]:
+    before, CALLS.context = CALLS.context, context
     try:
         yield
     finally:
@@ -36,14 +41,20 @@ def bypassed(reason: Reason) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def outside_calls() -> Iterator[None]:
-    """Forget in here what is unusual about the calls around: wrapped modules run as outside of them."""
-    before = CALLS.context
-    CALLS.context = None
-    try:
+def bypassed(reason: Reason) -> Iterator[None]:
+    """Run every wrapped module of this thread eagerly in here, for this reason."""
+    with _calling(CallContext(reason, described_batch())):
         yield
-    finally:
-        CALLS.context = before
+
+
+def outside_calls() -> contextlib.AbstractContextManager[None]:
+    """Forget in here what is unusual about the calls around: wrapped modules run as outside of them."""
+    return _calling(None)
+
+
+def described_batch() -> tuple[int | None, int | None, int]:
+    """What `describe` said of the batches of this thread."""
+    return CALLS.context.batch if CALLS.context is not None else _UNDESCRIBED
 
 
 @contextlib.contextmanager
@@ -60,16 +71,11 @@ def describe(
         uniform_query_len: tokens of each request, when all have the same number.
         num_active_loras: LoRA adapters in use.
     """
-    before = CALLS.context
-    CALLS.context = CallContext(before.bypass if before else None, (num_reqs, uniform_query_len, num_active_loras))
-    try:
+    bypass = CALLS.context.bypass if CALLS.context is not None else None
+    with _calling(CallContext(bypass, (num_reqs, uniform_query_len, num_active_loras))):
         yield
-    finally:
-        CALLS.context = before
 
 
-@contextlib.contextmanager
-def eager() -> Iterator[None]:
+def eager() -> contextlib.AbstractContextManager[None]:
     """Leave graphs alone in here: every wrapped module of this thread runs eagerly, and counts it."""
-    with bypassed(Reason.EAGER_CONTEXT):
-        yield
+    return bypassed(Reason.EAGER_CONTEXT)

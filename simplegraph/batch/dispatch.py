@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.batch.reasons import Reason
 from simplegraph.batch.sizes import PaddingMap, mixed_sizes, uniform_decode_sizes
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.errors import ConfigError
+from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.batch.reasons import Reason
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import bypassed, outside_calls
 from simplegraph.errors import CaptureError, InputError
@@ -26,6 +25,7 @@ from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import Arg, CallReader, CannotBind, TensorArg
 from simplegraph.module.state import HeldTensor, held_tensors, put_back
 from simplegraph.nested import TreeSpec, flatten
+from simplegraph.reasons import Reason
 
 # What padding rows are real rows times, in turn: zeros, and more than any real row on either side.
 _FILLS = (0, 3, -3)

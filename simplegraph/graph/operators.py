@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simplegraph.graph.subclass import subclass
+
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that Dynamo leaves alone where it is loaded, and that does not load it where it is not.
@@ -31,7 +33,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @functools.cache
 def _hidden_from_dynamo(mode: Any) -> Any:
     hidden = torch.compiler.disable(mode.__torch_dispatch__)  # type: ignore[no-untyped-call]
-    return type(mode.__name__, (mode,), {"__torch_dispatch__": hidden, "__module__": mode.__module__})
+    return subclass(mode, {"__torch_dispatch__": hidden})
 
 
 def is_collective(func: Any) -> bool:

@@ -17,7 +17,6 @@ import torch
 
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher
-from simplegraph.batch.reasons import Reason
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.distributed import Consensus, RankGroup, ShapeConsensus, SingleRank, Vote
 from simplegraph.errors import CaptureError, ConfigError, ReplayError
@@ -30,6 +29,7 @@ from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, M
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.reasons import Reason
 
 
 class RankHooks(GraphHooks):

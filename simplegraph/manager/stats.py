@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from simplegraph.batch.reasons import Reason
+from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.batch.reasons import Reason
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed
 from simplegraph.distributed.ranks import RankGroup, SingleRank
@@ -22,6 +21,7 @@ from simplegraph.graph.program import Program
 from simplegraph.manager.hooks import GraphHooks
 from simplegraph.manager.jobs import CaptureJob, Key
 from simplegraph.manager.stats import GraphCounters, GraphStats
+from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.batch.reasons import Reason
 from simplegraph.config import CudaGraphMode
-from simplegraph.context import CALLS, bypassed
+from simplegraph.context import CALLS, bypassed, described_batch
 from simplegraph.errors import CaptureSizeError, ReplayError
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.capture import run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.module.call import UNDESCRIBED, Call, CallLayout, invoke
+from simplegraph.module.call import Call, CallLayout, invoke
 from simplegraph.module.compare import EagerComparison
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader, CannotBind, ConstantArg
 from simplegraph.module.state import CapturedState, held_tensors, kept_in_graph, put_back
 from simplegraph.nested import TreeSpec, flatten
+from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 
@@ -151,16 +151,14 @@ class GraphBuilder:
             raise ReplayError("a program exists without the state it reads; call reset_graphs().")
         table = self.manager.table
         plan = Plan(call, table, table.graphs[call.key], self.inputs_of[call.key], self.state)
-        context = CALLS.context
-        call.layout.plans[call.batch if context is None else (call.batch, context.batch)] = plan
+        call.layout.plans[call.batch if CALLS.context is None else (call.batch, described_batch())] = plan
         return plan
 
     def static_inputs(self, layout: CallLayout, size: int | None) -> dict[str, Tensor]:
         """Views of a size's static inputs, the largest size's if None."""
         if size is None:
             size = self.descriptors()[0][1].num_tokens
-        context = CALLS.context
-        found = self.manager.dispatch(size, *(context.batch if context is not None else UNDESCRIBED))
+        found = self.manager.dispatch(size, *described_batch())
         inputs = self.inputs_of.get((layout.binding.signature, found.mode, found.descriptor))
         if inputs is None:
             raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {found.reason.text}.")

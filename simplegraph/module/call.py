@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.batch.reasons import Reason
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.inputs import InputSet, overlap, shared_rows
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import Arg, CannotBind, Signature, TensorArg, is_flat
 from simplegraph.nested import TreeSpec, flatten
-
-UNDESCRIBED: tuple[int | None, int | None, int] = (None, None, 0)  # requests, tokens of each, LoRAs
+from simplegraph.reasons import Reason
 
 
 class Graphed:

@@ -16,6 +16,7 @@ from simplegraph.distributed import RankGroup
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.select import graph_device
+from simplegraph.graph.subclass import subclass
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport
@@ -244,18 +245,16 @@ def _graphed(original: Any) -> type[nn.Module]:
     def shallow_copy(self: Any) -> Any:
         return wrap(copy.copy(unwrap(self)), self._graph_runner.settings)
 
-    namespace = {
+    members = {
         "__slots__": ("_graph_runner",),
         "__new__": new,
         "__copy__": shallow_copy,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
         "__reduce_ex__": reduce,
         "_simplegraph_original": original,
     }
-    bases = (original,) if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper, original)
-    graphed: type[nn.Module] = type(original)(original.__name__, bases, namespace)
+    graphed: type[nn.Module] = subclass(
+        original, members, *(() if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,))
+    )
     return graphed
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.batch.reasons import Reason
 from simplegraph.graph.tensors import is_wrapper
 from simplegraph.module.signature import CannotBind
 from simplegraph.nested import TreeSpec
+from simplegraph.reasons import Reason
 
 _RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from simplegraph.batch.reasons import Reason
 from simplegraph.context import CallContext, bypassed
 from simplegraph.graph.modes import autocast_dtype
 from simplegraph.module.call import CallLayout, invoke
@@ -19,6 +18,7 @@ from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan
 from simplegraph.module.state import CapturedState
 from simplegraph.nested import flatten
+from simplegraph.reasons import Reason
 
 MISS = object()
 # Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.batch.reasons import Reason
 from simplegraph.config import CudaGraphConfig, CudaGraphMode
-from simplegraph.context import CALLS, CallContext
+from simplegraph.context import CALLS, CallContext, described_batch
 from simplegraph.distributed.ranks import RankGroup
 from simplegraph.errors import CaptureError, InputError, ReplayError, StaleGraphError
 from simplegraph.graph.device import GraphPool
@@ -24,10 +23,11 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.builder import GraphBuilder
-from simplegraph.module.call import UNDESCRIBED, Call, invoke
+from simplegraph.module.call import Call, invoke
 from simplegraph.module.known import KnownCalls
 from simplegraph.module.replay import MISS, replay_checked, transforming, try_replay, wants_grad
 from simplegraph.module.signature import CannotBind
+from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 
@@ -99,7 +99,7 @@ class GraphRunner:
                     return result
         try:
             with self._lock:
-                builder, call = self._read(module, args, kwargs, context)
+                builder, call = self._read(module, args, kwargs)
                 with builder.manager.pool.lock:
                     return self._serve(builder, call)
         except CannotBind as error:
@@ -107,13 +107,7 @@ class GraphRunner:
         return self._eager(module, args, kwargs, reason, detail)
 
     def _read(
-        self,
-        module: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        context: CallContext | None,
-        *,
-        largest: bool = False,
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
     ) -> tuple[GraphBuilder, Call]:
         """Everything about a call; `largest` takes it as an example of the largest size. Raises CannotBind."""
         if self._disabled is not None:
@@ -134,8 +128,7 @@ class GraphRunner:
         if largest:
             dispatch = Dispatch(*builder.descriptors()[0], Reason.EXACT, 0)
         else:
-            described = context.batch if context is not None else UNDESCRIBED
-            dispatch = manager.dispatcher.dispatch(form.batch, *described)
+            dispatch = manager.dispatcher.dispatch(form.batch, *described_batch())
         if dispatch.mode is CudaGraphMode.NONE:
             raise CannotBind(dispatch.reason, f"batch size {form.batch}")
         if known.is_full(form):
@@ -252,7 +245,7 @@ class GraphRunner:
             return CaptureSummary(0, {}, 0.0, 0)  # a program switched off from the environment goes on
         with self._lock, torch.no_grad():
             try:
-                builder, call = self._read(module, args, kwargs, None, largest=True)
+                builder, call = self._read(module, args, kwargs, largest=True)
                 self._drop_if_stale(builder)
             except CannotBind as error:
                 detail = f" ({error.detail})" if error.detail else ""

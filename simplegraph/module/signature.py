@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.batch.reasons import Reason
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.errors import ConfigError, InputError
 from simplegraph.nested import ATOMS, LEAF, ById, TreeSpec, constant_key, flatten
+from simplegraph.reasons import Reason
 
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from simplegraph.batch import dispatch as dispatch_module
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher, resolve_mode
-from simplegraph.batch.reasons import Reason
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.errors import CaptureSizeError, ConfigError, InputError
+from simplegraph.reasons import Reason
 
 NONE, PIECEWISE, FULL = CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL
 FULL_DECODE_ONLY, FULL_AND_PIECEWISE = CudaGraphMode.FULL_DECODE_ONLY, CudaGraphMode.FULL_AND_PIECEWISE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.engine.spec import SpecEngine
-from simplegraph.batch.reasons import Reason
+from simplegraph.reasons import Reason
 
 
 def sizes_of_steps(served: SpecEngine) -> dict[str, set[int]]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from simplegraph.errors import ConfigError
 from simplegraph.graph.breaks.operators import ACTIVE, name_of
+from simplegraph.graph.subclass import subclass
 
 FunctionType = TypeVar("FunctionType", bound=Callable[..., Any])
 
@@ -132,15 +133,8 @@ def _breaking_class(original: Any) -> type[nn.Module]:
         return _rebuilt, (original,), state
 
     call.__qualname__ = original.__qualname__
-    namespace = {
-        "__call__": eager_break(call),
-        "__reduce_ex__": reduce,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_simplegraph_unbroken": original,
-    }
-    breaking: type[nn.Module] = type(original)(original.__name__, (original,), namespace)
+    members = {"__call__": eager_break(call), "__reduce_ex__": reduce, "_simplegraph_unbroken": original}
+    breaking: type[nn.Module] = subclass(original, members)
     return breaking
 
 

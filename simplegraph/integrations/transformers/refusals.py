@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from simplegraph.batch.reasons import Reason
 from simplegraph.module.signature import CannotBind
+from simplegraph.reasons import Reason
 
 # Others hand the lengths of the rows to their kernel, which reads them back, or compile themselves.
 CAPTURABLE_ATTENTION = ("sdpa", "eager")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from simplegraph.batch.reasons import Reason
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.overrides import give_methods, named, owner_of, take_back
@@ -25,6 +24,7 @@ from simplegraph.module.compare import first_difference
 from simplegraph.module.mixin import CudaGraphWrapper, wrap
 from simplegraph.module.signature import CannotBind
 from simplegraph.nested import flatten
+from simplegraph.reasons import Reason
 
 _SEQUENCES = ("input_ids", "inputs_embeds")  # what says the batch and the length, the first one given
 _NEVER_PADDED = ("labels", "past_key_values", "encoder_hidden_states", "encoder_attention_mask")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.batch.reasons import Reason
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.device import GraphPool
@@ -27,6 +26,7 @@ from simplegraph.manager.stats import GraphStats
 from simplegraph.module.compare import difference
 from simplegraph.module.mixin import wrap
 from simplegraph.module.signature import CannotBind
+from simplegraph.reasons import Reason
 
 _SMALLEST_SPAN = 256  # positions; attending to fewer costs about the same
 _SMALLEST_SOURCE = 64

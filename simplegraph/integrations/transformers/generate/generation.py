@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from simplegraph.batch.reasons import Reason
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.generate.ahead import may_run_late, with_late_check
@@ -17,6 +16,7 @@ from simplegraph.integrations.transformers.overrides import give_methods, owner_
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.mixin import CudaGraphWrapper
+from simplegraph.reasons import Reason
 
 
 class GraphedGeneration:

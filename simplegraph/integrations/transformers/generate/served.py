@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from simplegraph.batch.reasons import Reason
 from simplegraph.errors import StaleGraphError
 from simplegraph.module.signature import CannotBind
+from simplegraph.reasons import Reason
 
 if TYPE_CHECKING:
     from simplegraph.integrations.transformers.generate.decoder import Decoder

@@ -21,8 +21,8 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from simplegraph.batch.reasons import Reason
 from simplegraph.module.signature import CannotBind
+from simplegraph.reasons import Reason
 
 
 @dataclasses.dataclass(frozen=True)
