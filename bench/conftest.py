@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.__main__ import default_plan
 from bench.arms import ALONE, ARMS
-from bench.startup import report, runs
-from bench.startup.worker import parse_sizes
+from bench.startup import runs, table
+from bench.startup.__main__ import default_plan
+from bench.startup.processes import CompileCaches
+from bench.startup.results import Result, comparison
 from bench.tools import environment
+from bench.tools.measure import Figures, device_of
+from bench.tools.options import numbers
 
 # Option, environment variable, how its text is read, help.
 OPTIONS = (
     ("rounds", int, "processes per arm that compiles nothing"),
     ("compiled-rounds", int, "processes per arm that compiles"),
     ("model", str, "tiny, 8b, 70b, or a folder with a config.json"),
-    ("sizes", parse_sizes, "batch sizes, such as 1,2,4"),
+    ("sizes", numbers, "batch sizes, such as 1,2,4"),
     ("device", str, "cuda or cpu"),
     ("timeout", float, "seconds a process may take"),
 )
@@ -63,30 +67,30 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list[Any], output_json: dict[str, Any]) -> None:
     """The ratios the library is judged by, once for the whole file."""
     if _ledger(config):
-        output_json["comparison"] = runs.comparison(_ledger(config))
+        output_json["comparison"] = comparison(_ledger(config))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if _ledger(config):
         terminalreporter.section("startup")
-        terminalreporter.write_line(report.render(_ledger(config)))
+        terminalreporter.write_line(table.render(_ledger(config)))
 
 
-_LEDGER = pytest.StashKey[dict[str, runs.Result]]()
+_LEDGER = pytest.StashKey[dict[str, Result]]()
 
 
-def _ledger(config: pytest.Config) -> dict[str, runs.Result]:
+def _ledger(config: pytest.Config) -> dict[str, Result]:
     return config.stash.setdefault(_LEDGER, {})
 
 
 @pytest.fixture(scope="session")
-def ledger(request: pytest.FixtureRequest) -> dict[str, runs.Result]:
+def ledger(request: pytest.FixtureRequest) -> dict[str, Result]:
     """Results so far, by label."""
     return _ledger(request.config)
 
 
 @pytest.fixture(scope="session")
-def plan(request: pytest.FixtureRequest) -> runs.Plan:
+def plan(request: pytest.FixtureRequest) -> runs.StartupPlan:
     """This machine's plan with the command line's changes."""
     given = {name: request.config.getoption(f"--startup-{name}") for name, _, _ in OPTIONS}
     read = {name: reader for name, reader, _ in OPTIONS}
@@ -95,12 +99,26 @@ def plan(request: pytest.FixtureRequest) -> runs.Plan:
 
 
 @pytest.fixture(scope="session")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> runs.CompileCaches:
+def caches(tmp_path_factory: pytest.TempPathFactory) -> CompileCaches:
     """The compile caches of this session."""
-    return runs.CompileCaches(Path(tmp_path_factory.mktemp("compile-caches")))
+    return CompileCaches(Path(tmp_path_factory.mktemp("compile-caches")))
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The GPU where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device_of()
+
+
+@pytest.fixture
+def record(benchmark: Any, device: torch.device) -> Callable[..., Figures]:
+    """Measure once, keep every figure with the benchmark, and print them as a table."""
+
+    def record(measure: Callable[[], Figures], render: Callable[[Figures], str]) -> Figures:
+        figures: Figures = benchmark.pedantic(measure, rounds=1)
+        graphs = "CUDA graphs" if device.type == "cuda" else "emulator: not speed"
+        benchmark.extra_info.update(figures | {"graphs": graphs})
+        print(render(figures))
+        return figures
+
+    return record

@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.engine import Engine, EngineConfig, EngineError, SamplingParams
-from bench.engine.runner import BACKENDS
+from bench.engine.config import BACKENDS
 from bench.models.checkpoint import CheckpointError
 from bench.models.workload import Workload
+from bench.tools.measure import device_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -23,7 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def main(arguments: list[str] | None = None) -> int:
     """Generate; 1 if the model or a prompt does not fit."""
     options = _parser().parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of()
     try:
         workload = Workload(options.model, (1,), device, lm_head=True)
         tokenizer = load_tokenizer(workload.folder)

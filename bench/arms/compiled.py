@@ -121,10 +121,10 @@ class CompiledFull(Compiled):
 
     def capture(self, lean: LeanCapture, views: Batch) -> Replay:
         graph, output = lean.capture(self._compiled, *views)
-        return _Full(graph, alias(output))
+        return _FullReplay(graph, alias(output))
 
 
-class _Full:
+class _FullReplay:
     """One graph and the output it writes."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:

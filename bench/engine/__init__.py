@@ -8,11 +8,11 @@ Example:
 
 from __future__ import annotations
 
+from bench.engine.config import EngineConfig as EngineConfig
 from bench.engine.engine import Engine as Engine
 from bench.engine.engine import Output as Output
 from bench.engine.request import EngineError as EngineError
 from bench.engine.request import RequestError as RequestError
 from bench.engine.request import SamplingParams as SamplingParams
-from bench.engine.runner import EngineConfig as EngineConfig
 
 __all__ = ["Engine", "EngineConfig", "EngineError", "Output", "RequestError", "SamplingParams"]

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from bench.engine.config import EngineConfig
+from bench.engine.model_runner import Launched, ModelRunner
 from bench.engine.pages import PageAllocator
 from bench.engine.request import FinishReason, Request, RequestError, SamplingParams
-from bench.engine.runner import EngineConfig, Launched, ModelRunner
 from bench.engine.scheduler import Scheduler
 from bench.models.llama import Llama
 from simplegraph import RankGroup

@@ -1,8 +1,9 @@
-"""Choosing tokens from logits."""
+"""Choosing tokens from logits, and bringing them to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,3 +52,13 @@ def keep_likeliest(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     before = probabilities.cumsum(dim=-1) - probabilities
     ordered = ordered.masked_fill((before >= mass[:, None]) & (mass[:, None] < 1), -torch.inf)
     return torch.empty_like(scores).scatter_(-1, order, ordered)
+
+
+def to_host(tokens: Tensor) -> tuple[Tensor, Any]:
+    """Tokens on their way to the host, and the event that says that they arrived; None where they have."""
+    if not tokens.is_cuda:
+        return tokens.clone(), None
+    arrived = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return arrived, done

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from bench.engine.config import require
 from bench.engine.engine import Engine, Output
 from bench.engine.pages import PageAllocator
 from bench.engine.request import FinishReason, Request, RequestError, SamplingParams
-from bench.engine.runner import require
 from bench.engine.scheduler import StepPlan
 from bench.engine.spec_config import SpecConfig
 from bench.engine.spec_runner import SpecRunner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from bench.engine.runner import EngineConfig, require
+from bench.engine.config import EngineConfig, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.engine.config import require
 from bench.engine.mean_length import MeanLength
 from bench.engine.request import Request
-from bench.engine.runner import attention_backend, require, to_host
-from bench.engine.sampling import sample
+from bench.engine.sampling import sample, to_host
 from bench.engine.scheduler import Int64s, StepPlan
 from bench.engine.spec_buffers import Arriving, RoundResults, StepInputs, last_rows
 from bench.engine.spec_config import SpecConfig
@@ -27,7 +27,7 @@ from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
 from simplegraph import BatchDescriptor, CudaGraphMode, Dispatch
-from simplegraph.attention import BatchMetadata, PagedKVCache, attending
+from simplegraph.attention import attending
 from simplegraph.graph.device import GraphPool
 from simplegraph.spec_decode import (
     EagleDrafter,
@@ -81,30 +81,14 @@ class SpecRunner:
         shape, small = llama.model.layers[0].self_attn, draft.layers[0].self_attn
         # Verified and drafted tokens may lie beyond a request's limit; nobody gets to see them.
         self.metadata, self._decode_metadata = (
-            BatchMetadata(
-                max_num_tokens=tokens,
-                max_num_reqs=config.max_num_seqs,
-                max_model_len=config.max_model_len + 2 * most,
-                page_size=config.page_size,
-                device=self.device,
-            )
+            config.metadata(tokens, config.max_model_len + 2 * most, self.device)
             for tokens in (config.max_num_tokens, config.max_num_seqs)
         )
-        self.cache, self.draft_cache = (
-            PagedKVCache(
-                layers,
-                config.num_pages,
-                config.page_size,
-                attention.num_kv_heads,
-                attention.head_dim,
-                dtype=weight.dtype,
-                device=self.device,
-            )
-            for layers, attention in ((len(llama.model.layers), shape), (1, small))
-        )
-        self.backend = attention_backend(config.attention, self.cache, self.metadata, shape.num_heads)
+        self.cache = config.cache(len(llama.model.layers), shape, weight)
+        self.draft_cache = config.cache(1, small, weight)
+        self.backend = config.backend(self.cache, self.metadata, shape.num_heads)
         self._draft_backends = [
-            attention_backend(config.attention, self.draft_cache, metadata, small.num_heads)
+            config.backend(self.draft_cache, metadata, small.num_heads)
             for metadata in (self.metadata, self._decode_metadata)
         ]
         self.model = ServingLlama(llama, self.backend, config.max_num_tokens, fused=config.fused)

@@ -3,11 +3,12 @@
 import torch
 
 from bench.host_overhead import calls
+from bench.tools.measure import NOT_SPEED, device_of
 
 
 def main() -> None:
     """Measure and print."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of()
     with torch.no_grad():
         compared = calls.calls(device, [calls.SIZE])
         calls.Samples(device, compared).take()  # the first block warms up
@@ -17,7 +18,7 @@ def main() -> None:
     for name, microseconds in samples.medians().items():
         print(f"{name:>20} {microseconds:8.2f} us")
     if device.type == "cpu":
-        print("On the CPU graphs are emulated: these times are no speed.")
+        print(NOT_SPEED)
 
 
 if __name__ == "__main__":

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from bench.tools.measure import synchronize
+from bench.tools.measure import Call, synchronize
 from simplegraph import wrap
 
 SIZE = 8
 WIDTH = 64
 CALLS = 200
 ROUNDS = {"cuda": 50, "cpu": 3}
-
-Call = Callable[[], object]
 
 
 class FourInputs(nn.Module):

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import socket
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from bench.startup.report import grid
-from bench.tools.measure import say
+import torch
+import torch.distributed as dist
 
-OUT = Path(__file__).parents[1] / "out"
+from bench.tools import environment
+from bench.tools.files import OUT, save_figures
+from bench.tools.measure import Figures
+from bench.tools.options import numbers
+from bench.tools.tables import grid
+from simplegraph import CudaGraphMode, ShapeConsensus
+from simplegraph.distributed import Vote
+
 SIZES = (1, 2, 4)
 STEPS, WARMUP = 5000, 200
-Figures = dict[str, float]
 
 
 def measure(size: int, steps: int = STEPS) -> Figures:
@@ -44,12 +48,6 @@ def measure(size: int, steps: int = STEPS) -> Figures:
 
 
 def _rank(rank: int, size: int, port: int, steps: int, queue: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from simplegraph import CudaGraphMode, ShapeConsensus
-    from simplegraph.distributed import Vote
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     consensus, seconds = ShapeConsensus(), []
@@ -74,18 +72,13 @@ def render(results: dict[int, Figures]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(prog="python -m bench.host_overhead.consensus", description=__doc__)
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of ranks")
+    parser.add_argument("--sizes", type=numbers, default=SIZES, help="numbers of ranks")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps that the figures are of")
     parser.add_argument("--json", default=str(OUT / "consensus.json"), help="where the figures go")
     options = parser.parse_args(arguments)
-    results = {int(size): measure(int(size), options.steps) for size in options.sizes.split(",")}
+    results = {size: measure(size, options.steps) for size in options.sizes}
     print(render(results))
-    path = Path(options.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    from bench.tools import environment
-
-    path.write_text(json.dumps({"machine_info": environment.describe(), "results": results}, indent=2))
-    say(f"figures: {path}")
+    save_figures(options.json, {"machine_info": environment.describe(), "results": results})
     return 0
 
 

@@ -11,7 +11,6 @@ from bench.host_overhead import consensus
 
 @pytest.mark.parametrize("size", consensus.SIZES)
 def test_consensus(size: int, benchmark: Any) -> None:
-    figures: consensus.Figures = {}
-    benchmark.pedantic(lambda: figures.update(consensus.measure(size)), rounds=1)
+    figures = benchmark.pedantic(consensus.measure, args=(size,), rounds=1)
     benchmark.extra_info.update(figures)
     print(consensus.render({size: figures}))

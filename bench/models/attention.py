@@ -103,9 +103,32 @@ def run_flash(
         block_table: (num_reqs, max_blocks) int32.
         query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
     """
-    upstream = hasattr(flash, "flash_attn_with_kvcache") and flash.__name__ == "flash_attn_interface"
-    run = _upstream_flash_attention if upstream else _flash_attention
-    run(flash, q, k_cache, v_cache, out, seq_lens, block_table, query_start_loc, scale, max_query_len)
+    common = {
+        "cu_seqlens_q": query_start_loc,
+        "max_seqlen_q": max_query_len,
+        "softmax_scale": scale,
+        "causal": True,
+        "num_splits": _num_splits(q, k_cache),
+    }
+    if flash.__name__ == "flash_attn_interface" and hasattr(flash, "flash_attn_with_kvcache"):
+        # The authors' build returns its output.
+        result = flash.flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=seq_lens, page_table=block_table, **common
+        )
+        out.copy_(result[0] if isinstance(result, tuple) else result)
+        return
+    # vLLM's build schedules itself from the lengths on the device, also in a replay.
+    flash.flash_attn_varlen_func(
+        q,
+        k_cache,
+        v_cache,
+        max_seqlen_k=block_table.shape[1] * k_cache.shape[1],
+        seqused_k=seq_lens,
+        block_table=block_table,
+        out=out,
+        fa_version=3,
+        **common,
+    )
 
 
 def attention_name(device: torch.device, dtype: torch.dtype) -> str:
@@ -156,64 +179,6 @@ def _num_splits(q: Tensor, k_cache: Tensor) -> int:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _flash_attention(
-    flash: ModuleType,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    max_query_len: int,
-) -> None:
-    """vLLM's build of FlashAttention-3; it schedules itself from the lengths on the device, also in a replay."""
-    flash.flash_attn_varlen_func(
-        q,
-        k_cache,
-        v_cache,
-        max_seqlen_q=max_query_len,
-        cu_seqlens_q=query_start_loc,
-        max_seqlen_k=block_table.shape[1] * k_cache.shape[1],
-        seqused_k=seq_lens,
-        block_table=block_table,
-        softmax_scale=scale,
-        causal=True,
-        out=out,
-        num_splits=_num_splits(q, k_cache),
-        fa_version=3,
-    )
-
-
-def _upstream_flash_attention(
-    flash: ModuleType,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    max_query_len: int,
-) -> None:
-    """The authors' build of FlashAttention-3, which returns its output."""
-    result = flash.flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens=seq_lens,
-        page_table=block_table,
-        cu_seqlens_q=query_start_loc,
-        max_seqlen_q=max_query_len,
-        softmax_scale=scale,
-        causal=True,
-        num_splits=_num_splits(q, k_cache),
-    )
-    out.copy_(result[0] if isinstance(result, tuple) else result)
 
 
 def _gathered_attention(

@@ -18,11 +18,21 @@ from transformers import AutoConfig, LlamaConfig
 
 from bench.models.checkpoint import CheckpointError, load_checkpoint, load_tensors, read_checkpoint
 from bench.models.joined import Joined
-from bench.models.llama import Attention, CacheShape, DecoderLayer, Llama, Step, build_llama, materialize, randomize
+from bench.models.llama import (
+    Attention,
+    CacheShape,
+    DecoderLayer,
+    Llama,
+    LlamaStep,
+    build_llama,
+    materialize,
+    randomize,
+)
 from bench.models.rotary import RotaryEmbedding
-from bench.models.serving import ServingStep
+from bench.models.serving_step import ServingStep
+from bench.tools.files import DATA
 
-TINY = Path(__file__).parent.parent / "data" / "eagle"
+TINY = DATA / "eagle"
 _NO_CACHE = CacheShape(1, 1)  # the layers' own caches are not used: the backend has one
 
 
@@ -63,7 +73,7 @@ class Draft(nn.Module, abc.ABC):
         return self.run(input_ids, hidden, ServingStep(*self._table.index_select(0, positions).unbind(1)))
 
     @abc.abstractmethod
-    def run(self, input_ids: Tensor, hidden: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def run(self, input_ids: Tensor, hidden: Tensor, step: LlamaStep) -> tuple[Tensor, Tensor]:
         """As a call, with any attention."""
 
 
@@ -93,7 +103,7 @@ class Eagle(Draft):
         """The target's states as they are."""
         return states
 
-    def run(self, input_ids: Tensor, hidden: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def run(self, input_ids: Tensor, hidden: Tensor, step: LlamaStep) -> tuple[Tensor, Tensor]:
         """The next states, twice: for `choose`, and to hand on."""
         embedded = self._target[0].model.embed_tokens(input_ids)
         hidden = self.layers[0](self.fc(torch.cat((embedded, hidden), dim=-1)), step)
@@ -120,7 +130,7 @@ class Eagle3Layer(nn.Module):
         self.self_attn, self.mlp = _widened(layer.self_attn, 2 * config.hidden_size), layer.mlp
         self._norm_before_residual = getattr(config, "norm_before_residual", False)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, step: Step) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, step: LlamaStep) -> Tensor:
         normed = self.hidden_norm(hidden)
         residual = normed if self._norm_before_residual else hidden
         hidden = self.self_attn(torch.cat((self.input_layernorm(embedded), normed), dim=-1), step)
@@ -158,7 +168,7 @@ class Eagle3(Draft):
     def fuse(self, states: Tensor) -> Tensor:
         return self.fc(states)
 
-    def run(self, input_ids: Tensor, hidden: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def run(self, input_ids: Tensor, hidden: Tensor, step: LlamaStep) -> tuple[Tensor, Tensor]:
         """Normed states for `choose`, and the states themselves to hand on."""
         embedding = self._target[0].model.embed_tokens if self.embed_tokens is None else self.embed_tokens
         hidden = self.layers[0](embedding(input_ids), hidden, step)

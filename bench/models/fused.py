@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from bench.models.llama import Attention, Decoder, Llama, Step, Tap
+from bench.models.llama import Attention, Llama, LlamaDecoder, LlamaStep, Tap
 
 
 class FusedLayers:
@@ -26,14 +24,14 @@ class FusedLayers:
         flashinfer: the module; its kernels are compiled at their first use, and cached on disk.
     """
 
-    def __init__(self, decoder: Decoder, flashinfer: ModuleType) -> None:
+    def __init__(self, decoder: LlamaDecoder, flashinfer: ModuleType) -> None:
         self._decoder = decoder
         self._ops = flashinfer
         # The norm that comes after each layer: the next layer's first, and the last of all.
         self._norms_after = [*(layer.input_layernorm for layer in list(decoder.layers)[1:]), decoder.norm]
         self._rows = torch.arange(len(decoder.query_start_loc) - 1, device=decoder.query_start_loc.device)
 
-    def __call__(self, hidden: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
+    def __call__(self, hidden: Tensor, step: LlamaStep, tap: Tap | None = None) -> Tensor:
         """From embeddings, (T, hidden_size), to final hidden states."""
         self._step, self._rotary = step, _rotary_table(step)
         return self.run_layers(hidden, tap)
@@ -67,7 +65,7 @@ class FusedLayers:
         return layer.o_proj(out.view(tokens, -1))
 
 
-def _rotary_table(step: Step) -> Tensor:
+def _rotary_table(step: LlamaStep) -> Tensor:
     """(T, head_dim) float32: each token's cosines, then its sines; a row for every token, not every position."""
     half = step.cos.shape[-1] // 2
     return torch.cat((step.cos[:, 0, :half], step.sin[:, 0, half:]), dim=-1).float()

@@ -1,7 +1,7 @@
 """A Llama for decoding, written as users write it: plain torch operators, a paged KV cache, no fusion.
 
 Batches are flat: one token per request, T tokens for T requests. Weights carry the names of Hugging
-Face checkpoints. Qwen2 and Qwen3 are Llamas but for biases and a norm of queries and keys (`Family`).
+Face checkpoints. Qwen2 and Qwen3 are Llamas but for biases and a norm of queries and keys (`LlamaKind`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from bench.models import attention
-from bench.models.fused import FusedLayers
 from bench.models.joined import Joined
-from bench.models.llama_kinds import config_dtype, family, head_dim
-from bench.models.rotary import RotaryEmbedding, rotate
+from bench.models.llama_kinds import config_dtype, llama_kind
+from bench.models.rotary import RotaryEmbedding, head_dim, rotate
 from bench.models.shard import WHOLE, Shard, normal_part
 
 # Called before each layer with its index and its input, (T, hidden_size), which is valid during the call.
@@ -32,7 +31,7 @@ class CacheShape(NamedTuple):
     page_size: int
 
 
-class Step(Protocol):
+class LlamaStep(Protocol):
     """What the layers of one forward share; cos, sin: (T, 1, head_dim), sin negated in its first half."""
 
     @property
@@ -50,7 +49,11 @@ class Step(Protocol):
         """
 
 
-class DecodeStep(NamedTuple):
+# Runs all layers: from embeddings, (T, hidden_size), to final hidden states.
+LayerRunner = Callable[[Tensor, LlamaStep, Tap | None], Tensor]
+
+
+class LlamaDecodeStep(NamedTuple):
     """One token of every request.
 
     slots: (T,) int64, padding at 0. seq_lens: (T,) int32. block_table: (T, max_blocks) int32.
@@ -80,7 +83,7 @@ class Attention(nn.Module):
         self.index = index
         self.head_dim = head_dim(config)
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        hidden, bias, kind = config.hidden_size, getattr(config, "attention_bias", False), family(config)
+        hidden, bias, kind = config.hidden_size, getattr(config, "attention_bias", False), llama_kind(config)
         qkv_bias = bias if kind.qkv_bias is None else kind.qkv_bias
         self.q_proj = nn.Linear(hidden, self.num_heads * self.head_dim, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=qkv_bias)
@@ -94,7 +97,7 @@ class Attention(nn.Module):
         for name in ("k_cache", "v_cache"):
             self.register_buffer(name, torch.empty(*cache, self.num_kv_heads, self.head_dim), persistent=False)
 
-    def forward(self, hidden: Tensor, step: Step) -> Tensor:
+    def forward(self, hidden: Tensor, step: LlamaStep) -> Tensor:
         tokens, rotated = hidden.shape[0], self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).view(tokens, -1, self.head_dim)
         turned = rotate(self.norm(heads[:, :rotated]), step.cos, step.sin)
@@ -139,12 +142,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, step: Step) -> Tensor:
+    def forward(self, hidden: Tensor, step: LlamaStep) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), step)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Decoder(nn.Module):
+class LlamaDecoder(nn.Module):
     """Embedding, layers and final norm; named as in the checkpoints."""
 
     query_start_loc: Tensor
@@ -156,7 +159,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
         self.register_buffer("query_start_loc", torch.empty(max_batch + 1, dtype=torch.int32), persistent=False)
-        self.fused: FusedLayers | None = None  # see `bench.models.fused`
+        self.fused: LayerRunner | None = None  # see `bench.models.fused`
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor, block_table: Tensor
@@ -165,10 +168,10 @@ class Decoder(nn.Module):
         cos, sin = self.rotary_emb(positions, hidden.dtype)
         # Padding's slot -1 becomes slot 0, which lies in the scratch page.
         slots = slot_mapping.clamp(min=0)
-        step = DecodeStep(cos, sin, slots, seq_lens, block_table, self.query_start_loc[: input_ids.shape[0] + 1])
+        step = LlamaDecodeStep(cos, sin, slots, seq_lens, block_table, self.query_start_loc[: input_ids.shape[0] + 1])
         return self.run_layers(hidden, step)
 
-    def run_layers(self, hidden: Tensor, step: Step, tap: Tap | None = None) -> Tensor:
+    def run_layers(self, hidden: Tensor, step: LlamaStep, tap: Tap | None = None) -> Tensor:
         """From embeddings, (T, hidden_size), to final hidden states."""
         if self.fused is not None:
             return self.fused(hidden, step, tap)
@@ -194,11 +197,11 @@ class Llama(nn.Module):
         self, config: LlamaConfig, cache: CacheShape, max_batch: int, *, lm_head: bool = True, shard: Shard = WHOLE
     ) -> None:
         super().__init__()
-        family(config)  # first: another architecture's config lacks what is asked of it below
+        llama_kind(config)  # first: another architecture's config lacks what is asked of it below
         self.shard = shard
         config = self.config = shard.config(config)
         self.max_batch = max_batch
-        self.model = Decoder(config, cache, max_batch)
+        self.model = LlamaDecoder(config, cache, max_batch)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if lm_head else None
         shard.split_rows(self)
 

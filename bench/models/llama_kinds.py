@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 
-class Family(NamedTuple):
+class LlamaKind(NamedTuple):
     """What sets a model type apart.
 
     Attributes:
@@ -21,26 +21,21 @@ class Family(NamedTuple):
     qk_norm: bool = False
 
 
-FAMILIES = {"llama": Family(), "qwen2": Family(qkv_bias=True, o_bias=False), "qwen3": Family(qk_norm=True)}
+KINDS = {"llama": LlamaKind(), "qwen2": LlamaKind(qkv_bias=True, o_bias=False), "qwen3": LlamaKind(qk_norm=True)}
 
 
-def family(config: LlamaConfig) -> Family:
-    """The config's family.
+def llama_kind(config: LlamaConfig) -> LlamaKind:
+    """The config's llama_kind.
 
     Raises:
         ValueError: this is no Llama, or one with attention over a window.
     """
     kind = config.model_type
-    if kind not in FAMILIES:
-        raise ValueError(f"model_type is {kind!r}; expected {', '.join(FAMILIES)}.")
+    if kind not in KINDS:
+        raise ValueError(f"model_type is {kind!r}; expected {', '.join(KINDS)}.")
     if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window is true; attention here is over the whole context.")
-    return FAMILIES[kind]
-
-
-def head_dim(config: LlamaConfig) -> int:
-    """Elements per head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return KINDS[kind]
 
 
 def config_dtype(config: LlamaConfig) -> torch.dtype:

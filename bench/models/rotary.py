@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from bench.models.llama_kinds import head_dim
-
 
 class RotaryEmbedding(nn.Module):
     """Rotary positions; the frequencies of the ``default`` and ``llama3`` kinds."""
@@ -34,6 +32,11 @@ class RotaryEmbedding(nn.Module):
             angles = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
+def head_dim(config: LlamaConfig) -> int:
+    """Elements per head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bench.models.llama import Attention, Llama, Tap
-from simplegraph.attention import AttentionBackend, attend
-
-
-class ServingStep(NamedTuple):
-    """A step whose requests are the attention backend's; cos, sin as in `Step`."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        attend(q, k, v, layer.index, out=out)
+from bench.models.llama import Llama, Tap
+from bench.models.serving_step import ServingStep
+from simplegraph.attention import AttentionBackend
 
 
 class ServingLlama(nn.Module):

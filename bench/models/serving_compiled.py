@@ -11,9 +11,9 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 
-from bench.arms.compiled_piecewise import Pieces
 from bench.models.attention import unsafe_tags
 from bench.models.llama import Attention, Llama
+from bench.tools.pieces import Pieces
 from simplegraph.attention import AttentionBackend
 
 _backends: weakref.WeakValueDictionary[int, AttentionBackend] = weakref.WeakValueDictionary()
@@ -59,11 +59,11 @@ class _Layers(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         decoder = self.decoder
         hidden = decoder.embed_tokens(input_ids)
-        return decoder.run_layers(hidden, _Step(*decoder.rotary_emb(positions, hidden.dtype), self.number))
+        return decoder.run_layers(hidden, CompiledStep(*decoder.rotary_emb(positions, hidden.dtype), self.number))
 
 
-class _Step:
-    """A step whose attention is the operator; cos, sin as in `Step`."""
+class CompiledStep:
+    """A step whose attention is the operator; cos, sin as in `LlamaStep`."""
 
     def __init__(self, cos: Tensor, sin: Tensor, number: int) -> None:
         self.cos, self.sin, self._number = cos, sin, number

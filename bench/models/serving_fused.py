@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bench.models.fused import FusedLayers
-from bench.models.llama import Attention, Decoder, Tap
+from bench.models.llama import Attention, LlamaDecoder, Tap
 from simplegraph.attention import AttentionBackend, attend
 
 
@@ -28,7 +28,7 @@ class ServingLayers(FusedLayers):
     """
 
     def __init__(
-        self, decoder: Decoder, flashinfer: ModuleType, backend: AttentionBackend, max_num_tokens: int
+        self, decoder: LlamaDecoder, flashinfer: ModuleType, backend: AttentionBackend, max_num_tokens: int
     ) -> None:
         super().__init__(decoder, flashinfer)
         self._backend = backend

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +20,19 @@ import simplegraph as sg
 from bench.arms.base import NotAvailable
 from bench.models_first_call.model_arms import ARMS, QUICK, Step
 from bench.models_first_call.zoo import ZOO, available
-from bench.tools import environment, fresh
-from bench.tools.measure import Memory, Timeline, gpu_busy, say, step_milliseconds
+from bench.tools import command, fresh
+from bench.tools.measure import NOT_SPEED, DeviceMemory, Figures, Timeline, gpu_busy, say, step_milliseconds
+from bench.tools.tables import MIB, cell, ratio
 
-Figures = dict[str, Any]
-MIB = 1 << 20
 READY_CALLS = 3
 RAGGED = (1, 2, 3)  # rows of calls after the measured ones; three are padded to four
 COMPILED = "compiled-reduce-overhead"
 # Of the largest value, for kernels that a compiler chose otherwise.
 ROUNDING = {torch.bfloat16: 0.05, torch.float32: 1e-3}
-NOT_SPEED = "No GPU here: the graphs are the library's emulator, on tiny models. Times are NOT speed."
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class FirstCallPlan:
     """What is measured.
 
     Args:
@@ -56,9 +51,9 @@ class Plan:
     timeout: int = 300
 
 
-def default_plan(device: torch.device) -> Plan:
+def default_plan(device: torch.device) -> FirstCallPlan:
     """All models installed and the arms that compile nothing, at real shapes on a GPU; tiny ones on a CPU."""
-    return Plan(tuple(available()), QUICK, tiny=device.type != "cuda")
+    return FirstCallPlan(tuple(available()), QUICK, tiny=device.type != "cuda")
 
 
 # In the process of an arm.
@@ -85,13 +80,13 @@ def run_arm(model: str, arm: str, device: torch.device, tiny: bool, batch: int) 
     except NotAvailable as reason:
         return {"skipped": str(reason)}
     with torch.no_grad():
-        before, timeline = Memory.now(device), Timeline(device)
+        before, timeline = DeviceMemory.now(device), Timeline(device)
         step = ARMS[arm].make(module, tuple(measured))
         for _ in range(READY_CALLS):
             step(*measured)
             timeline.mark("first")
         timeline.mark("ready")
-        after = Memory.now(device)
+        after = DeviceMemory.now(device)
         figures: Figures = {f"{name}_seconds": seconds for name, seconds in timeline.seconds.items()}
         figures["ms"] = step_milliseconds(lambda: step(*measured), device)
         figures |= _memory(before, after) | gpu_busy(lambda: step(*measured), device)
@@ -107,7 +102,7 @@ def _placed(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
-def _memory(before: Memory | None, after: Memory | None) -> Figures:
+def _memory(before: DeviceMemory | None, after: DeviceMemory | None) -> Figures:
     if before is None or after is None:
         return {}
     return {f"{name.removesuffix('_bytes')}_mib": size / MIB for name, size in before.spent(after).items()}
@@ -139,13 +134,13 @@ def _difference(step: Step, module: nn.Module, inputs: list[Tensor]) -> float:
 # Around the processes.
 
 
-def measure(plan: Plan, device: torch.device) -> Figures:
+def measure(plan: FirstCallPlan, device: torch.device) -> Figures:
     """Every model and arm; medians over processes, and every process's figures."""
     models = {model: {arm: _measure_arm(plan, model, arm, device) for arm in plan.arms} for model in plan.models}
     return {"plan": dataclasses.asdict(plan), "device": device.type, "models": models}
 
 
-def _measure_arm(plan: Plan, model: str, arm: str, device: torch.device) -> Figures:
+def _measure_arm(plan: FirstCallPlan, model: str, arm: str, device: torch.device) -> Figures:
     say(f"{model}, {arm}")
     runs: list[Figures] = []
     for _ in range(plan.processes):
@@ -193,33 +188,19 @@ def render(figures: Figures) -> str:
 def _cells(found: Figures, arms: Figures) -> str:
     if "ms" not in found:
         return f"    {found.get('skipped') or 'failed: ' + found['failed'].splitlines()[-1]}"
-    cells = [
-        format(found[name], ".2g" if name == "difference" else ".3f") if name in found else "-" for name in _COLUMNS
-    ]
-    eager, compiled = (arms.get(name, {}) for name in ("eager", COMPILED))
-    cells.append(format(found["ms"] / eager["ms"], ".3f") if "ms" in eager else "-")
-    cells.append(format(compiled["first_seconds"] / found["first_seconds"], ".1f") if "ms" in compiled else "-")
-    return "".join(f"{cell:>12}" for cell in cells)
+    cells = [cell(found, name, ".2g" if name == "difference" else ".3f") for name in _COLUMNS]
+    cells.append(ratio(found, arms.get("eager", {}), "ms", ".3f"))
+    cells.append(ratio(arms.get(COMPILED, {}), found, "first_seconds", ".1f"))
+    return "".join(f"{text:>12}" for text in cells)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, and write the figures where ``--json`` says."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(prog="python -m bench.models_first_call", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=available(), help="these alone")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), help=f"these; otherwise {' '.join(QUICK)}")
-    parser.add_argument("--device", default=device)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
     parser.add_argument("--batch", type=int, help="rows of the calls that are measured")
     parser.add_argument("--processes", type=int, help="of each arm and model")
     parser.add_argument("--timeout", type=int, help="seconds that a process may take")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    given = parser.parse_args(argv)
-    chosen = {name: value for name, value in vars(given).items() if value and name not in ("device", "json")}
-    plan = dataclasses.replace(default_plan(torch.device(given.device)), **chosen)
-    figures = measure(plan, torch.device(given.device))
-    print(render(figures))
-    if given.json:
-        given.json.write_text(json.dumps(figures | {"environment": environment.describe()}, indent=2))
-    if failures(figures):
-        raise SystemExit("\n\n".join(failures(figures)))
+    command.run(parser, argv, default_plan, measure, render, failures)

@@ -23,7 +23,7 @@ def _nothing(device: torch.device) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class ModelArm:
     """One way.
 
     Args:
@@ -86,12 +86,12 @@ def _tensordict(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
     return graphed
 
 
-ARMS: dict[str, Arm] = {
-    "eager": Arm(_eager, ours=True),
-    "simplegraph": Arm(_simplegraph, ours=True),
-    "simplegraph-static": Arm(_simplegraph_static, ours=True),
-    "compiled-reduce-overhead": Arm(_compiled, _load_compiler, compiles=True),
-    "make-graphed-callables": Arm(_graphed_callables, lambda device: require_cuda(device, "it")),
-    "tensordict-cudagraph": Arm(_tensordict, _load_tensordict),
+ARMS: dict[str, ModelArm] = {
+    "eager": ModelArm(_eager, ours=True),
+    "simplegraph": ModelArm(_simplegraph, ours=True),
+    "simplegraph-static": ModelArm(_simplegraph_static, ours=True),
+    "compiled-reduce-overhead": ModelArm(_compiled, _load_compiler, compiles=True),
+    "make-graphed-callables": ModelArm(_graphed_callables, lambda device: require_cuda(device, "it")),
+    "tensordict-cudagraph": ModelArm(_tensordict, _load_tensordict),
 }
 QUICK = tuple(name for name, arm in ARMS.items() if not arm.compiles)

@@ -7,20 +7,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bench.models_first_call import first_call
-from bench.tools.environment import chosen
+from bench.tools.options import chosen
 
 
-def test_models(benchmark: Any, device: torch.device) -> None:
-    figures: first_call.Figures = {}
+def test_models(record: Callable[..., Any], device: torch.device) -> None:
     changes = chosen(models="BENCH_MODELS", arms="BENCH_MODEL_ARMS", processes="BENCH_PROCESSES")
     plan = dataclasses.replace(first_call.default_plan(device), **changes)
-    benchmark.pedantic(lambda: figures.update(first_call.measure(plan, device)), rounds=1)
-    graphs = "CUDA graphs" if device.type == "cuda" else "emulator: not speed"
-    benchmark.extra_info.update(figures | {"graphs": graphs})
-    print(first_call.render(figures))
-    assert not first_call.failures(figures)
+    assert not first_call.failures(record(lambda: first_call.measure(plan, device), first_call.render))

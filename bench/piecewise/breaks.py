@@ -8,29 +8,38 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import statistics
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.arms import timing
 from bench.arms.base import Arm, Setup
 from bench.arms.correctness import compare_with_eager, counts_to_compare
 from bench.arms.graphed import Piecewise, Upfront
 from bench.models import attention
 from bench.models.workload import Batch, Workload
 from bench.piecewise import mixed_steps
-from bench.startup import report, worker
-from bench.tools import environment
-from bench.tools.measure import host_microseconds, say, step_milliseconds
+from bench.tools import environment, tables
+from bench.tools.files import save_figures
+from bench.tools.measure import (
+    NOT_SPEED,
+    Call,
+    Figures,
+    device_of,
+    few_threads,
+    host_microseconds,
+    in_turn,
+    say,
+    with_index,
+)
+from bench.tools.options import changed, numbers
 from simplegraph.batch.sizes import default_sizes
 
 MODES: dict[str, type[Upfront]] = {"full": Upfront, "piecewise": Piecewise}
 STEP_BATCHES = (1, 64, 256)
-NOT_SPEED = "No GPU here: the graphs are the library's emulator, which checks behaviour. Their times are NOT speed."
 EXPLANATION = """\
 first: seconds until every size is captured, in the process's first start; full comes before piecewise and pays for what
 the GPU's libraries load. again, keeps: seconds of later starts, with no other graphs alive, and device memory kept.
@@ -38,12 +47,9 @@ ms: time of one step, the modes measured in turn. host: time to issue one step. 
 attention operator. break: what a layer's break adds to a step beside that call, (piecewise - full) / layers - launch;
 host break: the same of the times to issue. Neither has a floor: what the device hides comes out negative."""
 
-Figures = dict[str, Any]
-Call = Callable[[], object]
-
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BreaksPlan:
     """What is measured.
 
     Args:
@@ -69,21 +75,23 @@ class Plan:
     mixed_steps: int = 10
 
 
-CPU_PLAN = Plan("tiny", (1, 8, 64), "cpu", mixed_sizes=(16, 256, 1024), restarts=1, rounds=1, steps=5, mixed_steps=2)
+CPU_PLAN = BreaksPlan(
+    "tiny", (1, 8, 64), "cpu", mixed_sizes=(16, 256, 1024), restarts=1, rounds=1, steps=5, mixed_steps=2
+)
 
 
-def default_plan(device: str | None = None) -> Plan:
+def default_plan(device: str | None = None) -> BreaksPlan:
     """The 8B shape and all default sizes on a GPU; a small model and few sizes else."""
-    return Plan(device=device) if device != "cpu" and torch.cuda.is_available() else CPU_PLAN
+    return CPU_PLAN if device_of(device).type == "cpu" else BreaksPlan(device=device)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and write the JSON that was asked for."""
     options = _parser().parse_args(arguments)
-    figures = measure(plan_of(options))
+    figures = measure(changed(default_plan(options.device), vars(options)))
     print(render(figures))
     if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2))
+        save_figures(options.json, figures)
     return 0
 
 
@@ -92,37 +100,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--model", help="tiny, 8b, or a folder with a config.json; 8b on a GPU, else tiny")
     parser.add_argument("--layers", type=int, help="layers of the model, in place of its config's")
-    parser.add_argument("--sizes", type=worker.parse_sizes, help="decode batches; the default sizes to 512 on a GPU")
-    parser.add_argument("--mixed-sizes", type=worker.parse_sizes, help="tokens of the mixed batches")
+    parser.add_argument("--sizes", type=numbers, help="decode batches; the default sizes to 512 on a GPU")
+    parser.add_argument("--mixed-sizes", type=numbers, help="tokens of the mixed batches")
     parser.add_argument("--rounds", type=int, help="how often the modes take turns at a step time")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU where there is one by default")
     return parser
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
-    """The machine's plan with the command line's changes."""
-    given = {name: value for name, value in vars(options).items() if value is not None and name != "json"}
-    return dataclasses.replace(default_plan(options.device), **given)
-
-
-def measure(plan: Plan) -> Figures:
+def measure(plan: BreaksPlan) -> Figures:
     """All figures.
 
     Raises:
         Mismatch: an output is not eager's.
         RuntimeError: a graph does not have the breaks it should have.
     """
-    device = worker.device_of(plan.device)
+    device = with_index(device_of(plan.device))
     workload = Workload(plan.model, plan.sizes, device, layers=plan.layers)
     say(f"piecewise: building {plan.model} on {device}")
     setup = Setup(workload.build(), workload)
-    figures = worker.shape(setup) | {"status": "ok", "layers": setup.segments - 1, "plan": dataclasses.asdict(plan)}
-    with torch.inference_mode(), worker.few_threads(device):
+    figures = timing.shape(setup) | {"status": "ok", "layers": setup.segments - 1, "plan": dataclasses.asdict(plan)}
+    with torch.inference_mode(), few_threads(device):
         figures["starts"] = starts(setup, plan.restarts)
         say("piecewise: all started; steps")
         figures |= steps(setup, plan)
         say("piecewise: mixed batches")
-        clock = functools.partial(in_turn, device=device, rounds=plan.rounds, count=plan.mixed_steps)
+        clock = functools.partial(in_turn, device=device, rounds=plan.rounds, steps=plan.mixed_steps)
         figures["mixed"] = mixed_steps.measure(setup, plan.mixed_sizes, clock)
     return figures | {"environment": environment.describe()}
 
@@ -139,7 +141,7 @@ def starts(setup: Setup, restarts: int) -> Figures:
 
 def _start(mode: type[Upfront], setup: Setup) -> Figures:
     """One start, its graphs dropped again."""
-    arm, figures = worker.start(mode, setup)
+    arm, figures = timing.start(mode, setup)
     return figures | {"capture_s": arm.details()["capture_s"]}
 
 
@@ -158,9 +160,9 @@ def _ratios(one: Figures, other: Figures) -> dict[str, float]:
     return {name: one[name] / other[name] for name in other if name in one and name != "every" and other[name]}
 
 
-def steps(setup: Setup, plan: Plan) -> Figures:
+def steps(setup: Setup, plan: BreaksPlan) -> Figures:
     """Both modes compared with eager, then the cost of a break at every batch."""
-    arms: dict[str, Arm] = {name: worker.start(mode, setup)[0] for name, mode in MODES.items()}
+    arms: dict[str, Arm] = {name: timing.start(mode, setup)[0] for name, mode in MODES.items()}
     counts = counts_to_compare(sorted(setup.sizes))
     correct = {name: compare_with_eager(arm, setup, counts) for name, arm in arms.items()}
     timed = [count for count in STEP_BATCHES if count <= setup.workload.max_batch]
@@ -170,10 +172,10 @@ def steps(setup: Setup, plan: Plan) -> Figures:
     }
 
 
-def break_cost(arms: dict[str, Arm], setup: Setup, batch: Batch, plan: Plan) -> dict[str, float]:
+def break_cost(arms: dict[str, Arm], setup: Setup, batch: Batch, plan: BreaksPlan) -> dict[str, float]:
     """What one layer's break adds to a step, and everything that it was computed from."""
     calls: dict[str, Call] = {name: functools.partial(arm, *batch) for name, arm in arms.items()}
-    ms = in_turn(calls, device=setup.device, rounds=plan.rounds, count=plan.steps)
+    ms = in_turn(calls, setup.device, rounds=plan.rounds, steps=plan.steps)
     host = {name: host_microseconds(call, setup.device, calls=plan.steps) for name, call in calls.items()}
     launch, layers = launch_microseconds(setup, batch, plan.steps), setup.segments - 1
     return {
@@ -214,48 +216,40 @@ def attention_calls(setup: Setup, batch: Batch) -> list[tuple[Tensor | float, ..
     return made
 
 
-def in_turn(calls: dict[str, Call], *, device: torch.device, rounds: int, count: int) -> dict[str, float]:
-    """Milliseconds of each call: medians over rounds in which all take their turn, so that a drift hits all alike."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            taken[name].append(step_milliseconds(call, device, warmup=min(5, count), steps=count))
-    return {name: statistics.median(ms) for name, ms in taken.items()}
-
-
 def render(figures: Figures) -> str:
     """Everything as text."""
-    tables = (_start_lines(figures["starts"]), _step_lines(figures["steps"]), _mixed_lines(figures["mixed"]))
-    parts = [report.heading({"piecewise": figures}), *(report.grid(report.measured(list(lines))) for lines in tables)]
+    lists = (_start_lines(figures["starts"]), _step_lines(figures["steps"]), _mixed_lines(figures["mixed"]))
+    heading = tables.heading({"piecewise": figures})
+    parts = [heading, *(tables.grid(tables.measured(list(lines))) for lines in lists)]
     return "\n\n".join([*parts, *([NOT_SPEED] if figures["device"] == "cpu" else []), EXPLANATION])
 
 
 def _start_lines(starts: Figures) -> Iterator[list[str]]:
     yield ["mode", "first s", "again s", "keeps MiB"]
     for name in MODES:
-        yield [name, *_row(starts[name], ("first_s", "again_s"), "{:.3f}"), _mib(starts[name].get("device_bytes"))]
+        yield [name, *_row(starts[name], ("first_s", "again_s"), ".3f"), _mib(starts[name].get("device_bytes"))]
     ratios = starts["piecewise_over_full"]
-    yield ["piecewise / full", *_row(ratios, ("first_s", "again_s", "device_bytes"), "{:.2f}")]
+    yield ["piecewise / full", *_row(ratios, ("first_s", "again_s", "device_bytes"), ".2f")]
 
 
 def _step_lines(steps: Figures) -> Iterator[list[str]]:
     names = next(iter(steps.values()))
     yield ["batch", *(name.replace("_", " ") for name in names)]
     for batch, costs in steps.items():
-        yield [batch, *_row(costs, tuple(names), "{:.3f}")]
+        yield [batch, *_row(costs, tuple(names), ".3f")]
 
 
 def _mixed_lines(mixed: list[Figures]) -> Iterator[list[str]]:
     yield ["mixed batch", "tokens", "graph", "requests", "longest", "eager ms", "piecewise ms", "error", "allowed"]
     for one in mixed:
         whole = [str(one[name]) for name in ("tokens", "size", "requests", "max_query_len")]
-        times = _row(one["ms"], ("eager", "piecewise"), "{:.2f}")
-        yield [one["mix"], *whole, *times, *_row(one, ("error", "allowed"), "{:.0e}")]
+        times = _row(one["ms"], ("eager", "piecewise"), ".2f")
+        yield [one["mix"], *whole, *times, *_row(one, ("error", "allowed"), ".0e")]
 
 
 def _row(figures: Figures, names: tuple[str, ...], form: str) -> list[str]:
-    return [form.format(figures[name]) if name in figures else report.NOTHING for name in names]
+    return [tables.cell(figures, name, form) for name in names]
 
 
 def _mib(count: float | None) -> str:
-    return report.NOTHING if count is None else f"{count / report.MIB:.0f}"
+    return tables.NOTHING if count is None else f"{count / tables.MIB:.0f}"

@@ -127,7 +127,7 @@ def _tokens(cache: Tensor, pages: Tensor, length: int) -> Tensor:
 
 
 class MixedStep(NamedTuple):
-    """A step whose requests are those of `attending`; cos, sin as in `Step`."""
+    """A step whose requests are those of `attending`; cos, sin as in `LlamaStep`."""
 
     cos: Tensor
     sin: Tensor

@@ -22,7 +22,7 @@ Clock = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Graphed:
+class MixedGraphs:
     """A mixed model, and the same wrapped, with piecewise graphs of these sizes, in tokens."""
 
     eager: MixedLlama
@@ -30,7 +30,7 @@ class Graphed:
     sizes: list[int]
 
 
-class Comparison(NamedTuple):
+class MixedComparison(NamedTuple):
     """One mixed batch against eager; `error` is relative, as everywhere."""
 
     size: int
@@ -62,7 +62,7 @@ def _batch(setup: Setup, mix: Mix, start: int) -> MixedBatch:
     return mixed_batch(setup.workload, mix.chunks, setup.model.config.vocab_size, start=start)
 
 
-def capture(setup: Setup, sizes: Sequence[int]) -> Graphed:
+def capture(setup: Setup, sizes: Sequence[int]) -> MixedGraphs:
     """The model with a graph for each size.
 
     Raises:
@@ -84,10 +84,10 @@ def capture(setup: Setup, sizes: Sequence[int]) -> Graphed:
     segments = {graph.segments for graph in piecewise.graph_stats.graphs.values()}
     if segments != {setup.segments}:
         raise RuntimeError(f"graphs of mixed batches have {segments} segments; expected {setup.segments} in each.")
-    return Graphed(eager, piecewise, sorted(sizes))
+    return MixedGraphs(eager, piecewise, sorted(sizes))
 
 
-def compare(graphed: Graphed, mix: Mix, batch: MixedBatch, noise: float) -> Comparison:
+def compare(graphed: MixedGraphs, mix: Mix, batch: MixedBatch, noise: float) -> MixedComparison:
     """One batch, eagerly and from its graph.
 
     Raises:
@@ -104,7 +104,7 @@ def compare(graphed: Graphed, mix: Mix, batch: MixedBatch, noise: float) -> Comp
     if found.shape != expected.shape or not error <= allowed:  # also refuses NaN
         what = f"{mix.name} of {mix.num_tokens} tokens"
         raise Mismatch(f"{what} is off from eager by {error:.2e} relative; {allowed:.2e} is allowed.")
-    return Comparison(size, error, allowed, torch.equal(found, expected))
+    return MixedComparison(size, error, allowed, torch.equal(found, expected))
 
 
 def forget(model: Llama, slots: Tensor) -> None:
@@ -114,7 +114,7 @@ def forget(model: Llama, slots: Tensor) -> None:
             cache.view(-1, *cache.shape[2:]).index_fill_(0, slots, 0)
 
 
-def _check_served(graphed: Graphed) -> None:
+def _check_served(graphed: MixedGraphs) -> None:
     """A batch that ran eagerly would be compared with itself."""
     if graphed.piecewise.graph_stats.eager:
         raise RuntimeError(f"mixed batches ran eagerly:\n{graphed.piecewise.graph_report()}")
@@ -125,7 +125,7 @@ def _described(mix: Mix) -> dict[str, Any]:
     return {"mix": mix.name, "tokens": mix.num_tokens, "requests": len(mix.chunks), "max_query_len": longest}
 
 
-def _timed(graphed: Graphed, batch: MixedBatch, clock: Clock) -> dict[str, float]:
+def _timed(graphed: MixedGraphs, batch: MixedBatch, clock: Clock) -> dict[str, float]:
     ids, positions, metadata = batch
     with attending(metadata):
         return clock(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from bench.piecewise import breaks
 
 
-def test_piecewise(benchmark: Any, device: torch.device) -> None:
-    figures: breaks.Figures = {}
+def test_piecewise(record: Callable[..., object], device: torch.device) -> None:
     plan = breaks.default_plan(device.type)
-    benchmark.pedantic(lambda: figures.update(breaks.measure(plan)), rounds=1)
-    graphs = "CUDA graphs" if device.type == "cuda" else "emulator: not speed"
-    benchmark.extra_info.update(figures | {"graphs": graphs})
-    print(breaks.render(figures))
+    record(lambda: breaks.measure(plan), breaks.render)

@@ -6,8 +6,8 @@ With real lengths (`data/lengths.csv`) and random weights, unless --model names 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,18 @@ from typing import Any
 import torch
 
 from bench.engine import Engine, EngineConfig
-from bench.engine.runner import BACKENDS
+from bench.engine.config import BACKENDS
 from bench.models.llama import Llama
 from bench.models.workload import Workload
 from bench.serve import load
 from bench.tools import environment, torchrun
-from bench.tools.measure import say
+from bench.tools.charts import draw
+from bench.tools.files import OUT, save_figures
+from bench.tools.measure import NOT_SPEED, Figures, say
+from bench.tools.options import names
+from bench.tools.tables import grid
 from simplegraph import RankGroup
 
-OUT = Path(__file__).parents[1] / "out"
 # How the engine runs in each arm.
 ARMS: dict[str, dict[str, Any]] = {
     "eager": {"mode": "NONE"},
@@ -52,9 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     torchrun.check_launched(parser, options.tp)
-    on_gpu = torch.cuda.is_available()
-    shard, ranks = torchrun.start(options.tp, "cuda" if on_gpu else "cpu", "serve")
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    shard, ranks, device = torchrun.start(options.tp, "serve")
+    on_gpu = device.type == "cuda"
     model = options.model or ("8b" if on_gpu else "tiny")
     count = options.requests or (400 if on_gpu else 12)
     rate = options.rate or (40.0 if on_gpu else 20.0)
@@ -74,15 +76,19 @@ def main(arguments: list[str] | None = None) -> int:
         on = device.type if shard.size == 1 else f"{shard.size} ranks, {device.type}"
         print(render(results, f"{model}, {count} requests at {rate:g} a second on {on}"))
         if not on_gpu:
-            print("On the CPU graphs are emulated: these times are no speed.")
-        _save(results, Path(options.json), {"model": model, "requests": count, "rate": rate, "tp": shard.size})
+            print(NOT_SPEED)
+        settings = {"model": model, "requests": count, "rate": rate, "tp": shard.size}
+        save_figures(options.json, {"machine_info": environment.describe(), "load": settings, "results": results})
+        draw(Path(options.json).with_suffix(".png"), functools.partial(_fill, results), figsize=(8, 4))
     return int(any(result["dropped"] for result in results.values()))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.serve", description=__doc__)
     parser.add_argument("--model", help="tiny, 8b, 70b, or a folder with a config.json; 8b on a GPU, else tiny")
-    parser.add_argument("--arms", type=_arms, help=f"of {','.join(ARMS)}; all, or with --tp those that compile nothing")
+    parser.add_argument(
+        "--arms", type=names(ARMS), help=f"of {','.join(ARMS)}; all, or with --tp those that compile nothing"
+    )
     parser.add_argument("--attention", default="auto", help=f"auto, or of {','.join(BACKENDS)}")
     parser.add_argument("--requests", type=int, help="how many; 400 on a GPU, else 12")
     parser.add_argument("--rate", type=float, help="requests a second; inf for all at once; 40 on a GPU, else 20")
@@ -90,13 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     torchrun.add_option(parser)
     parser.add_argument("--json", default=str(OUT / "serve.json"), help="where the figures go, the plot beside them")
     return parser
-
-
-def _arms(names: str) -> list[str]:
-    unknown = [name for name in names.split(",") if name not in ARMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no arm is called {', '.join(unknown)}; the arms are {', '.join(ARMS)}")
-    return names.split(",")
 
 
 def default_arms(tp: int) -> list[str]:
@@ -123,39 +122,21 @@ def _run(
     return figures
 
 
-def render(results: dict[str, dict[str, Any]], title: str) -> str:
+def render(results: dict[str, Figures], title: str) -> str:
     """The serving table; times in ms."""
     lines = [("", *(name for name, _ in COLUMNS))]
     lines += [(name, *(f"{result[key]:.2f}" for _, key in COLUMNS)) for name, result in results.items()]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join([title, *rows])
+    return f"{title}\n{grid(lines)}"
 
 
-def _save(results: dict[str, dict[str, Any]], path: Path, settings: dict[str, Any]) -> None:
-    """JSON, and the distribution of inter-token latencies beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine_info": environment.describe(), "load": settings, "results": results}))
-    say(f"figures: {path}")
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        say(f"no plot ({error}); to have one: pip install matplotlib")
-        return
-    chart, axis = pyplot.subplots(figsize=(8, 4))
+def _fill(results: dict[str, Figures], chart: Any, axis: Any) -> None:
+    """Draw the distribution of inter-token latencies."""
     for name, result in results.items():
         axis.plot(result["itl_percentiles_ms"], [share / 100 for share in load.PERCENTILES], label=name)
     axis.set_xscale("log")
     axis.set_xlabel("inter-token latency, ms")
     axis.set_ylabel("share of tokens")
     axis.legend()
-    chart.tight_layout()
-    chart.savefig(path.with_suffix(".png"))
-    pyplot.close(chart)
-    say(f"plot: {path.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.scheduler import StepPlan
 from bench.models.llama import Llama
 from bench.tools import text
-from bench.tools.measure import say
-
-Figures = dict[str, Any]
+from bench.tools.measure import Figures, say
 
 # An arm's logits may be off from float32's by this many times what the eager, unfused arm's are.
 NOISE_FACTOR = 1.5

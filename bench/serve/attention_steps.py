@@ -7,38 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.tools.measure import host_microseconds, say, step_milliseconds
+from bench.engine.config import BACKENDS
+from bench.tools.measure import Figures, host_microseconds, in_turn, say
+from bench.tools.tables import grid
 from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode, Dispatch
-from simplegraph.attention import (
-    AttentionBackend,
-    BatchMetadata,
-    FlashAttentionBackend,
-    FlashInferBackend,
-    PagedKVCache,
-    SDPABackend,
-    TritonDecodeBackend,
-    attend,
-    attending,
-)
-
-Figures = dict[str, Any]
-BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
-    "FlashAttention-3": FlashAttentionBackend,
-    "FlashInfer": FlashInferBackend,
-    "Triton decode": TritonDecodeBackend,
-    "SDPA": SDPABackend,
-}
+from simplegraph.attention import BatchMetadata, PagedKVCache, attend, attending
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """What is measured.
 
     Args:
@@ -60,11 +43,13 @@ class Plan:
     steps: int = 30
 
 
-def default_plan(device: torch.device) -> Plan:
+def default_plan(device: torch.device) -> AttentionPlan:
     """The 8B shape on a GPU; a tiny one on a CPU, where times are not speed."""
     if device.type == "cuda":
-        return Plan(("FlashAttention-3", "FlashInfer", "Triton decode"), (1, 8, 64, 256, 512), (200, 2000, 16000))
-    tiny = Plan(("SDPA",), (1, 4), (20,), layers=2, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        return AttentionPlan(("fa3", "flashinfer", "triton"), (1, 8, 64, 256, 512), (200, 2000, 16000))
+    tiny = AttentionPlan(
+        ("sdpa",), (1, 4), (20,), layers=2, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32
+    )
     return dataclasses.replace(tiny, rounds=1, steps=3)
 
 
@@ -81,10 +66,10 @@ class SharedPages(PagedKVCache):
         super().write(0, k, v, slot_mapping)
 
 
-class Steps:
+class AttentionSteps:
     """A manager with the attention of a decode step captured for every batch of the plan."""
 
-    def __init__(self, plan: Plan, name: str, context: int, device: torch.device) -> None:
+    def __init__(self, plan: AttentionPlan, name: str, context: int, device: torch.device) -> None:
         self.plan, self._context = plan, context
         most = max(plan.batches)
         self._blocks = -(-context // plan.page_size)
@@ -162,7 +147,7 @@ class Steps:
         self.backend.before_replay(batch.mode, batch.descriptor)
 
 
-def measure(plan: Plan, device: torch.device) -> Figures:
+def measure(plan: AttentionPlan, device: torch.device) -> Figures:
     """Milliseconds of a step by backend, context and batch; what is not installed is named."""
     rows, missing = [], {}
     for name, context in itertools.product(plan.backends, plan.contexts):
@@ -170,7 +155,7 @@ def measure(plan: Plan, device: torch.device) -> Figures:
             continue
         say(f"attention: {name}, context {context}")
         try:
-            steps = Steps(plan, name, context, device)
+            steps = AttentionSteps(plan, name, context, device)
         except ConfigError as error:
             missing[name] = str(error)
             continue
@@ -180,13 +165,10 @@ def measure(plan: Plan, device: torch.device) -> Figures:
     return {"layers": plan.layers, "rows": rows, "missing": missing}
 
 
-def _row(steps: Steps, count: int, device: torch.device) -> Figures:
+def _row(steps: AttentionSteps, count: int, device: torch.device) -> Figures:
     calls = steps.calls(count)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(steps.plan.rounds):
-        for name, call in calls.items():
-            times[name].append(step_milliseconds(call, device, warmup=2, steps=steps.plan.steps))
-    figures: Figures = {f"{name}_ms": statistics.median(taken) for name, taken in times.items()}
+    times = in_turn(calls, device, rounds=steps.plan.rounds, steps=steps.plan.steps)
+    figures: Figures = {f"{name}_ms": ms for name, ms in times.items()}
     batch = steps.manager.dispatch(count, count, 1)
     figures["set_us"] = host_microseconds(lambda: steps.describe(count), device, calls=steps.plan.steps)
     figures["prepare_us"] = host_microseconds(lambda: steps.prepare(batch), device, calls=steps.plan.steps)
@@ -196,11 +178,9 @@ def _row(steps: Steps, count: int, device: torch.device) -> Figures:
 def render(figures: Figures) -> str:
     """The figures as a table."""
     columns = ("backend", "context", "batch", "graph_ms", "eager_ms", "graph_over_eager", "set_us", "prepare_us")
-    lines = [columns, *(tuple(_cell(row[column]) for column in columns) for row in figures["rows"])]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join([*table, *(f"{name}: {why}" for name, why in figures["missing"].items())])
+    lines = [columns, *(tuple(_text(row[column]) for column in columns) for row in figures["rows"])]
+    return "\n".join([grid(lines), *(f"{name}: {why}" for name, why in figures["missing"].items())])
 
 
-def _cell(value: Any) -> str:
+def _text(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -12,7 +12,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +23,12 @@ from bench.engine.scheduler import StepPlan
 from bench.models.llama import Llama
 from bench.models.workload import PAGE_SIZE, Workload
 from bench.tools import text
-from bench.tools.measure import Timeline, say, step_milliseconds, synchronize
+from bench.tools.measure import Figures, Timeline, in_turn, say, synchronize
 from simplegraph import BatchDescriptor, CudaGraphMode
-
-Figures = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """What is measured.
 
     Args:
@@ -53,16 +50,16 @@ class Plan:
     steps: int = 30
 
 
-def default_plan(device: torch.device) -> Plan:
+def default_plan(device: torch.device) -> DecodePlan:
     """The 8B shape on a GPU; a tiny one on a CPU, where times are not speed."""
     if device.type == "cuda":
-        return Plan(
+        return DecodePlan(
             "8b", (1, 8, 64, 256), ("fa3", "flashinfer", "triton"), ("eager", "compiled-piecewise", "compiled-full")
         )
-    return Plan("tiny", (1, 4), ("sdpa",), context=20, prompt=12, output=6, rounds=1, steps=3)
+    return DecodePlan("tiny", (1, 4), ("sdpa",), context=20, prompt=12, output=6, rounds=1, steps=3)
 
 
-def measure(plan: Plan, device: torch.device) -> Figures:
+def measure(plan: DecodePlan, device: torch.device) -> Figures:
     """Decode steps and generation of every arm; the engine's tokens are compared with its eager ones first."""
     workload = Workload(plan.model, plan.batches, device, context=plan.context, lm_head=True)
     llama = workload.build()
@@ -80,7 +77,7 @@ def measure(plan: Plan, device: torch.device) -> Figures:
     return figures
 
 
-def _engine(llama: Llama, plan: Plan, attention: str) -> Engine:
+def _engine(llama: Llama, plan: DecodePlan, attention: str) -> Engine:
     most = max(plan.batches)
     length = max(plan.context, plan.prompt + plan.output)
     config = EngineConfig(
@@ -111,7 +108,7 @@ def _started(name: str, setup: Setup) -> Arm:
     return arm
 
 
-def _generation(engine: Engine, plan: Plan, attention: str, count: int) -> Figures:
+def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) -> Figures:
     """One generation: milliseconds from step to step while all requests decode, as the caller sees the tokens."""
     vocab = engine.runner.llama.config.vocab_size
     for start in range(count):
@@ -140,10 +137,10 @@ def _generation(engine: Engine, plan: Plan, attention: str, count: int) -> Figur
     }
 
 
-class _Steps:
+class RepeatedStep:
     """One decode step of an engine, repeated: as a graph, and eagerly."""
 
-    def __init__(self, engine: Engine, plan: Plan, count: int) -> None:
+    def __init__(self, engine: Engine, plan: DecodePlan, count: int) -> None:
         self._runner = engine.runner
         length = plan.context
         pages = -(-length // PAGE_SIZE)
@@ -176,10 +173,10 @@ class _Steps:
 
 
 @torch.inference_mode()
-def _decode(plan: Plan, setup: Setup, engines: dict[str, Engine], arms: dict[str, Arm], count: int) -> Figures:
+def _decode(plan: DecodePlan, setup: Setup, engines: dict[str, Engine], arms: dict[str, Arm], count: int) -> Figures:
     calls: dict[str, Callable[[], object]] = {}
     for name, engine in engines.items():
-        steps = _Steps(engine, plan, count)
+        steps = RepeatedStep(engine, plan, count)
         graph, eager = steps.graph().clone(), steps.eager()
         agreeing = float((graph == eager).double().mean())
         if agreeing < 0.9:  # random weights make near ties, which rounding decides
@@ -190,12 +187,9 @@ def _decode(plan: Plan, setup: Setup, engines: dict[str, Engine], arms: dict[str
         calls[name] = lambda arm=arm: arm(*batch).argmax(dim=-1)  # type: ignore[misc]
     if setup.device.type == "cuda":
         calls["GEMMs alone"] = _gemms(setup.model, count)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(plan.rounds):
-        for name, call in calls.items():
-            times[name].append(step_milliseconds(call, setup.device, steps=plan.steps))
+    times = in_turn(calls, setup.device, rounds=plan.rounds, steps=plan.steps)
     gc.collect()
-    return {"batch": count, "ms": {name: statistics.median(taken) for name, taken in times.items()}}
+    return {"batch": count, "ms": times}
 
 
 def _gemms(llama: Llama, count: int) -> Callable[[], object]:

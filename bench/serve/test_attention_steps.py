@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from bench.serve import attention_steps
 
 
-def test_attention_steps(benchmark: Any, device: torch.device) -> None:
-    figures: attention_steps.Figures = {}
+def test_attention_steps(record: Callable[..., object], device: torch.device) -> None:
     plan = attention_steps.default_plan(device)
     with torch.inference_mode():
-        benchmark.pedantic(lambda: figures.update(attention_steps.measure(plan, device)), rounds=1)
-    graphs = "CUDA graphs" if device.type == "cuda" else "emulator: not speed"
-    benchmark.extra_info.update(figures | {"graphs": graphs})
-    print(attention_steps.render(figures))
+        record(lambda: attention_steps.measure(plan, device), attention_steps.render)

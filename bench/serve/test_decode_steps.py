@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from bench.serve import decode_steps
 
 
-def test_engine_steps(benchmark: Any, device: torch.device) -> None:
-    figures: decode_steps.Figures = {}
+def test_decode_steps(record: Callable[..., object], device: torch.device) -> None:
     plan = decode_steps.default_plan(device)
-    benchmark.pedantic(lambda: figures.update(decode_steps.measure(plan, device)), rounds=1)
-    graphs = "CUDA graphs" if device.type == "cuda" else "emulator: not speed"
-    benchmark.extra_info.update(figures | {"graphs": graphs})
-    print(decode_steps.render(figures))
+    record(lambda: decode_steps.measure(plan, device), decode_steps.render)

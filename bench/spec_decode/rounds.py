@@ -24,12 +24,11 @@ from bench.engine.spec_scheduler import RoundPlan
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from bench.tools import text
-from bench.tools.measure import host_microseconds, kernel_milliseconds, say, step_milliseconds, synchronize
+from bench.tools.measure import Figures, host_microseconds, kernel_milliseconds, say, step_milliseconds, synchronize
+from bench.tools.tables import cell, grid
 
-Figures = dict[str, Any]
 
-
-class Arm(NamedTuple):
+class GraphModes(NamedTuple):
     """In which graphs target and draft run, by the modes' names; a draft of None: no speculation."""
 
     target: str
@@ -37,17 +36,17 @@ class Arm(NamedTuple):
 
 
 ARMS = {
-    "no speculation": Arm("FULL_AND_PIECEWISE", None),
-    "eager": Arm("NONE", "NONE"),
-    "target full, draft eager": Arm("FULL_AND_PIECEWISE", "NONE"),
-    "target full, draft piecewise": Arm("FULL_AND_PIECEWISE", "PIECEWISE"),
-    "piecewise": Arm("PIECEWISE", "PIECEWISE"),
-    "full": Arm("FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
+    "no speculation": GraphModes("FULL_AND_PIECEWISE", None),
+    "eager": GraphModes("NONE", "NONE"),
+    "target full, draft eager": GraphModes("FULL_AND_PIECEWISE", "NONE"),
+    "target full, draft piecewise": GraphModes("FULL_AND_PIECEWISE", "PIECEWISE"),
+    "piecewise": GraphModes("PIECEWISE", "PIECEWISE"),
+    "full": GraphModes("FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SpecPlan:
     """What is measured.
 
     Args:
@@ -76,7 +75,7 @@ class Plan:
         """Tokens of a request."""
         return self.prompt + self.output
 
-    def config(self, arm: Arm) -> EngineConfig:
+    def config(self, arm: GraphModes) -> EngineConfig:
         """Of an engine for the largest batch."""
         most, page_size = max(self.batches), 16
         ahead = 2 * self.num_draft_tokens
@@ -95,7 +94,9 @@ class Plan:
         return SpecConfig(**settings, **drafting, mean_length=self.mean_length)
 
 
-def measure(plan: Plan, target: Llama, draft: Eagle | Eagle3, names: tuple[str, ...] = tuple(ARMS)) -> list[Figures]:
+def measure(
+    plan: SpecPlan, target: Llama, draft: Eagle | Eagle3, names: tuple[str, ...] = tuple(ARMS)
+) -> list[Figures]:
     """Every arm at every batch.
 
     Raises:
@@ -122,7 +123,7 @@ def measure(plan: Plan, target: Llama, draft: Eagle | Eagle3, names: tuple[str, 
     return found
 
 
-def _add_kernels(found: list[Figures], plan: Plan, target: Llama, draft: Eagle | Eagle3) -> None:
+def _add_kernels(found: list[Figures], plan: SpecPlan, target: Llama, draft: Eagle | Eagle3) -> None:
     """The times of a draft's kernels where it runs in graphs; last, since CUDA's calls stay slower after a profiler."""
     for name in dict.fromkeys(row["arm"] for row in found):
         if ARMS[name].draft in (None, "NONE"):
@@ -135,7 +136,7 @@ def _add_kernels(found: list[Figures], plan: Plan, target: Llama, draft: Eagle |
         _reset(engine)
 
 
-def _started(plan: Plan, arm: Arm, target: Llama, draft: Eagle | Eagle3) -> Engine:
+def _started(plan: SpecPlan, arm: GraphModes, target: Llama, draft: Eagle | Eagle3) -> Engine:
     config = plan.config(arm)
     if isinstance(config, SpecConfig):
         engine: Engine = SpecEngine(target, draft, config)
@@ -155,13 +156,13 @@ def _reset(engine: Engine) -> None:
     gc.collect()
 
 
-def _requests(engine: Engine, plan: Plan, count: int, output: int) -> list[Any]:
+def _requests(engine: Engine, plan: SpecPlan, count: int, output: int) -> list[Any]:
     vocab = engine.runner.llama.config.vocab_size
     prompts = [text.token_ids(plan.prompt, vocab, start=211 * index).tolist() for index in range(count)]
     return [engine.add(prompt, SamplingParams(max_tokens=output)) for prompt in prompts]
 
 
-def _generation(engine: Engine, plan: Plan, count: int) -> tuple[Figures, list[list[int]]]:
+def _generation(engine: Engine, plan: SpecPlan, count: int) -> tuple[Figures, list[list[int]]]:
     """Some generations, after a short one in which libraries load; times as the caller sees the tokens."""
     speculating = isinstance(engine, SpecEngine)
     _requests(engine, plan, count, min(8, plan.output))
@@ -184,7 +185,7 @@ def _generation(engine: Engine, plan: Plan, count: int) -> tuple[Figures, list[l
     return figures, outputs[-1]
 
 
-def _timed(engine: Engine, plan: Plan, count: int, hosts: list[float]) -> tuple[float, list[list[int]]]:
+def _timed(engine: Engine, plan: SpecPlan, count: int, hosts: list[float]) -> tuple[float, list[list[int]]]:
     """Seconds a token, and the tokens; the host's seconds for each round, waiting left out, are added to `hosts`."""
     requests = _requests(engine, plan, count, plan.output)
     times: dict[Any, list[float]] = {request: [] for request in requests}
@@ -208,7 +209,7 @@ def _finish(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def _drafting(engine: Engine, plan: Plan, count: int) -> Iterator[Callable[[], None]]:
+def _drafting(engine: Engine, plan: SpecPlan, count: int) -> Iterator[Callable[[], None]]:
     """In here a call drafts after a round of so many requests, as often as it is called."""
     if not isinstance(engine, SpecEngine):
         raise TypeError("this engine drafts nothing.")
@@ -238,7 +239,7 @@ def _draft_of(engine: SpecEngine, drafted: RoundPlan) -> Callable[[], None]:
     return draft
 
 
-def _draft_times(draft: Callable[[], None], device: torch.device, plan: Plan) -> Figures:
+def _draft_times(draft: Callable[[], None], device: torch.device, plan: SpecPlan) -> Figures:
     return {
         "draft_ms": step_milliseconds(draft, device, steps=plan.steps),
         "draft_host_ms": host_microseconds(draft, device, calls=plan.steps) / 1e3,
@@ -284,11 +285,10 @@ def render(found: list[Figures]) -> str:
     """The figures as a table, and the ratios below."""
     lines = [("batch", "arm", *(name for name, _, _ in COLUMNS), "accepted in each position")]
     for row in sorted(found, key=lambda row: row["batch"]):
-        cells = [format(row[key], kind) if key in row else "-" for _, key, kind in COLUMNS]
+        cells = [cell(row, key, kind) for _, key, kind in COLUMNS]
         rates = " ".join(f"{rate:.3f}" for rate in row.get("per_position", ())) or "-"
         lines.append((str(row["batch"]), row["arm"], *cells, rates))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    table = [grid(lines)]
     for row in ratios(found):
         parts = [f"{name} {value:.2f}" for name, value in itertools.islice(row.items(), 1, None)]
         table.append(f"batch {row['batch']}: {'; '.join(parts)}")

@@ -23,7 +23,7 @@ from bench.models.eagle import TINY, Eagle, Eagle3, build_eagle, draft_config
 from bench.models.joined import Joined
 from bench.models.llama import Attention, CacheShape, Llama, build_llama
 from bench.tools import text
-from bench.tools.measure import say
+from bench.tools.measure import device_of, say
 
 VOCAB = 256
 KINDS = ("eagle", "eagle3")
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=128, help="tokens of a training sequence")
     parser.add_argument("--count", type=int, default=16, help="sequences of a step")
     options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of()
     torch.manual_seed(0)
     data = text.token_ids(text.TEXT.stat().st_size, VOCAB).to(device)
     target = build_llama(tiny_config(), CacheShape(1, 16), 1, device=device, dtype=torch.float32)

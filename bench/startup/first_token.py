@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -16,10 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.startup import runs
-from bench.tools.measure import say
+import torch
 
-Figures = dict[str, Any]
+from bench.engine import Engine, EngineConfig, SamplingParams
+from bench.models.workload import Workload
+from bench.startup.processes import CompileCaches, cache_environment, run_worker
+from bench.tools import environment, text
+from bench.tools.files import OUT, save_figures
+from bench.tools.measure import NOT_SPEED, Figures, device_of, say, synchronize
 
 # How the engine runs in each arm; simplegraph's answers its first request before it captures.
 ARMS: dict[str, dict[str, Any]] = {
@@ -33,7 +36,12 @@ PROMPT = 128
 TIMEOUT = 400.0
 
 
-def measure(arms: Sequence[str], model: str, caches: runs.CompileCaches) -> list[Figures]:
+def default_arms(device: torch.device) -> list[str]:
+    """Those that run on this device."""
+    return [arm for arm in ARMS if device.type == "cuda" or arm not in NEEDS_GPU]
+
+
+def measure(arms: Sequence[str], model: str, caches: CompileCaches) -> list[Figures]:
     """Every arm with cold and warm caches: seconds since its process began, by stage.
 
     Raises:
@@ -42,33 +50,20 @@ def measure(arms: Sequence[str], model: str, caches: runs.CompileCaches) -> list
     return [_one(arm, cache, model, caches) for arm in arms for cache in ("cold", "warm")]
 
 
-def _one(arm: str, cache: str, model: str, caches: runs.CompileCaches) -> Figures:
+def _one(arm: str, cache: str, model: str, caches: CompileCaches) -> Figures:
     say(f"first token: {arm}, {cache} caches")
-    folder = caches.folder(runs.Run(arm, cache))
-    environment = runs.cache_environment(folder) | {"FLASHINFER_WORKSPACE_BASE": str(folder)}
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "result.json"
-        line = [sys.executable, "-m", "bench.startup.first_token", "--arm", arm, "--model", model, "--json", str(out)]
-        line += ["--began", repr(time.time())]
-        code, tail = runs.run_worker(line, environment, Path(scratch) / "stderr", TIMEOUT)
-        if code:
-            raise RuntimeError(f"{arm}, {cache} caches: status {code}\n{tail}")
-        return {"arm": arm, "cache": cache} | json.loads(out.read_text())
+    folder = caches.folder(arm, cache)
+    environment = cache_environment(folder) | {"FLASHINFER_WORKSPACE_BASE": str(folder)}
+    line = [sys.executable, "-m", "bench.startup.first_token", "--arm", arm, "--model", model]
+    return {"arm": arm, "cache": cache} | run_worker([*line, "--began", repr(time.time())], environment, TIMEOUT)
 
 
 def _engine_stages(arm: str, model: str, began: float) -> Figures:
     """One process's stages, in seconds since it began."""
-    import torch
-
-    from bench.engine import Engine, EngineConfig, SamplingParams
-    from bench.models.workload import Workload
-    from bench.tools import text
-
     seconds = {"imported": time.time() - began}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of()
     llama = Workload(model, (1,), device, lm_head=True).build()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     seconds["weights"] = time.time() - began
     size: Any = {"max_num_seqs": 256} if device.type == "cuda" else {"max_num_seqs": 4, "capture_sizes": (1, 4, PROMPT)}
     engine = Engine(llama, EngineConfig(max_model_len=512, num_pages=4096, **size, **ARMS[arm]))
@@ -76,8 +71,7 @@ def _engine_stages(arm: str, model: str, began: float) -> Figures:
     for _ in engine.stream():
         seconds.setdefault("first_token", time.time() - began)
     summary = engine.capture()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     seconds["ready"] = time.time() - began
     return {"seconds": seconds, "attention": engine.runner.backend.name, "captured": summary.captured}
 
@@ -99,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     """One arm in this process where --arm is given; else all of them, each in its own."""
     parser = argparse.ArgumentParser(prog="python -m bench.startup.first_token", description=__doc__)
     parser.add_argument("--model", help="tiny, 8b, or a folder with a config.json; 8b on a GPU, else tiny")
-    parser.add_argument("--json", default=os.devnull, help="file for the figures")
+    parser.add_argument("--json", default=str(OUT / "first_token.json"), help="where the figures go")
     parser.add_argument("--arm", choices=ARMS, help="measure this process")
     parser.add_argument("--began", type=float, help="when this process was started, in seconds since the epoch")
     options = parser.parse_args(arguments)
@@ -107,18 +101,14 @@ def main(arguments: list[str] | None = None) -> int:
         began = options.began or time.time()
         Path(options.json).write_text(json.dumps(_engine_stages(options.arm, options.model or "tiny", began)))
         return 0
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    arms = [arm for arm in ARMS if on_gpu or arm not in NEEDS_GPU]
+    device = device_of()
+    model = options.model or ("8b" if device.type == "cuda" else "tiny")
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(arms, options.model or ("8b" if on_gpu else "tiny"), runs.CompileCaches(Path(folder)))
-    from bench.tools import environment
-
+        figures = measure(default_arms(device), model, CompileCaches(Path(folder)))
     print(render(figures))
-    if not on_gpu:
-        print("On the CPU graphs are emulated: these times are no speed.")
-    Path(options.json).write_text(json.dumps({"machine_info": environment.describe(), "results": figures}))
+    if device.type == "cpu":
+        print(NOT_SPEED)
+    save_figures(options.json, {"machine_info": environment.describe(), "results": figures})
     return 0
 
 

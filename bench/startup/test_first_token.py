@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from bench.startup import first_token, runs
+from bench.startup import first_token
+from bench.startup.processes import CompileCaches
 
 
-def test_first_token(benchmark: Any, device: torch.device, caches: runs.CompileCaches) -> None:
-    on_gpu = device.type == "cuda"
-    arms = [arm for arm in first_token.ARMS if on_gpu or arm not in first_token.NEEDS_GPU]
-    figures: list[first_token.Figures] = []
-    model = "8b" if on_gpu else "tiny"
-    benchmark.pedantic(lambda: figures.extend(first_token.measure(arms, model, caches)), rounds=1)
-    benchmark.extra_info["results"] = figures
-    print(first_token.render(figures))
+def test_first_token(record: Callable[..., object], device: torch.device, caches: CompileCaches) -> None:
+    arms, model = first_token.default_arms(device), "8b" if device.type == "cuda" else "tiny"
+    record(
+        lambda: {"results": first_token.measure(arms, model, caches)},
+        lambda figures: first_token.render(figures["results"]),
+    )

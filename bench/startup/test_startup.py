@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 
 from bench.startup import runs
+from bench.startup.processes import CompileCaches
+from bench.startup.results import Result, combine
 
 
 def test_startup(
     run: runs.Run,
     benchmark: Any,
-    plan: runs.Plan,
-    caches: runs.CompileCaches,
-    ledger: dict[str, runs.Result],
+    plan: runs.StartupPlan,
+    caches: CompileCaches,
+    ledger: dict[str, Result],
 ) -> None:
-    results: list[runs.Result] = []
+    results: list[Result] = []
     benchmark.pedantic(lambda: results.append(runs.measure(run, plan, caches)), rounds=plan.rounds_of(run))
-    result = ledger[run.label] = runs.combine(results)
+    result = ledger[run.label] = combine(results)
     benchmark.extra_info.update(result)
     if result["status"] == "not available":
         pytest.skip(result["error"])

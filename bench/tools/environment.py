@@ -100,10 +100,3 @@ def _git(*arguments: str) -> str | None:
         ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=GIT_SECONDS, check=False
     )
     return answer.stdout.strip() if answer.returncode == 0 else None
-
-
-def chosen(*, models: str, arms: str, processes: str) -> dict[str, Any]:
-    """A plan's fields as these environment variables have them, where they are set; names are separated by commas."""
-    given = {name: os.environ.get(variable) for name, variable in (("models", models), ("arms", arms))}
-    found: dict[str, Any] = {name: tuple(text.split(",")) for name, text in given.items() if text}
-    return found | ({"processes": int(os.environ[processes])} if os.environ.get(processes) else {})

@@ -1,7 +1,8 @@
-"""Clocks and memory counters; on a CPU the same calls, without a device to wait for."""
+"""Devices, clocks and memory counters; on a CPU the same calls, without a device to wait for."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -9,16 +10,43 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
+
+Figures = dict[str, Any]
+Call = Callable[[], object]
+
+NOT_SPEED = "No GPU here: the graphs are the library's emulator, which checks behaviour. Times are NOT speed."
 
 
 def say(message: str) -> None:
     """A line of progress, to stderr; of several ranks the first speaks."""
     if os.environ.get("RANK", "0") == "0":
         print(f"[bench] {message}", file=sys.stderr, flush=True)
+
+
+def device_of(name: str | None = None) -> torch.device:
+    """The named device, or the GPU where there is one; CUDA is not initialised for it."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def with_index(device: torch.device) -> torch.device:
+    """A GPU with its number, that of the current one."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
+@contextlib.contextmanager
+def few_threads(device: torch.device) -> Iterator[None]:
+    """On a CPU one thread: operators this small gain nothing from more, and wait long where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if device.type == "cpu" else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def synchronize(device: torch.device) -> None:
@@ -43,14 +71,14 @@ class Timeline:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Bytes of one device at one moment, nothing cached that could be given back."""
 
     free: int
     reserved: int
 
     @classmethod
-    def now(cls, device: torch.device) -> Memory | None:
+    def now(cls, device: torch.device) -> DeviceMemory | None:
         """The counters, or None on a CPU."""
         if device.type != "cuda":
             return None
@@ -59,12 +87,21 @@ class Memory:
         torch.cuda.empty_cache()
         return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
 
-    def spent(self, later: Memory) -> dict[str, int]:
+    def spent(self, later: DeviceMemory) -> dict[str, int]:
         """What a stretch of work keeps: bytes the device lost, bytes the allocator gained."""
         return {"device_bytes": self.free - later.free, "reserved_bytes": later.reserved - self.reserved}
 
 
-def step_milliseconds(call: Callable[[], object], device: torch.device, *, warmup: int = 5, steps: int = 50) -> float:
+def seconds(call: Call, device: torch.device) -> float:
+    """Wall time of one call, the device's work included."""
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def step_milliseconds(call: Call, device: torch.device, *, warmup: int = 5, steps: int = 50) -> float:
     """The median time of one call, in ms; on a GPU from its own events, calls issued back to back."""
     for _ in range(warmup):
         call()
@@ -80,24 +117,28 @@ def step_milliseconds(call: Callable[[], object], device: torch.device, *, warmu
     return statistics.median(first.elapsed_time(second) for first, second in itertools.pairwise(marks))
 
 
-def gpu_busy(call: Callable[[], object], device: torch.device, *, calls: int = 20) -> dict[str, float]:
+def in_turn(calls: Mapping[str, Call], device: torch.device, *, rounds: int, steps: int) -> dict[str, float]:
+    """Milliseconds of each call: medians over rounds in which all take their turn, so that a drift hits all alike."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            taken[name].append(step_milliseconds(call, device, warmup=min(5, steps), steps=steps))
+    return {name: statistics.median(ms) for name, ms in taken.items()}
+
+
+def gpu_busy(call: Call, device: torch.device, *, calls: int = 20) -> dict[str, float]:
     """`kernel_ms`, of a call's kernels and copies, and `busy_share`, the share of its wall time that they fill.
 
     Calls are issued back to back; the wall time is that of calls without the profiler. Empty on a CPU.
     """
     if device.type != "cuda":
         return {}
-    synchronize(device)
-    started = time.perf_counter()
-    for _ in range(calls):
-        call()
-    synchronize(device)
-    wall = (time.perf_counter() - started) / calls * 1e3
+    wall = seconds(lambda: [call() for _ in range(calls)], device) / calls * 1e3
     kernels = kernel_milliseconds(call, calls)
     return {"kernel_ms": kernels, "busy_share": kernels / wall}
 
 
-def kernel_milliseconds(call: Callable[[], object], calls: int = 10) -> float:
+def kernel_milliseconds(call: Call, calls: int = 10) -> float:
     """What the kernels and copies of a call take by themselves, added up; needs a GPU."""
     synchronize(torch.device("cuda"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -109,7 +150,7 @@ def kernel_milliseconds(call: Callable[[], object], calls: int = 10) -> float:
     return sum(event.time_range.elapsed_us() for event in kernels) / calls / 1e3
 
 
-def host_microseconds(call: Callable[[], object], device: torch.device, *, warmup: int = 5, calls: int = 50) -> float:
+def host_microseconds(call: Call, device: torch.device, *, warmup: int = 5, calls: int = 50) -> float:
     """The median time to issue one call, in us, not waiting for its result.
 
     The device is idle before each call, so a full launch queue never makes the host wait.
@@ -124,7 +165,7 @@ def host_microseconds(call: Callable[[], object], device: torch.device, *, warmu
     return statistics.median(seconds) * 1e6
 
 
-def _timed(call: Callable[[], object]) -> float:
+def _timed(call: Call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from bench.models.shard import Shard
     from simplegraph import RankGroup
 
@@ -36,30 +38,32 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def start(tp: int, device_type: str, name: str) -> tuple[Shard, RankGroup | None]:
-    """Meet the other ranks, and take the GPU of this one.
+def start(tp: int, name: str, device: str | None = None) -> tuple[Shard, RankGroup | None, torch.device]:
+    """Meet the other ranks; this one's part of a model, the group, and the device of this rank.
 
     Args:
         tp: how many ranks there are; 1 meets nobody.
-        device_type: "cuda" or "cpu".
         name: of this meeting, the same on all ranks: processes of several benchmarks share torchrun's store.
+        device: "cuda" or "cpu"; the GPU where there is one by default.
     """
     # Here: the command lines are read before torch is loaded.
     import torch
     import torch.distributed as dist
 
     from bench.models.shard import Shard
+    from bench.tools.measure import device_of, with_index
     from simplegraph import RankGroup
 
+    found = device_of(device)
     if tp == 1:
-        return Shard(), None
-    if device_type == "cuda":
+        return Shard(), None, with_index(found)
+    if found.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     timeout = datetime.timedelta(seconds=SECONDS)
     store, number, size = next(dist.rendezvous("env://", timeout=timeout))
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if found.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=number, world_size=size, timeout=timeout)
-    return Shard(number, size), RankGroup(timeout=SECONDS)
+    return Shard(number, size), RankGroup(timeout=SECONDS), with_index(found)
 
 
 def finish() -> None:

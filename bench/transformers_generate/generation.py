@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.tools import compiler, environment, fresh
-from bench.tools.measure import gpu_busy, say, synchronize
+from bench.tools import command, compiler, fresh
+from bench.tools.measure import NOT_SPEED, Figures, gpu_busy, say, seconds, synchronize
+from bench.tools.tables import cell, ratio
 from bench.transformers_generate import families, same_tokens
 
-Figures = dict[str, Any]
 PLAIN, COMPILED = "plain", "static-compiled"
 FUSED = {"simplegraph": True, "simplegraph-own-kernels": False}  # our arms
 ARMS = (PLAIN, COMPILED, *FUSED)
 BUSY_TOKENS = 16  # the profiler keeps every kernel of every one
-NOT_SPEED = "No GPU here: the graphs are the library's emulator, and nothing is compiled. Times are NOT speed."
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GenerationPlan:
     """What is measured.
 
     Args:
@@ -57,17 +54,17 @@ class Plan:
     timeout: int = 400
 
 
-def default_plan(device: torch.device) -> Plan:
+def default_plan(device: torch.device) -> GenerationPlan:
     """The 1B shape of Llama on a GPU; a tiny one on a CPU, where times are not speed."""
     if device.type == "cuda":
-        return Plan()
-    return Plan(tiny=True, prompt=8, tokens=8, rounds=1, compared=8, processes=1)
+        return GenerationPlan()
+    return GenerationPlan(tiny=True, prompt=8, tokens=8, rounds=1, compared=8, processes=1)
 
 
 # In the process of an arm.
 
 
-def run_arm(plan: Plan, name: str, arm: str, device: torch.device, dtype: torch.dtype) -> Figures:
+def run_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device, dtype: torch.dtype) -> Figures:
     """Seconds of the first generation, milliseconds a token of the later ones, and the tokens.
 
     What an arm does to the model belongs to its first generation.
@@ -93,11 +90,11 @@ def run_arm(plan: Plan, name: str, arm: str, device: torch.device, dtype: torch.
         graphs = graph_generation(model, max_batch_size=plan.batch, max_length=limit, fused_kernels=FUSED[arm])
     result = generate()
     synchronize(device)
-    seconds = [time.perf_counter() - started, *(_seconds(generate, device) for _ in range(plan.rounds))]
+    taken = [time.perf_counter() - started, *(seconds(generate, device) for _ in range(plan.rounds))]
     figures: Figures = {
-        "first_seconds": seconds[0],
-        "ms_per_token": statistics.median(seconds[1:]) / plan.tokens * 1e3,
-        "seconds": seconds,
+        "first_seconds": taken[0],
+        "ms_per_token": statistics.median(taken[1:]) / plan.tokens * 1e3,
+        "seconds": taken,
         "tokens": result[:, -plan.tokens :].tolist(),
     }
     if arm == PLAIN:
@@ -107,31 +104,23 @@ def run_arm(plan: Plan, name: str, arm: str, device: torch.device, dtype: torch.
     return figures | ({"report": graphs.report().to_dict()} if graphs is not None else {})
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    synchronize(device)
-    started = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - started
-
-
 # Around the processes.
 
 
-def measure(plan: Plan, device: torch.device) -> Figures:
+def measure(plan: GenerationPlan, device: torch.device) -> Figures:
     """Every model and arm in fresh processes; medians over them, and every process's figures."""
     models = {name: _measure_model(plan, name, device) for name in plan.models}
     return {"plan": dataclasses.asdict(plan), "device": device.type, "models": models}
 
 
-def _measure_model(plan: Plan, name: str, device: torch.device) -> Figures:
+def _measure_model(plan: GenerationPlan, name: str, device: torch.device) -> Figures:
     say(f"{name}, tokens in float32")
     compare = (same_tokens.compare, name, device, plan.tiny, plan.prompt, plan.compared)
     agreement = _answer(plan, *compare)
     return agreement | {"arms": {arm: _measure_arm(plan, name, arm, device) for arm in plan.arms}}
 
 
-def _measure_arm(plan: Plan, name: str, arm: str, device: torch.device) -> Figures:
+def _measure_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device) -> Figures:
     compiles = arm == COMPILED and device.type == "cuda"
     runs: list[Figures] = []
     for _ in range(1 if compiles else plan.processes):
@@ -144,7 +133,7 @@ def _measure_arm(plan: Plan, name: str, arm: str, device: torch.device) -> Figur
     return {key: statistics.median(run[key] for run in runs) for key in numbers} | {"runs": runs}
 
 
-def _answer(plan: Plan, function: Callable[..., Figures], *args: Any) -> Figures:
+def _answer(plan: GenerationPlan, function: Callable[..., Figures], *args: Any) -> Figures:
     """What the function answers in a fresh process, or `failed`, why it did not, with the `reason` in one line."""
     try:
         answer: Figures = fresh.call(function, *args, seconds=plan.timeout)
@@ -170,7 +159,7 @@ _COLUMNS = ("ms a token", "of plain", "first s", "sooner", "GPU busy")
 
 def render(figures: Figures) -> str:
     """The figures as a table; `sooner` is the compiled first generation's time over that of the arm."""
-    lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
+    lines = [] if figures["device"] == "cuda" else [f"{NOT_SPEED} Nothing is compiled."]
     lines.append("batch {batch}, prompt of {prompt}, {tokens} new tokens".format(**figures["plan"]))
     lines.append(f"{'':>34}" + "".join(f"{title:>12}" for title in _COLUMNS))
     for name, model in figures["models"].items():
@@ -184,11 +173,11 @@ def _cells(found: Figures, arms: Figures) -> str:
         return f"    skipped: {found['skipped']}" if "skipped" in found else f"    failed: {found['reason']}"
     plain, compiled = (arms.get(arm, {}) for arm in (PLAIN, COMPILED))
     cells = [
-        format(found["ms_per_token"], ".3f"),
-        format(found["ms_per_token"] / plain["ms_per_token"], ".3f") if "ms_per_token" in plain else "-",
-        format(found["first_seconds"], ".2f"),
-        format(compiled["first_seconds"] / found["first_seconds"], ".1f") if "ms_per_token" in compiled else "-",
-        format(found["busy_share"], ".3f") if "busy_share" in found else "-",
+        cell(found, "ms_per_token", ".3f"),
+        ratio(found, plain, "ms_per_token", ".3f"),
+        cell(found, "first_seconds", ".2f"),
+        ratio(compiled, found, "first_seconds", ".1f"),
+        cell(found, "busy_share", ".3f"),
     ]
     row = "".join(f"{cell:>12}" for cell in cells)
     return row if found.get("compiled_graphs", 1) else f"{row}  (transformers compiled nothing)"
@@ -220,15 +209,4 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="these alone")
     for name, told in _NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, help=told)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    given = parser.parse_args(argv)
-    device = torch.device(given.device)
-    changes = {name: value for name, value in vars(given).items() if value and name not in ("device", "json")}
-    plan = dataclasses.replace(default_plan(device), **changes)
-    figures = measure(plan, device)
-    print(render(figures))
-    if given.json:
-        given.json.write_text(json.dumps(figures | {"environment": environment.describe()}, indent=2))
-    if failures(figures):
-        raise SystemExit("\n\n".join(failures(figures)))
+    command.run(parser, argv, default_plan, measure, render, failures)

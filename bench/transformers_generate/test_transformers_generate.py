@@ -7,20 +7,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench.tools.environment import chosen
+from bench.tools.options import chosen
 from bench.transformers_generate import generation
 
 
-def test_transformers_generate(benchmark: Any, device: torch.device) -> None:
-    figures: generation.Figures = {}
+def test_transformers_generate(record: Callable[..., Any], device: torch.device) -> None:
     changes = chosen(models="BENCH_FAMILIES", arms="BENCH_GENERATE_ARMS", processes="BENCH_PROCESSES")
     plan = dataclasses.replace(generation.default_plan(device), **changes)
-    benchmark.pedantic(lambda: figures.update(generation.measure(plan, device)), rounds=1)
-    graphs = "CUDA graphs" if device.type == "cuda" else "emulator: not speed"
-    benchmark.extra_info.update(figures | {"graphs": graphs})
-    print(generation.render(figures))
-    assert not generation.failures(figures)
+    assert not generation.failures(record(lambda: generation.measure(plan, device), generation.render))

@@ -15,16 +15,19 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from bench.arms import ARMS, breakable, compiled, compiled_piecewise, load_arm
+from bench.arms import ARMS, breakable, compiled, load_arm
 from bench.arms.base import NotAvailable, Setup
-from bench.arms.compiled_piecewise import CompiledPiecewise, is_attention, split_at_attention
+from bench.arms.compiled_piecewise import CompiledPiecewise
 from bench.arms.correctness import Mismatch, compare_with_eager, counts_to_compare
 from bench.arms.eager import Eager
 from bench.arms.static import fill, padded_size
 from bench.models import attention
 from bench.models.workload import Workload
 from bench.startup import runs, worker
+from bench.startup.processes import CompileCaches
+from bench.tools import pieces
 from bench.tools.measure import Timeline
+from bench.tools.pieces import is_attention, split_at_attention
 
 CPU = torch.device("cpu")
 TINY = Workload("tiny", (1, 2, 4), CPU)
@@ -148,7 +151,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def test_piecewise_replays_pieces_and_attention_in_order(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_piecewise, "compile_piece", lambda piece, fakes: piece)
+    monkeypatch.setattr(pieces, "compile_piece", lambda piece, fakes: piece)
     arm = CompiledPiecewise(setup)
     arm._lean = RunAgain()
     arm.start(setup.batch(1), Timeline(CPU))
@@ -277,16 +280,16 @@ def test_an_arm_that_is_not_available_is_no_failure(tmp_path: Path) -> None:
 def test_compiled_arms_run_cold_then_warm_on_the_same_cache(tmp_path: Path) -> None:
     chosen = runs.runs_of(["eager", "compiled-full"])
     assert [run.label for run in chosen] == ["eager", "compiled-full (cold)", "compiled-full (warm)"]
-    caches = runs.CompileCaches(tmp_path)
+    caches = CompileCaches(tmp_path)
     _, cold, warm = chosen
-    first = caches.folder(cold)
-    assert caches.folder(warm) == first
-    assert caches.folder(cold) != first
+    first = caches.folder(cold.arm, cold.cache)
+    assert caches.folder(warm.arm, warm.cache) == first
+    assert caches.folder(cold.arm, cold.cache) != first
 
 
 def test_a_warm_run_without_its_cold_one_fails_with_the_reason(tmp_path: Path) -> None:
     warm = runs.Run("compiled-full", "warm")
-    result = runs.measure(warm, runs.Plan("tiny", (1,)), runs.CompileCaches(tmp_path))
+    result = runs.measure(warm, runs.StartupPlan("tiny", (1,)), CompileCaches(tmp_path))
     assert result["status"] == "failed"
     assert "needs the cache of compiled-full (cold)" in result["error"]
 
@@ -294,15 +297,15 @@ def test_a_warm_run_without_its_cold_one_fails_with_the_reason(tmp_path: Path) -
 def test_a_process_that_dies_leaves_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import sys; print('cuda went away', file=sys.stderr); sys.exit(3)"
     monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", code])
-    result = runs.measure(runs.Run("eager"), runs.Plan("tiny", (1,)), runs.CompileCaches(tmp_path))
+    result = runs.measure(runs.Run("eager"), runs.StartupPlan("tiny", (1,)), CompileCaches(tmp_path))
     assert result["status"] == "failed"
     assert re.search("status 3.*cuda went away", result["error"], re.DOTALL)
 
 
 def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
-    plan = runs.Plan("tiny", (1,), timeout=0.5)
-    result = runs.measure(runs.Run("eager"), plan, runs.CompileCaches(tmp_path))
+    plan = runs.StartupPlan("tiny", (1,), timeout=0.5)
+    result = runs.measure(runs.Run("eager"), plan, CompileCaches(tmp_path))
     assert "no result within" in result["error"]
 
 

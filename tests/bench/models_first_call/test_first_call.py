@@ -33,7 +33,7 @@ def test_models_without_packages_are_always_there() -> None:
 
 
 def test_a_wrong_answer_fails_the_arm(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = model_arms.Arm(lambda module, inputs: lambda *x: module(*x) * 1.01)
+    wrong = model_arms.ModelArm(lambda module, inputs: lambda *x: module(*x) * 1.01)
     monkeypatch.setitem(model_arms.ARMS, "eager", wrong)
     with pytest.raises(RuntimeError, match=r"differ from eager's by 0\.01 "):
         first_call.run_arm("convnet", "eager", CPU, True, 1)
@@ -61,14 +61,14 @@ def test_every_model_takes_as_many_rows_as_it_is_given(model: str) -> None:
 
 
 def test_what_an_arm_imports_is_not_in_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = model_arms.Arm(lambda module, inputs: module, load=lambda device: time.sleep(2))
+    slow = model_arms.ModelArm(lambda module, inputs: module, load=lambda device: time.sleep(2))
     monkeypatch.setitem(model_arms.ARMS, "slow", slow)
     assert first_call.run_arm("convnet", "slow", CPU, True, 1)["first_seconds"] < 1
 
 
 def test_the_table_has_every_arm_and_says_that_a_cpu_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh, "call", lambda function, *args, seconds: function(*args))  # quicker, in this process
-    plan = first_call.Plan(("unet",), tuple(first_call.ARMS), tiny=True, processes=1)
+    plan = first_call.FirstCallPlan(("unet",), tuple(first_call.ARMS), tiny=True, processes=1)
     figures = first_call.measure(plan, CPU)
     assert not first_call.failures(figures)
     table = first_call.render(figures)
@@ -80,7 +80,7 @@ def test_the_table_has_every_arm_and_says_that_a_cpu_is_no_speed(monkeypatch: py
 
 
 def test_an_arm_of_ours_that_fails_is_told_and_one_of_others_is_a_figure() -> None:
-    plan = first_call.Plan(("no such model",), ("eager", "make-graphed-callables"), tiny=True)
+    plan = first_call.FirstCallPlan(("no such model",), ("eager", "make-graphed-callables"), tiny=True)
     figures = first_call.measure(plan, CPU)
     (told,) = first_call.failures(figures)
     assert told.startswith("eager of no such model")

@@ -102,5 +102,5 @@ def test_the_plan_of_a_cpu_is_small() -> None:
     plan = breaks.default_plan("cpu")
     assert plan == breaks.CPU_PLAN
     assert plan.model == "tiny"
-    assert max(breaks.Plan().sizes) == 512
-    assert len(breaks.Plan().sizes) == 51
+    assert max(breaks.BreaksPlan().sizes) == 512
+    assert len(breaks.BreaksPlan().sizes) == 51

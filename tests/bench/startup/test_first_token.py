@@ -10,11 +10,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.startup import first_token, runs
+from bench.startup import first_token
+from bench.startup.processes import CompileCaches
 
 
 def test_the_stages_of_an_arm_with_cold_and_warm_caches(tmp_path: Path) -> None:
-    cold, warm = first_token.measure(["simplegraph"], "tiny", runs.CompileCaches(tmp_path))
+    cold, warm = first_token.measure(["simplegraph"], "tiny", CompileCaches(tmp_path))
     assert (cold["cache"], warm["cache"]) == ("cold", "warm")
     for found in (cold, warm):
         stages = [found["seconds"][name] for name in ("imported", "weights", "first_token", "ready")]
@@ -26,13 +27,13 @@ def test_the_stages_of_an_arm_with_cold_and_warm_caches(tmp_path: Path) -> None:
 
 def test_a_process_that_fails_is_an_error_with_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="--model is 'none'"):
-        first_token.measure(["eager"], "none", runs.CompileCaches(tmp_path))
+        first_token.measure(["eager"], "none", CompileCaches(tmp_path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the whole table takes minutes on a GPU")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_token, "ARMS", {"eager": first_token.ARMS["eager"]})
     assert first_token.main(["--json", str(tmp_path / "figures.json")]) == 0
-    assert "no speed" in capsys.readouterr().out
+    assert "NOT speed" in capsys.readouterr().out
     saved = json.loads((tmp_path / "figures.json").read_text())
     assert [one["arm"] for one in saved["results"]] == ["eager", "eager"]

@@ -14,7 +14,7 @@ from bench.tools import fresh
 from bench.transformers_generate import families, generation, same_tokens
 
 CPU = torch.device("cpu")
-TINY = generation.Plan(tiny=True, batch=2, prompt=5, tokens=6, rounds=2, compared=6, processes=1)
+TINY = generation.GenerationPlan(tiny=True, batch=2, prompt=5, tokens=6, rounds=2, compared=6, processes=1)
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)

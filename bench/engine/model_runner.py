@@ -6,7 +6,6 @@ next ones greedily, all inside the graph. Everything else samples after it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,87 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.engine.request import EngineError
-from bench.engine.sampling import sample
+from bench.engine.config import EngineConfig, require
+from bench.engine.sampling import sample, to_host
 from bench.engine.scheduler import StepPlan
 from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
-from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode, RankGroup
-from simplegraph.attention import (
-    AttentionBackend,
-    BatchMetadata,
-    FlashAttentionBackend,
-    FlashInferBackend,
-    PagedKVCache,
-    SDPABackend,
-    TritonDecodeBackend,
-    attending,
-)
-
-BACKENDS: dict[str, type[AttentionBackend]] = {
-    "triton": TritonDecodeBackend,
-    "fa3": FlashAttentionBackend,
-    "flashinfer": FlashInferBackend,
-    "sdpa": SDPABackend,
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """What an engine can hold, and how it runs.
-
-    Args:
-        mode: of the graphs, by name; "NONE" runs everything eagerly.
-        attention: a name in `BACKENDS`; "auto" takes the first that works here.
-        max_num_seqs: requests that run at once.
-        max_num_tokens: tokens of a step: all its requests' prompts and decodes together.
-        max_model_len: tokens of a request, prompt and output.
-        num_pages: of the KV cache, one of them for padding; page_size: tokens in a page.
-        capture_sizes: in tokens; the library's default ones up to `max_num_seqs` for decoding, and up to 512 for mixed
-            steps.
-        overlap: plan and launch a step before the one before it has ended.
-        fused: whether layers run on fused operators; by default where these are.
-        compiled: whether plain layers run through torch.compile, split at attention, in place of those: the baseline.
-        progress: a progress bar while capturing.
-
-    Raises:
-        EngineError: a number is too small.
-    """
-
-    mode: str = "FULL_AND_PIECEWISE"
-    attention: str = "auto"
-    max_num_seqs: int = 64
-    max_num_tokens: int = 2048
-    max_model_len: int = 4096
-    num_pages: int = 4096
-    page_size: int = 16
-    capture_sizes: tuple[int, ...] | None = None
-    overlap: bool = True
-    fused: bool | None = None
-    compiled: bool = False
-    progress: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_tokens", "max_model_len", "page_size"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        require(self.num_pages >= 2, "num_pages", self.num_pages, "at least 2: one is for padding")
-        known = ("auto", *BACKENDS)
-        require(self.attention in known, "attention", self.attention, f"one of {', '.join(known)}")
-        # A step has at least one token of every running request, so that all of them go on.
-        require(
-            self.max_num_tokens >= self.max_num_seqs, "max_num_tokens", self.max_num_tokens, "at least max_num_seqs"
-        )
-        require(not (self.compiled and self.fused), "fused", self.fused, "None or False where compiled is True")
-
-
-def require(fine: bool, name: str, value: object, expected: str) -> None:
-    """Refuse a setting.
-
-    Raises:
-        EngineError: it is not fine.
-    """
-    if not fine:
-        raise EngineError(f"{name} is {value!r}; expected {expected}.")
+from simplegraph import BatchDescriptor, CudaGraphManager, CudaGraphMode, RankGroup
+from simplegraph.attention import attending
 
 
 class Sampled(NamedTuple):
@@ -167,23 +92,9 @@ class ModelRunner:
         self.config, self.llama = config, llama
         weight = llama.model.embed_tokens.weight
         self.device, shape = weight.device, llama.model.layers[0].self_attn
-        self.cache = PagedKVCache(
-            len(llama.model.layers),
-            config.num_pages,
-            config.page_size,
-            shape.num_kv_heads,
-            shape.head_dim,
-            dtype=weight.dtype,
-            device=self.device,
-        )
-        self.metadata = BatchMetadata(
-            max_num_tokens=config.max_num_tokens,
-            max_num_reqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            page_size=config.page_size,
-            device=self.device,
-        )
-        self.backend = attention_backend(config.attention, self.cache, self.metadata, shape.num_heads)
+        self.cache = config.cache(len(llama.model.layers), shape, weight)
+        self.metadata = config.metadata(config.max_num_tokens, config.max_model_len, self.device)
+        self.backend = config.backend(self.cache, self.metadata, shape.num_heads)
         emulated = self.device.type == "cpu" and config.mode != "NONE"
         require(not (config.compiled and emulated), "compiled", True, "False: emulated graphs cannot see compiled code")
         self.model = ServingLlama(
@@ -255,28 +166,3 @@ class ModelRunner:
 
     def _logits(self, hidden: Tensor, count: int) -> Tensor:
         return self.llama.head(hidden.index_select(0, self._inputs.last[:count]))
-
-
-def to_host(tokens: Tensor) -> tuple[Tensor, Any]:
-    """Tokens on their way to the host, and the event that says that they arrived; None where they have."""
-    if not tokens.is_cuda:
-        return tokens.clone(), None
-    arrived = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return arrived, done
-
-
-def attention_backend(name: str, cache: PagedKVCache, metadata: BatchMetadata, num_heads: int) -> AttentionBackend:
-    """The backend of a name in `BACKENDS`; for "auto" the first that works here.
-
-    Raises:
-        EngineError: none does.
-    """
-    problems = []
-    for candidate in BACKENDS if name == "auto" else (name,):
-        try:
-            return BACKENDS[candidate](cache, metadata, num_heads=num_heads)
-        except ConfigError as error:
-            problems.append(f"{candidate}: {error}")
-    raise EngineError(f"no attention backend works here: {'; '.join(problems)}")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from bench.startup.results import Result, comparison, figure
+from bench.tools.measure import NOT_SPEED
+from bench.tools.tables import MIB, NOTHING, grid, heading, measured
 
-from bench.startup.runs import Result, Run, comparison, figure
+GIB = 2**30
 
-MIB, GIB = 2**20, 2**30
-NOTHING = "-"
-
-EMULATED = (
-    "No GPU here: the graphs are the library's emulator, which checks behaviour. Their times are NOT speed.\n"
-    "The compiled arms ran the C++ compiler's code without graphs."
-)
+EMULATED = f"{NOT_SPEED}\nThe compiled arms ran the C++ compiler's code without graphs."
 EXPLANATION = """\
 first, ready: seconds from the built model to the output of one request, and to every size ready.
 ms: time of one step by batch. error: largest against eager, relative.
@@ -35,34 +30,6 @@ def render(results: dict[str, Result]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def heading(results: dict[str, Result]) -> str:
-    """Machine, versions and model, from the first run that has them."""
-    for result in results.values():
-        if result["status"] == "ok":
-            where, gpu = result["environment"], result["environment"]["gpu"]
-            machine = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"CPU, {where['cores']} cores"
-            return (
-                f"{machine}; torch {where['torch']}, Python {where['python']}, commit {where['commit'][:12]}\n"
-                f"{result['model']} ({_layers(result)}{_count(result['parameters'])} parameters{_ranks(result)}, "
-                f"{result['dtype']}), "
-                f"{len(result['sizes'])} sizes to {max(result['sizes'])}, contexts of {result['context']} tokens, "
-                f"{result['attention']}"
-            )
-    return "no arm has figures"
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
-
-
-def _layers(result: Result) -> str:
-    return f"{result['layers']} layers, " if "layers" in result else ""
-
-
-def _ranks(result: Result) -> str:
-    return f" on each of {result['tp']} ranks" if result.get("tp", 1) > 1 else ""
-
-
 def header(results: dict[str, Result]) -> list[str]:
     """Column names; one per batch that was timed."""
     steps = [f"ms b{batch}" for batch in _batches(results)]
@@ -77,7 +44,7 @@ def rows(results: dict[str, Result]) -> list[list[str]]:
 
 def _row(label: str, result: Result, results: dict[str, Result]) -> list[str]:
     ready = figure(result, "seconds", "ready")
-    others = [figure(results.get(Run("compiled-piecewise", cache).label), "seconds", "ready") for cache in _CACHES]
+    others = [figure(results.get(f"compiled-piecewise ({cache})"), "seconds", "ready") for cache in _CACHES]
     if result["device"] == "cpu":
         others = [None] * len(others)  # the emulator over a C++ compiler: a ratio of two things nobody asks about
     return [
@@ -110,12 +77,6 @@ def _number(value: float | None, form: str, unit: float = 1.0) -> str:
     return NOTHING if value is None else form.format(value / unit)
 
 
-def measured(lines: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """The columns in which any run has a figure; the first line is the header."""
-    kept = [i for i in range(len(lines[0])) if i == 0 or any(line[i] != NOTHING for line in lines[1:])]
-    return [[line[i] for i in kept] for line in lines]
-
-
 def _emulated(results: dict[str, Result]) -> bool:
     return any(result.get("device") == "cpu" for result in results.values())
 
@@ -136,11 +97,3 @@ def missing(results: dict[str, Result]) -> str:
 def ratios(results: dict[str, Result]) -> str:
     """What the library is judged by, as lines."""
     return "\n".join(f"{name.replace('_', ' ')}: {ratio:.3g}" for name, ratio in comparison(results).items())
-
-
-def grid(lines: Sequence[Sequence[Any]]) -> str:
-    """Columns aligned, the first to the left, the header underlined."""
-    widths = [max(len(str(line[column])) for line in lines) for column in range(len(lines[0]))]
-    align: list[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
-    text = ["  ".join(a(str(c), w) for a, c, w in zip(align, line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench.startup import plot, report
-from bench.startup.runs import combine, comparison
+from bench.startup import plot, table
+from bench.startup.results import combine, comparison
+from bench.tools.tables import MIB
 
 GPU = {"name": "NVIDIA H200", "driver": "580.1", "bytes": 1, "capability": "9.0"}
 
@@ -41,10 +42,10 @@ def result(arm: str, ready: float, *, device: str = "cuda", **more: Any) -> dict
 
 @pytest.fixture
 def results() -> dict[str, dict[str, Any]]:
-    primed = {"seconds": {"ready": 1.0}, "device_bytes": 400 * report.MIB}
-    ours = {"seconds": {"ready": 0.4}, "device_bytes": 200 * report.MIB}
+    primed = {"seconds": {"ready": 1.0}, "device_bytes": 400 * MIB}
+    ours = {"seconds": {"ready": 0.4}, "device_bytes": 200 * MIB}
     return {
-        "simplegraph": result("simplegraph", 0.5, device_bytes=300 * report.MIB, primed=ours),
+        "simplegraph": result("simplegraph", 0.5, device_bytes=300 * MIB, primed=ours),
         "plain-loop": result("plain-loop", 1.5, primed=primed),
         "compiled-piecewise (cold)": result("compiled-piecewise", 30.0),
         "compiled-full (cold)": {"arm": "compiled-full", "status": "failed", "error": "RuntimeError: no luck"},
@@ -52,26 +53,26 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 def test_a_row_holds_the_figures_and_how_often_sooner_it_is_than_piecewise(results: dict[str, Any]) -> None:
-    row = next(line for line in report.render(results).splitlines() if line.startswith("simplegraph"))
+    row = next(line for line in table.render(results).splitlines() if line.startswith("simplegraph"))
     for figure in ("0.250", "0.500", "60.0x", "0.400", "300", "200", "5.00", "7.00", "10.0", "1e-03"):
         assert figure in row.split(), figure
 
 
 def test_what_failed_is_listed_with_its_error(results: dict[str, Any]) -> None:
-    assert "compiled-full (cold): failed: RuntimeError: no luck" in report.render(results)
+    assert "compiled-full (cold): failed: RuntimeError: no luck" in table.render(results)
 
 
 def test_the_heading_names_machine_commit_and_attention(results: dict[str, Any]) -> None:
-    heading = report.heading(results)
+    heading = table.heading(results)
     for part in ("NVIDIA H200", "580.1", "2.11", "c0ffee", "8 B parameters", "FlashAttention-3"):
         assert part in heading
 
 
 def test_emulated_figures_are_called_no_speed() -> None:
-    text = report.render({"simplegraph": result("simplegraph", 0.5, device="cpu", graphs="emulator")})
+    text = table.render({"simplegraph": result("simplegraph", 0.5, device="cpu", graphs="emulator")})
     assert "NOT speed" in text
     assert "piecewise/" not in text
-    assert "host us" in report.render({"simplegraph": result("simplegraph", 0.5)})
+    assert "host us" in table.render({"simplegraph": result("simplegraph", 0.5)})
 
 
 def test_the_comparison_holds_the_ratios_of_what_ran(results: dict[str, Any]) -> None:
@@ -85,7 +86,7 @@ def test_the_comparison_holds_the_ratios_of_what_ran(results: dict[str, Any]) ->
 
 def test_our_piecewise_is_compared_with_the_breakable_package(results: dict[str, Any]) -> None:
     theirs, ours = (
-        {"seconds": {"ready": seconds}, "device_bytes": mib * report.MIB} for seconds, mib in ((3.0, 400), (1.5, 100))
+        {"seconds": {"ready": seconds}, "device_bytes": mib * MIB} for seconds, mib in ((3.0, 400), (1.5, 100))
     )
     results["breakable"] = result("breakable", 4.0, primed=theirs)
     results["simplegraph-piecewise"] = result("simplegraph-piecewise", 2.0, primed=ours)
@@ -106,7 +107,7 @@ def test_one_failed_round_fails_the_run() -> None:
 
 
 def test_no_figures_at_all_still_gives_a_table(results: dict[str, Any]) -> None:
-    assert "no luck" in report.render({"x": results["compiled-full (cold)"]})
+    assert "no luck" in table.render({"x": results["compiled-full (cold)"]})
 
 
 def test_the_plot_is_a_picture(results: dict[str, Any], tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""What an engine can hold and how it runs, with the cache and the attention that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from bench.engine.request import EngineError
+from bench.models.llama import Attention
+from simplegraph import ConfigError
+from simplegraph.attention import (
+    AttentionBackend,
+    BatchMetadata,
+    FlashAttentionBackend,
+    FlashInferBackend,
+    PagedKVCache,
+    SDPABackend,
+    TritonDecodeBackend,
+)
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "triton": TritonDecodeBackend,
+    "fa3": FlashAttentionBackend,
+    "flashinfer": FlashInferBackend,
+    "sdpa": SDPABackend,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine can hold, and how it runs.
+
+    Args:
+        mode: of the graphs, by name; "NONE" runs everything eagerly.
+        attention: a name in `BACKENDS`; "auto" takes the first that works here.
+        max_num_seqs: requests that run at once.
+        max_num_tokens: tokens of a step: all its requests' prompts and decodes together.
+        max_model_len: tokens of a request, prompt and output.
+        num_pages: of the KV cache, one of them for padding; page_size: tokens in a page.
+        capture_sizes: in tokens; the library's default ones up to `max_num_seqs` for decoding, and up to 512 for mixed
+            steps.
+        overlap: plan and launch a step before the one before it has ended.
+        fused: whether layers run on fused operators; by default where these are.
+        compiled: whether plain layers run through torch.compile, split at attention, in place of those: the baseline.
+        progress: a progress bar while capturing.
+
+    Raises:
+        EngineError: a number is too small.
+    """
+
+    mode: str = "FULL_AND_PIECEWISE"
+    attention: str = "auto"
+    max_num_seqs: int = 64
+    max_num_tokens: int = 2048
+    max_model_len: int = 4096
+    num_pages: int = 4096
+    page_size: int = 16
+    capture_sizes: tuple[int, ...] | None = None
+    overlap: bool = True
+    fused: bool | None = None
+    compiled: bool = False
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_tokens", "max_model_len", "page_size"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(self.num_pages >= 2, "num_pages", self.num_pages, "at least 2: one is for padding")
+        known = ("auto", *BACKENDS)
+        require(self.attention in known, "attention", self.attention, f"one of {', '.join(known)}")
+        # A step has at least one token of every running request, so that all of them go on.
+        require(
+            self.max_num_tokens >= self.max_num_seqs, "max_num_tokens", self.max_num_tokens, "at least max_num_seqs"
+        )
+        require(not (self.compiled and self.fused), "fused", self.fused, "None or False where compiled is True")
+
+    def cache(self, layers: int, shape: Attention, weight: Tensor) -> PagedKVCache:
+        """Keys and values of so many layers with such heads, where the weight is and in its dtype."""
+        return PagedKVCache(
+            layers,
+            self.num_pages,
+            self.page_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    def metadata(self, max_num_tokens: int, max_model_len: int, device: torch.device) -> BatchMetadata:
+        """A step's requests, for attention."""
+        return BatchMetadata(
+            max_num_tokens=max_num_tokens,
+            max_num_reqs=self.max_num_seqs,
+            max_model_len=max_model_len,
+            page_size=self.page_size,
+            device=device,
+        )
+
+    def backend(self, cache: PagedKVCache, metadata: BatchMetadata, num_heads: int) -> AttentionBackend:
+        """The backend that `attention` names; for "auto" the first that works here.
+
+        Raises:
+            EngineError: none does.
+        """
+        problems = []
+        for name in BACKENDS if self.attention == "auto" else (self.attention,):
+            try:
+                return BACKENDS[name](cache, metadata, num_heads=num_heads)
+            except ConfigError as error:
+                problems.append(f"{name}: {error}")
+        raise EngineError(f"no attention backend works here: {'; '.join(problems)}")
+
+
+def require(fine: bool, name: str, value: object, expected: str) -> None:
+    """Refuse a setting.
+
+    Raises:
+        EngineError: it is not fine.
+    """
+    if not fine:
+        raise EngineError(f"{name} is {value!r}; expected {expected}.")

@@ -1,0 +1,20 @@
+"""What a Llama's layers share in a step over simplegraph's paged attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from bench.models.llama import Attention
+from simplegraph.attention import attend
+
+
+class ServingStep(NamedTuple):
+    """A step whose requests are the attention backend's; cos, sin as in `LlamaStep`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        attend(q, k, v, layer.index, out=out)

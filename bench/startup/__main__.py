@@ -1,0 +1,86 @@
+"""``python -m bench``: how soon is a model ready? Every arm in a fresh process, then a table, JSON and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.arms import ALONE, ARMS, OF_RANKS
+from bench.startup import plot, runs, table
+from bench.startup.processes import CompileCaches
+from bench.startup.results import comparison
+from bench.tools import torchrun
+from bench.tools.files import OUT, save_figures
+from bench.tools.measure import device_of
+from bench.tools.options import changed, numbers
+from simplegraph.batch.sizes import default_sizes
+
+LARGEST_GPU_SIZE = 512
+CPU_SIZES, CPU_STEPS = (1, 2, 4, 8), 10
+SMOKE_SIZES = (1, 2, 4)
+SMOKE_ARMS = ("eager", "simplegraph", "simplegraph-lazy", "compiled-piecewise")
+SMOKE_STEPS = 5
+# Those that capture a collective as it is called; what compiles comes with collectives of its own.
+TP_ARMS = ("eager", "plain-loop", "simplegraph", "simplegraph-lazy", "simplegraph-piecewise", *OF_RANKS)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; 1 if an arm failed."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    torchrun.check_launched(parser, options.tp)
+    plan = plan_of(options)
+    with tempfile.TemporaryDirectory(prefix="compile-caches-") as folder:
+        results = runs.run_all(runs_of(options), plan, CompileCaches(Path(folder)))
+    if torchrun.rank() == 0:
+        print(table.render(results))
+        save_figures(options.json, {"results": results, "comparison": comparison(results)})
+        plot.save(results, Path(options.json).with_suffix(".png"))
+    return int(any(result["status"] == "failed" for result in results.values()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--model", help="tiny, 8b, 70b, or a folder with a config.json; 8b on a GPU, else tiny")
+    parser.add_argument("--layers", type=int, help="in place of the model's number of layers")
+    parser.add_argument("--arms", help=f"names separated by commas; all by default: {','.join(ARMS)}")
+    parser.add_argument("--sizes", type=numbers, help="batch sizes; the default sizes to 512 on a GPU")
+    parser.add_argument("--rounds", type=int, help="processes per arm that compiles nothing; 3 on a GPU, else 1")
+    parser.add_argument("--json", default=str(OUT / "startup.json"), help="where the figures go, the plot beside them")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU where there is one by default")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a process may take")
+    parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
+    torchrun.add_option(parser)
+    parser.add_argument("--smoke", action="store_true", help="tiny model, few sizes, few arms, any machine")
+    return parser
+
+
+def plan_of(options: argparse.Namespace) -> runs.StartupPlan:
+    """The machine's plan with the command line's changes."""
+    return changed(default_plan(options.device, smoke=options.smoke), vars(options))
+
+
+def default_plan(device: str | None = None, *, smoke: bool = False) -> runs.StartupPlan:
+    """The 8B shape and all default sizes on a GPU; a small model and few sizes else, and fewer for a smoke."""
+    if smoke:
+        return runs.StartupPlan("tiny", SMOKE_SIZES, device, rounds=1, steps=SMOKE_STEPS)
+    if device_of(device).type == "cpu":
+        return runs.StartupPlan("tiny", CPU_SIZES, device, rounds=1, steps=CPU_STEPS)
+    return runs.StartupPlan("8b", tuple(default_sizes(LARGEST_GPU_SIZE)), device)
+
+
+def runs_of(options: argparse.Namespace) -> list[runs.Run]:
+    """The chosen runs; a smoke takes its compiled arm with a cold cache only."""
+    if options.arms:
+        return runs.runs_of(options.arms.split(","))
+    if options.tp > 1:
+        return runs.runs_of(TP_ARMS)
+    if options.smoke:
+        return [run for run in runs.runs_of(SMOKE_ARMS) if run.cache != "warm"]
+    return runs.runs_of(ALONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Fresh processes that measure, and the compile caches that they find."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.tools.environment import ROOT
+from bench.tools.measure import Figures
+
+ERROR_LINES = 15
+POLL_SECONDS = 0.2
+
+
+class CompileCaches:
+    """A fresh folder per cold run; a warm run takes the last that its arm's cold run filled."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._filled: dict[str, Path] = {}
+
+    def folder(self, arm: str, cache: str | None) -> Path:
+        """Where the compilers of this arm's process keep their cache.
+
+        Raises:
+            RuntimeError: a warm run before its cold one.
+        """
+        if cache != "warm":
+            self._filled[arm] = Path(tempfile.mkdtemp(prefix=f"{arm}-", dir=self._root))
+        if arm not in self._filled:
+            raise RuntimeError(f"{arm} (warm) needs the cache of {arm} (cold), which has not run.")
+        return self._filled[arm]
+
+
+def cache_environment(folder: Path) -> dict[str, str]:
+    """The process environment with every compile cache of torch switched on, in this folder alone."""
+    switches = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    return {**os.environ, **switches}
+
+
+def run_worker(line: list[str], environment: dict[str, str], timeout: float) -> Figures:
+    """Run a worker, showing its stderr as it comes; the figures that it writes where ``--json`` says.
+
+    Its stderr goes through a file, not a pipe: compilers leave processes behind that would hold a pipe open.
+
+    Raises:
+        RuntimeError: it wrote none, or took too long.
+    """
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "result.json", Path(folder) / "stderr"
+        with log.open("w") as written, log.open(errors="replace") as read:
+            line = [*line, "--json", str(out)]
+            process = subprocess.Popen(line, stderr=written, env=environment, start_new_session=True)
+            try:
+                while process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(POLL_SECONDS)
+                    sys.stderr.write(read.read())
+            finally:
+                late = process.poll() is None
+                if late:
+                    os.killpg(process.pid, signal.SIGKILL)
+            sys.stderr.write(read.read())
+        if out.is_file() and not late:
+            figures: Figures = json.loads(out.read_text())
+            return figures
+        tail = "\n".join(log.read_text().splitlines()[-ERROR_LINES:])
+    if late:
+        raise RuntimeError(f"no result within {timeout:.0f} s; last lines:\n{tail}")
+    raise RuntimeError(f"the process ended with status {process.wait()} and no result:\n{tail}")

@@ -1,0 +1,63 @@
+"""Figures as text: aligned columns, and a heading that says where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.tools.measure import Figures
+
+MIB = 2**20
+NOTHING = "-"
+
+
+def heading(results: dict[str, Figures]) -> str:
+    """Machine, versions and model, from the first run that has them."""
+    for result in results.values():
+        if result["status"] == "ok":
+            where, gpu = result["environment"], result["environment"]["gpu"]
+            machine = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"CPU, {where['cores']} cores"
+            return (
+                f"{machine}; torch {where['torch']}, Python {where['python']}, commit {where['commit'][:12]}\n"
+                f"{result['model']} ({_layers(result)}{_count(result['parameters'])} parameters{_ranks(result)}, "
+                f"{result['dtype']}), "
+                f"{len(result['sizes'])} sizes to {max(result['sizes'])}, contexts of {result['context']} tokens, "
+                f"{result['attention']}"
+            )
+    return "no arm has figures"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+
+
+def _layers(result: Figures) -> str:
+    return f"{result['layers']} layers, " if "layers" in result else ""
+
+
+def _ranks(result: Figures) -> str:
+    return f" on each of {result['tp']} ranks" if result.get("tp", 1) > 1 else ""
+
+
+def measured(lines: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The columns in which any run has a figure; the first line is the header."""
+    kept = [i for i in range(len(lines[0])) if i == 0 or any(line[i] != NOTHING for line in lines[1:])]
+    return [[line[i] for i in kept] for line in lines]
+
+
+def cell(figures: Figures, name: str, form: str) -> str:
+    """A figure, or a dash where there is none."""
+    return format(figures[name], form) if figures.get(name) is not None else NOTHING
+
+
+def ratio(one: Figures, other: Figures, name: str, form: str) -> str:
+    """One's figure over the other's, or a dash where either has none."""
+    return format(one[name] / other[name], form) if name in one and name in other else NOTHING
+
+
+def grid(lines: Sequence[Sequence[Any]]) -> str:
+    """Columns aligned, the first to the left, the header underlined."""
+    widths = [max(len(str(line[column])) for line in lines) for column in range(len(lines[0]))]
+    align: list[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
+    text = ["  ".join(a(str(c), w) for a, c, w in zip(align, line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])
