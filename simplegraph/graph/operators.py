@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplegraph.graph.subclass import subclass
-
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that Dynamo leaves alone where it is loaded, and that does not load it where it is not.
@@ -20,9 +18,10 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OperatorMode:
-        """One of the class, or of its subclass that Dynamo leaves alone."""
-        kind: Any = cls
-        mode: OperatorMode = object.__new__(_hidden_from_dynamo(kind) if "torch._dynamo" in sys.modules else kind)
+        """An instance of the class, which Dynamo leaves alone from now on if it is loaded."""
+        if "torch._dynamo" in sys.modules:
+            _hide_from_dynamo(cls)
+        mode: OperatorMode = object.__new__(cls)
         return mode
 
     @classmethod
@@ -31,9 +30,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def _hidden_from_dynamo(mode: Any) -> Any:
-    hidden = torch.compiler.disable(mode.__torch_dispatch__)  # type: ignore[no-untyped-call]
-    return subclass(mode, {"__torch_dispatch__": hidden})
+def _hide_from_dynamo(mode: Any) -> None:
+    mode.__torch_dispatch__ = torch.compiler.disable(mode.__torch_dispatch__)  # type: ignore[no-untyped-call]
 
 
 def is_collective(func: Any) -> bool:

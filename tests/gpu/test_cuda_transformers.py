@@ -192,7 +192,7 @@ def test_fewer_kernels_a_step_and_the_same_logits(dtype: torch.dtype) -> None:
 def test_rotary_embeddings_by_the_kernel_have_the_same_bits(
     rows: int, heads: int, shared: int, elements: int, dtype: torch.dtype
 ) -> None:
-    from simplegraph.integrations.transformers.kernels.rotary_kernel import rotate
+    from simplegraph.integrations.transformers.kernels.triton_kernels import rotate
 
     torch.manual_seed(rows)
     for positions in (1, rows):

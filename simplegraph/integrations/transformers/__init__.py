@@ -6,22 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simplegraph.integrations.transformers.encode.encoding import GraphedEncoder as GraphedEncoder
-    from simplegraph.integrations.transformers.encode.encoding import graph_encoder as graph_encoder
-    from simplegraph.integrations.transformers.generate.generation import GraphedGeneration as GraphedGeneration
-    from simplegraph.integrations.transformers.generate.generation import graph_generation as graph_generation
+    from simplegraph.integrations.transformers.encode.encoding import GraphedEncoder, graph_encoder
+    from simplegraph.integrations.transformers.generate.generation import GraphedGeneration, graph_generation
 
-_HOMES = {
-    "GraphedEncoder": "encode.encoding",
-    "GraphedGeneration": "generate.generation",
-    "graph_encoder": "encode.encoding",
-    "graph_generation": "generate.generation",
-}
-
-__all__ = list(_HOMES)
+__all__ = ["GraphedEncoder", "GraphedGeneration", "graph_encoder", "graph_generation"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    home = "encode.encoding" if name in ("GraphedEncoder", "graph_encoder") else "generate.generation"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -1,7 +1,11 @@
-"""Sets and restores what belongs to others: the methods of a model, and the forwards of its modules."""
+"""Sets what belongs to others and puts it back: methods of a model, forwards of modules, a registered attention.
+
+No other file of this folder changes an object of torch's, of transformers' or of a user's.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import threading
@@ -9,27 +13,38 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from transformers.modeling_utils import AttentionInterface
 
 Forward = Callable[..., Any]
-Method = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Method = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def owner_of(model: Any) -> Any:
-    """Who gave the model other methods; None if nobody did."""
-    return getattr(type(model), "_simplegraph_owner", None)
+# Methods of a model: its class becomes a subclass of its own.
 
 
-def give_methods(model: Any, owner: Any, methods: dict[str, Method]) -> None:
-    """Let each method of the model call ``method(original, args, kwargs)`` from now on.
+def original_class(model: Any) -> Any:
+    """Return the class that a model had before its methods were overridden."""
+    return getattr(type(model), "_simplegraph_original", type(model))
 
-    The model itself holds nothing of it, so that whoever looks through its attributes finds what was there; copies
-    and pickles are of the original class.
+
+def override_methods(model: Any, owner: Any, methods: Mapping[str, Method]) -> None:
+    """Let each method of the model call ``method(original, args, kwargs)``, and remove who did so before.
+
+    The model's attributes stay as they are, and copies and pickles of it are of the original class.
+
+    Args:
+        model: any object.
+        owner: who overrides them, with a method `remove`.
+        methods: what to call instead, by name.
     """
+    earlier = getattr(type(model), "_simplegraph_owner", None)
+    if earlier is not None:
+        earlier.remove()
     original: Any = type(model)
 
     def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
         _, _, *rest = original.__reduce_ex__(self, max(protocol, 2))
-        return _blank, (original,), *rest
+        return object.__new__, (original,), *rest  # which is filled with what the rest tells
 
     namespace: dict[str, Any] = {name: _through(method, getattr(original, name)) for name, method in methods.items()}
     namespace |= {
@@ -43,19 +58,13 @@ def give_methods(model: Any, owner: Any, methods: dict[str, Method]) -> None:
     model.__class__ = type(original)(original.__name__, (original,), namespace)
 
 
-def take_back(model: Any, owner: Any) -> None:
-    """Let the model be of its original class again, if it is `owner` that changed it."""
-    if owner_of(model) is owner:
-        model.__class__ = type(model)._simplegraph_original
+def restore_methods(model: Any, owner: Any) -> None:
+    """Give the model its original class back, if it is `owner` that overrode its methods."""
+    if getattr(type(model), "_simplegraph_owner", None) is owner:
+        model.__class__ = original_class(model)
 
 
-@functools.cache
-def named(kind: Any, name: str) -> Any:
-    """A class by the model's name, which messages and the report then call its instances."""
-    return type(name, (kind,), {})
-
-
-def _through(method: Method, original: Any) -> Callable[..., Any]:
+def _through(method: Method, original: Any) -> Forward:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return method(functools.partial(original, self), args, kwargs)
@@ -63,21 +72,18 @@ def _through(method: Method, original: Any) -> Callable[..., Any]:
     return call
 
 
-def _blank(kind: Any) -> Any:
-    """What a copy of a model is filled into."""
-    return kind.__new__(kind)
+# Forwards of modules, for one thread.
 
 
 @contextlib.contextmanager
-def other_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
-    """In here these modules run these forwards when this thread calls them; a module is no argument of its own."""
-    thread = threading.get_ident()
+def override_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
+    """Let modules run these forwards when this thread calls them; a module is no argument of its own."""
     taken = []
     try:
         for module, forward in forwards.items():
             attributes = vars(module)
             if "forward" not in attributes:  # else somebody gave it another
-                attributes["forward"] = _Swapped(_forward, module, forward, thread)
+                attributes["forward"] = _Override(module, forward)
                 taken.append(attributes)
         yield
     finally:
@@ -85,15 +91,41 @@ def other_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
             attributes.pop("forward", None)
 
 
-class _Swapped(functools.partial[Any]):
+class _Override:
     """A module's other forward; copies and pickles that are made meanwhile have the module's own."""
 
+    def __init__(self, module: Any, forward: Forward) -> None:
+        self._own, self._forward = functools.partial(type(module).forward, module), forward
+        self._thread = threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._forward if threading.get_ident() == self._thread else self._own)(*args, **kwargs)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        module = self.args[0]
-        return functools.partial, (type(module).forward, module)
+        return functools.partial, (self._own.func, *self._own.args)
 
 
-def _forward(module: Any, forward: Forward, thread: int, *args: Any, **kwargs: Any) -> Any:
-    if threading.get_ident() != thread:
-        return type(module).forward(module, *args, **kwargs)
-    return forward(*args, **kwargs)
+# An attention function that transformers has registered, for all threads.
+
+_LOCK = threading.Lock()
+_overriding: collections.Counter[Forward] = collections.Counter()
+
+
+@contextlib.contextmanager
+def override_attention(name: str, original: Forward, other: Forward) -> Iterator[None]:
+    """Register `other` in place of `original` while any thread is in here; what a user registered stays."""
+    with _LOCK:
+        _overriding[other] += 1
+        _exchange(name, original, other)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _overriding[other] -= 1
+            if not _overriding[other]:
+                _exchange(name, other, original)
+
+
+def _exchange(name: str, expected: Forward, new: Forward) -> None:
+    if AttentionInterface()[name] is expected:
+        AttentionInterface.register(name, new)

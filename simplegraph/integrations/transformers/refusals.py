@@ -1,11 +1,10 @@
-"""What keeps a `generate` call away from graphs, or from earlier ones. All of it may change from call to call."""
+"""Refuses calls of a model that graphs cannot serve at the moment; what it looks at may change from call to call."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
@@ -37,9 +36,9 @@ def check_model(model: Any) -> None:
 
 
 def choices(model: Any) -> Hashable:
-    """What the model's Python decides by beside its arguments, and captured graphs have fixed.
+    """Return what the model's Python decides by beside its arguments, and captured graphs have fixed.
 
-    The implementations of attention and experts, and the adapters in use.
+    These are the implementations of attention and experts, and the adapters in use.
     """
     config = model.config.get_text_config(decoder=True)
     adapters = [
@@ -79,13 +78,13 @@ def _check_placement(model: Any) -> None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise CannotBind(Reason.SPREAD_MODEL, f"parameters on {', '.join(sorted(map(str, devices)))}")
-    device = next(iter(devices), torch.device("cpu"))
-    if device.type not in ("cuda", "cpu"):
-        raise CannotBind(Reason.WRONG_DEVICE, f"the model is on {device}")
+    for device in devices:
+        if device.type not in ("cuda", "cpu"):
+            raise CannotBind(Reason.WRONG_DEVICE, f"the model is on {device}")
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Submodules' hooks only: the model's own are called around every step, replayed or not."""
+    """Refuse hooks of submodules only: the model's own are called around every step, replayed or not."""
     if any(getattr(torch_module, name, None) for name in _GLOBAL_HOOKS):
         raise CannotBind(Reason.HOOKS, "hooks for all modules")
     for name, child in model.named_modules():

@@ -1,4 +1,4 @@
-"""Decoding without waiting for each token: `generate` learns one step late that it is over, where nobody can tell.
+"""Lets `generate` learn one step late that it is over, where this cannot be observed, so as not to wait for tokens.
 
 `generate` reads back after every token whether a sequence is unfinished. When it has read that, the GPU is idle until
 Python has prepared the next step. transformers has a check that lags one step behind, and undoes the step too many, but
@@ -43,7 +43,7 @@ class LateCheck:
         return True
 
     def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
-        """Whether the step before this one was the last, or this one is by its length."""
+        """True if the step before this one was the last, or this one is by its length."""
         this, before = self._steps % 2, (self._steps + 1) % 2
         self._over[this].copy_(unfinished_sequences.max() == 0, non_blocking=True)
         if self._is_cuda:
@@ -57,7 +57,7 @@ class LateCheck:
         return bool(self._steps_to_undo) or (self._max_length is not None and length >= self._max_length)
 
     def finish(self) -> int:
-        """Steps too many, which the caller undoes."""
+        """Return the number of steps too many, which the caller undoes."""
         if self._is_cuda and self._steps:
             # The next generation may be on another stream, and writes where the steps of this one read.
             self._written[(self._steps - 1) % 2].synchronize()
@@ -65,7 +65,7 @@ class LateCheck:
 
 
 def may_run_late(config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> bool:
-    """Whether a generation, and everything that it calls, is the same if one more step runs at its end.
+    """True if a generation, and everything that it calls, is the same with one more step at its end.
 
     Args:
         config: the generation config.
@@ -84,7 +84,7 @@ def may_run_late(config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool)
 
 
 def _may_be_late(criterion: Any) -> bool:
-    """Whether it is of the end tokens, or of a length for which the model has positions: a step too many needs one."""
+    """True if it is of the end tokens, or of a length for which the model has positions: a step too many needs one."""
     if type(criterion) is not MaxLengthCriteria:
         return type(criterion) is EosTokenCriteria
     positions = getattr(criterion, "max_position_embeddings", None)
@@ -92,13 +92,13 @@ def _may_be_late(criterion: Any) -> bool:
 
 
 def _asks_nobody(processor: Any) -> bool:
-    """Whether it is one of transformers' own, and calls nothing that it was given, a constraint for one."""
+    """True if it is one of transformers' own, and calls nothing that it was given, a constraint for one."""
     ours = type(processor).__module__.startswith("transformers.")
     return ours and not any(map(callable, vars(processor).values()))
 
 
 def with_late_check(sample: functools.partial[Any]) -> Any:
-    """The `_sample` of transformers, bound to a model, but with `LateCheck`; any other is returned as it is."""
+    """Return the `_sample` of transformers, bound to a model, but with `LateCheck`; any other as it is."""
     function = sample.func
     if function is not GenerationMixin._sample or _CHECK not in function.__code__.co_names:
         return sample

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
@@ -11,72 +12,94 @@ from transformers import GenerationMixin, PreTrainedModel
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.generate.ahead import may_run_late, with_late_check
-from simplegraph.integrations.transformers.generate.decoder import Decoder, doubling
-from simplegraph.integrations.transformers.overrides import give_methods, owner_of, take_back
-from simplegraph.manager.report import GraphReport
-from simplegraph.manager.stats import GraphStats
-from simplegraph.module.mixin import CudaGraphWrapper
+from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder, doubling
+from simplegraph.integrations.transformers.generate.served import ServedGeneration
+from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TokenStep
+from simplegraph.integrations.transformers.graphed_model import GraphedModel, named
+from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
+from simplegraph.module.mixin import CudaGraphWrapper, wrap
+from simplegraph.module.signature import CannotBind
 from simplegraph.reasons import Reason
 
+_MAX_SIGNATURES = 64  # spans times encoder lengths times flags
 
-class GraphedGeneration:
-    """What `graph_generation` did to a model: its counters, and `remove`, which a context manager calls at its end."""
 
-    def __init__(self, model: Any, decoder: Decoder) -> None:
-        self.model = model
+class GraphedGeneration(GraphedModel):
+    """A model whose `generate` decodes through graphs: its counters, and `remove`, which ends it.
+
+    Args:
+        model: the model.
+        step: a wrapped `TokenStep` of it.
+        decoder: decodes with that step.
+    """
+
+    def __init__(self, model: Any, step: Any, decoder: FixedCacheDecoder) -> None:
         self._decoder = decoder
+        self._served: ServedGeneration | None = None
+        self._busy = threading.Lock()
+        self._choices: Hashable = None
         self._call = threading.local()
-
-    @property
-    def stats(self) -> GraphStats:
-        """The counters behind `report`."""
-        return self._decoder.stats
-
-    def report(self) -> GraphReport:
-        """Captures, replays and what ran eagerly, with the reasons; a refused generation counts once."""
-        return self._decoder.report()
+        super().__init__(model, step, {"generate": self._generate, "_sample": self._sample, "forward": self._forward})
 
     def reset(self) -> None:
-        """Drop graphs and cache; later calls make them anew."""
+        """Drop graphs and cache; later calls make them again."""
         self._decoder.reset()
-
-    def remove(self) -> None:
-        """Let the model's `generate` be what it was, and drop graphs and cache. Twice does no harm."""
-        take_back(self.model, self)
-        self._decoder.reset()
-
-    def __enter__(self) -> GraphedGeneration:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove()
 
     # What the model's methods do.
 
-    def generate(self, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A whole generation, which is counted if it never came to `_sample`."""
+    def _generate(self, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a whole generation, and count it if it never came to `_sample`."""
         self._call.sampled = False
         self._call.cache_is_kept = kwargs.get("past_key_values") is not None
         result = generate(*args, **kwargs)
         if not self._call.sampled:
-            self._decoder.refuse(Reason.DECODING_MODE)
+            self.stats.ran_eagerly(Reason.DECODING_MODE)
         return result
 
-    def sample(self, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Greedy decoding or sampling."""
+    def _sample(self, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run greedy decoding or sampling."""
         self._call.sampled = True
         config = kwargs.get("generation_config")
         hooks = self.model._forward_hooks or self.model._forward_pre_hooks  # these are passed the cache
         given = getattr(self._call, "cache_is_kept", True)
         kept = bool(given or hooks or getattr(config, "return_dict_in_generate", True))
-        with self._decoder.decoding(config, kwargs, cache_is_kept=kept) as served:
+        with self._serving(config, kwargs, cache_is_kept=kept) as served:
             late = served and may_run_late(config, kwargs, cache_is_kept=kept)
             return (with_late_check(sample) if late else sample)(*args, **kwargs)
 
-    def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of the model: a step of a generation, or anything else."""
-        session = self._decoder.session_of(kwargs.get("past_key_values"))
-        return forward(*args, **kwargs) if session is None else session.forward(forward, args, kwargs)
+    def _forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call of the model: a step of a generation, or anything else."""
+        served = self._served
+        return forward(*args, **kwargs) if served is None else served.forward(forward, args, kwargs)
+
+    @contextlib.contextmanager
+    def _serving(self, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> Iterator[bool]:
+        """Let the model's steps go through graphs, if they can; yields whether they do."""
+        if not self._may_serve(config, kwargs):
+            yield False
+            return
+        try:
+            before, self._choices = self._choices, choices(self.model)
+            if before != self._choices:
+                self.reset()
+            cache = kwargs["past_key_values"]
+            with contextlib.closing(ServedGeneration(self._decoder, cache, kept=cache_is_kept)) as self._served:
+                yield True
+        finally:
+            self._served = None
+            self._busy.release()
+
+    def _may_serve(self, config: Any, kwargs: Mapping[str, Any]) -> bool:
+        """True if graphs can serve the generation and serve no other; takes the lock then."""
+        try:
+            check_model(self.model)
+            check_generation(config, kwargs)
+            if not self._busy.acquire(blocking=False):
+                raise CannotBind(Reason.BUSY, "")
+        except CannotBind as error:
+            self.stats.ran_eagerly(error.reason, error.detail)
+            return False
+        return True
 
 
 def graph_generation(
@@ -89,7 +112,7 @@ def graph_generation(
     pool: GraphPool | None = None,
     fused_kernels: bool = True,
 ) -> GraphedGeneration:
-    """From now on `model.generate(...)` decodes through CUDA graphs, without a compiler; results are the same.
+    """Let `model.generate(...)` decode through CUDA graphs from now on, without a compiler; results are the same.
 
     The prefill runs as it does; from there on every step of greedy decoding or sampling replays a graph, on
     a cache of fixed addresses that one generation at a time uses. Everything else about `generate` is as it
@@ -124,24 +147,20 @@ def graph_generation(
         ConfigError: this is no such model, or a size is invalid.
     """
     _check(model, max_batch_size=max_batch_size, max_length=max_length)
-    earlier = owner_of(model)
-    if earlier is not None:
-        earlier.remove()
-    original = type(model)
-    source = max_source_length or getattr(model.config, "max_source_positions", None) or max_length
-    decoder = Decoder(
-        model,
-        original.forward,
-        max_batch_size=max_batch_size,
-        max_length=max_length,
-        max_source_length=source,
-        capture_sizes=list(capture_sizes) if capture_sizes is not None else doubling(1, max_batch_size),
+    sizes = list(capture_sizes) if capture_sizes is not None else doubling(1, max_batch_size)
+    step: Any = wrap(
+        named(TokenStep, type(model).__name__)(model, fused_kernels=fused_kernels),
         pool=pool,
-        fused_kernels=fused_kernels,
+        capture_sizes=sizes,
+        batch_dims=ROW_INPUTS,
+        max_signatures=_MAX_SIGNATURES,
+        # generate copies the logits before its next step, but others who share the pool replay when they like.
+        outputs="static" if pool is None else "clone",
+        progress=False,
     )
-    graphs = GraphedGeneration(model, decoder)
-    give_methods(model, graphs, {"generate": graphs.generate, "_sample": graphs.sample, "forward": graphs.forward})
-    return graphs
+    source = max_source_length or getattr(model.config, "max_source_positions", None) or max_length
+    lengths = {"max_length": max_length, "max_source_length": source}
+    return GraphedGeneration(model, step, FixedCacheDecoder(step, sizes, max_batch_size=max_batch_size, **lengths))
 
 
 def _check(model: Any, **sizes: int) -> None:

@@ -1,26 +1,24 @@
-"""One generation: its prefill runs as it is, its steps of one token go through graphs."""
+"""Serves one generation: its prefill runs as it is, its steps of one token go through graphs."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from simplegraph.errors import StaleGraphError
+from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder
 from simplegraph.module.signature import CannotBind
 from simplegraph.reasons import Reason
-
-if TYPE_CHECKING:
-    from simplegraph.integrations.transformers.generate.decoder import Decoder
 
 # Arguments that a step finds in the store instead.
 _CARRIED = frozenset({"past_key_values", "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"})
 
 
-class Session:
-    """The steps of one generation, between its prefill and its end.
+class ServedGeneration:
+    """Serves the steps of one generation, between its prefill and its end.
 
     The generation's own cache stays what it was at the prefill, but for the length that its first layer shows;
     `close` fills it with what was decoded. So whoever holds it finds in it what eager would have left.
@@ -31,22 +29,24 @@ class Session:
         kept: whether anybody looks at the cache after the generation.
     """
 
-    def __init__(self, decoder: Decoder, cache: Any, *, kept: bool) -> None:
-        self.cache = cache
-        self._kept = kept
-        self._decoder = decoder
+    def __init__(self, decoder: FixedCacheDecoder, cache: Any, *, kept: bool) -> None:
+        self._decoder, self._cache, self._kept = decoder, cache, kept
         self._own = getattr(cache, "self_attention_cache", cache)
-        self._length: int | None = None  # tokens in the store; None while the cache itself is in charge
+        self._store: Any = None  # of the decoder, which has the cache's tokens from the first step on
+        self._length = 0  # tokens in the store; 0 while the cache itself is in charge
         self._rows = self._source = 0
         self._shown: Any = None
         self._output: Any = None  # what the model's forward returns, once the prefill ran
         self._over = False
         self._unserved = 0  # calls after the prefill that were no steps of one token
-        self._others = 0  # calls of this thread meanwhile, with another cache
+        self._others = 0  # calls of this thread with another cache: by guidance, or since it went on with a new one
         self._thread = threading.get_ident()
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call of the model's forward."""
+        if kwargs.get("past_key_values") is not self._cache:
+            self._others += threading.get_ident() == self._thread
+            return forward(*args, **kwargs)
         if not self._over and self._output is not None:
             try:
                 if not args and self._is_step(kwargs):
@@ -59,82 +59,70 @@ class Session:
         self._output = type(outputs)
         return outputs
 
-    def note_other_cache(self) -> None:
-        """The model was called with another cache: by guidance, or because it went on with a new one."""
-        self._others += threading.get_ident() == self._thread
-
     def _give_up(self, reason: Reason, detail: str) -> None:
         self._over = True
-        self._decoder.refuse(reason, detail)
+        self._decoder.stats.ran_eagerly(reason, detail)
 
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
         ids = kwargs.get(self._decoder.ids_name)
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
             return False
-        return self._length is not None or self._own.get_seq_length() > 0
+        return bool(self._length) or self._own.get_seq_length() > 0
 
     def _step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        inputs = _inputs(kwargs, kwargs[self._decoder.ids_name].shape[0])
-        if self._length is None:
-            self._load(kwargs)
-            if not self._decoder.trusted:
+        decoder, rows = self._decoder, kwargs[self._decoder.ids_name].shape[0]
+        inputs = _inputs(kwargs, rows)
+        if not self._length:
+            length = int(self._own.get_seq_length())
+            self._store, self._source = decoder.load(self._cache, rows, length, kwargs)
+            self._rows = rows
+            self._move_to(length)
+            if not decoder.trusted:
                 return self._compared_step(forward, kwargs, inputs)
-        elif self._own.layers[self._decoder.first].keys is not self._shown:
+        elif self._own.layers[self._store.first].keys is not self._shown:
             raise StaleGraphError(
                 "the generation's cache was changed between two steps, which decode graphs do not read it at. "
                 "Leave it alone until generate returns, or call remove() on the graphs of this model."
             )
-        length = self._length or 0
-        logits = self._decoder.step(length, self._source, inputs)
-        self._moved_to(length + 1)
-        return self._output(logits=logits, past_key_values=self.cache)
+        length = self._length
+        logits = decoder.step(length, self._source, inputs)
+        self._move_to(length + 1)
+        return self._output(logits=logits, past_key_values=self._cache)
 
     def _compared_step(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: dict[str, Any]) -> Any:
-        """A step both ways: whether the model answers from a cache of fixed length as it does from its own."""
-        length = self._length or 0
+        """Run a step both ways, to see if the model answers from a cache of fixed length as it does from its own."""
+        length = self._length
         self._restore()
         outputs = forward(**kwargs)
         found = self._decoder.compare(length, self._source, inputs, outputs.logits)
         if found is None:
-            self._moved_to(length + 1)
+            self._move_to(length + 1)
         else:
             self._give_up(Reason.FIXED_CACHE, found)
         return outputs
 
-    def _moved_to(self, length: int) -> None:
-        self._length = length
-        self._show()
-        self._over = self._decoder.stays_eager
-
-    def _load(self, kwargs: Mapping[str, Any]) -> None:
-        rows = kwargs[self._decoder.ids_name].shape[0]
-        length = int(self._own.get_seq_length())
-        self._source = self._decoder.load(self.cache, rows, length, kwargs)
-        self._rows, self._length = rows, length
-        self._show()
-
-    def _show(self) -> None:
-        if self._length is not None:
-            self._shown = self._decoder.show_length(self._own, self._rows, self._length)
+    def _move_to(self, length: int) -> None:
+        self._length, self._over = length, self._decoder.stays_eager
+        self._shown = self._store.show_length(self._own, self._rows, length)
 
     def close(self) -> None:
-        """The generation is over: let its cache hold everything that was decoded, if anybody keeps it."""
-        served = self._length is not None
+        """Fill the generation's cache with everything that was decoded, if anybody keeps it; count what was not."""
+        served = bool(self._length)
         if self._kept:
             self._restore()
         if self._unserved and not served and not self._over:
             self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token a row")
         if self._others:
-            self._decoder.refuse(Reason.CACHE_KIND, f"{self._others} calls of a generation came with another cache")
+            self._give_up(Reason.CACHE_KIND, f"{self._others} calls of a generation came with another cache")
 
     def _restore(self) -> None:
-        if self._length is not None:
-            self._decoder.hand_back(self._own, self._rows, self._length)
-            self._length = None
+        if self._length:
+            self._store.hand_back(self._own, self._rows, self._length)
+            self._length = 0
 
 
 def _inputs(kwargs: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The arguments of a step that a graph is passed or captured for.
+    """Return the arguments of a step that a graph is passed or captured for.
 
     Raises:
         CannotBind: one is neither a number for each row nor a plain value.

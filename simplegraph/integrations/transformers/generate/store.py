@@ -1,4 +1,4 @@
-"""The keys and values that captured decode steps read: one allocation for every batch size and length.
+"""Holds the keys and values that captured decode steps read, in one allocation for all batch sizes and lengths.
 
 A captured step reads addresses, so the cache it reads must stay where it is. There is one for the largest
 batch and the longest sequence; a step of fewer rows or tokens reads its first rows and positions. Rows of
@@ -27,7 +27,7 @@ from simplegraph.reasons import Reason
 
 @dataclasses.dataclass(frozen=True)
 class LayerLayout:
-    """One layer's keys and values, by what their memory depends on.
+    """Describes what the memory of one layer's keys and values depends on.
 
     Attributes:
         key: heads, elements and dtype of keys; value: the same of values, which autocast keeps in another dtype.
@@ -41,7 +41,7 @@ class LayerLayout:
 
     @classmethod
     def of(cls, layer: Any) -> LayerLayout | None:
-        """The layout of a layer of a `DynamicCache` that was filled; None for one that stayed empty.
+        """Read it off a layer of a `DynamicCache` that was filled; None for one that stayed empty.
 
         Raises:
             CannotBind: it is a layer of another kind.
@@ -56,8 +56,8 @@ class LayerLayout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """What a `Store` is made for.
+class CacheLayout:
+    """Describes what a `CacheStore` is made for.
 
     Attributes:
         layers, cross: the layers of self-attention and of cross-attention; None for one that is not used.
@@ -68,6 +68,23 @@ class Layout:
     cross: tuple[LayerLayout | None, ...] = ()
     hidden: tuple[int, torch.dtype] | None = None
 
+    @classmethod
+    def of(cls, own: Any, cross: Any, hidden: Tensor | None) -> CacheLayout:
+        """Read it off caches that a prefill filled; `cross` and `hidden` are None without an encoder.
+
+        Raises:
+            CannotBind: a layer is of another kind, or cross-attention is to something else than `hidden`.
+        """
+        layers = tuple(map(LayerLayout.of, own.layers))
+        if hidden is None:
+            return cls(layers)
+        crossed = tuple(map(LayerLayout.of, cross.layers))
+        if any(
+            used and layer.keys.shape[2] != hidden.shape[1] for used, layer in zip(crossed, cross.layers, strict=True)
+        ):
+            raise CannotBind(Reason.CACHE_KIND, "keys of the encoder's outputs are of another length than these")
+        return cls(layers, crossed, (hidden.shape[2], hidden.dtype))
+
     @property
     def first(self) -> int:
         """The first layer of self-attention that is used."""
@@ -75,12 +92,8 @@ class Layout:
 
     @property
     def first_layer(self) -> LayerLayout:
-        """What that layer looks like."""
+        """The layout of that layer."""
         return next(layer for layer in self.layers if layer is not None)
-
-    @property
-    def device(self) -> torch.device:
-        return self.first_layer.device
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -118,7 +131,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = keys is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the memory is there."""
+        """Do nothing: the memory is there."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one token's keys and values, in the dtype that the prefill kept them in, and return all positions."""
@@ -130,7 +143,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def _are_written_together(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """Whether keys and values are one token of each row, alike but for their numbers, and as they are kept."""
+        """True if keys and values are one token of each row, alike but for their numbers, and as they are kept."""
         rows, heads, _, elements = self.keys.shape
         kept = (self.keys, self.values)
         return (
@@ -140,7 +153,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def _write_together(self, key_states: Tensor, value_states: Tensor) -> None:
-        """To the kernel, all heads of all rows are heads of one token, and the layer is one page."""
+        """Write by a kernel, to which all heads of all rows are heads of one token, and the layer is one page."""
         from simplegraph.attention.kernels.pages import write_pages
 
         k, v = (state.flatten(0, 2).unsqueeze(0) for state in (key_states, value_states))
@@ -157,8 +170,8 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0 if self.keys is None else int(self.keys.shape[2])
 
 
-class View(NamedTuple):
-    """What a step of some rows, tokens and source tokens reads.
+class CacheView(NamedTuple):
+    """Holds what a step of some rows, tokens and source tokens reads.
 
     Attributes:
         cache: the model's `past_key_values`.
@@ -168,11 +181,14 @@ class View(NamedTuple):
 
     cache: Any
     mask: Tensor
-    source_mask: Tensor | None
-    hidden: Tensor | None
+    source_mask: Tensor | None = None
+    hidden: Tensor | None = None
 
 
-class Store:
+_Pairs = Sequence[tuple[Tensor, ...]]  # keys and values of each layer; () for one that is not used
+
+
+class CacheStore:
     """Keys, values and masks of fixed addresses.
 
     Args:
@@ -186,10 +202,11 @@ class Store:
         first: the layer of self-attention that stands for all.
     """
 
-    def __init__(self, layout: Layout, rows: int, length: int, source_length: int, *, triton: bool = False) -> None:
-        self.layout, self.triton = layout, triton
-        self.length, self.source_length = length, source_length
-        device = layout.device
+    def __init__(
+        self, layout: CacheLayout, rows: int, length: int, source_length: int, *, triton: bool = False
+    ) -> None:
+        self.layout, self.triton, self.first = layout, triton, layout.first
+        device = layout.first_layer.device
         # Graphs write here inside and outside of inference mode, so these are no inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -200,46 +217,36 @@ class Store:
             self._source_mask = torch.zeros(rows, source_length, dtype=torch.int64, device=device)
             elements, dtype = layout.hidden or (0, torch.float32)
             self._hidden = torch.zeros(rows, source_length, elements, dtype=dtype, device=device)
-        self._views: dict[tuple[int, int, int], View] = {}
-        self.first = layout.first
-        # Of what is looked at between all steps.
-        pair, kind = self._pairs[self.first], layout.layers[self.first]
-        self._first_keys = pair[0] if pair is not None and kind is not None and kind.window is None else None
+        self._views: dict[tuple[int, int, int], CacheView] = {}
+        # Of what is looked at between all steps; None if it has a window.
+        self._first_keys = self._pairs[self.first][0] if layout.first_layer.window is None else None
 
-    def view(self, rows: int, span: int, source: int) -> View:
-        """What a step reads of the first `rows` rows, `span` positions and `source` positions of the encoder."""
+    def view(self, rows: int, span: int, source: int) -> CacheView:
+        """Show what a step reads: the first `rows` rows, `span` positions and `source` positions of the encoder."""
         known = self._views.get((rows, span, source))
         if known is None:
             with torch.inference_mode(False), torch.no_grad():
                 known = self._views[rows, span, source] = self._view(rows, span, source)
         return known
 
-    def _view(self, rows: int, span: int, source: int) -> View:
-        cache = Cache(layers=self._layers(self._pairs, self.layout.layers, rows, span, self._seen))
+    def _view(self, rows: int, span: int, source: int) -> CacheView:
+        cache = self._cache(self._pairs, self.layout.layers, rows, span, self._seen)
         mask = self._mask[:rows, :span]
         if not self.layout.cross:
-            return View(cache, mask, None, None)
-        cross = Cache(layers=self._layers(self._cross, self.layout.cross, rows, source, source))
-        both = EncoderDecoderCache(cache, cross)
-        return View(both, mask, self._source_mask[:rows, :source], self._hidden[:rows, :source])
+            return CacheView(cache, mask)
+        both = EncoderDecoderCache(cache, self._cache(self._cross, self.layout.cross, rows, source, source))
+        return CacheView(both, mask, self._source_mask[:rows, :source], self._hidden[:rows, :source])
 
-    def _layers(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor] | None],
-        layouts: Sequence[LayerLayout | None],
-        rows: int,
-        span: int,
-        seen: Tensor | int,
-    ) -> list[FixedLayer]:
+    def _cache(
+        self, pairs: _Pairs, layouts: Sequence[LayerLayout | None], rows: int, span: int, seen: Tensor | int
+    ) -> Cache:
         layers = []
         for pair, layout in zip(pairs, layouts, strict=True):
-            if pair is None or layout is None:
-                layers.append(FixedLayer(None, None, self.position, 0))
-                continue
-            keys, values = (tensor[:rows, :, :span] for tensor in pair)
-            sliding = layout.window is not None
-            layers.append(FixedLayer(keys, values, self.position, seen, is_sliding=sliding, triton=self.triton))
-        return layers
+            keys, values = (tensor[:rows, :, :span] for tensor in pair) if pair else (None, None)
+            sliding = layout is not None and layout.window is not None
+            layer = FixedLayer(keys, values, self.position, seen if pair else 0, is_sliding=sliding, triton=self.triton)
+            layers.append(layer)
+        return Cache(layers=layers)
 
     # In and out.
 
@@ -249,43 +256,25 @@ class Store:
         Positions after them are zeroed: a value that is hidden still counts if it is not finite. The cache's layers
         then are views of this memory, so that the prefill's own is free; `hand_back` ends that.
         """
-        rows = _rows(cache)
-        targets, sources, rest = [], [], [self._mask[:rows, length:]]
-        for pair, layer in zip(self._pairs, cache.layers, strict=True):
-            if pair is not None:
-                for tensor, known in zip(pair, (layer.keys, layer.values), strict=True):
-                    # A layer with a window has kept the last tokens only; earlier ones are out of its reach.
-                    start = length - known.shape[2]
-                    targets.append(tensor[:rows, :, start:length])
-                    sources.append(known)
-                    rest += [tensor[:rows, :, length:], tensor[:rows, :, :start]]
-        torch._foreach_zero_([tensor for tensor in rest if tensor.numel()])
-        torch._foreach_copy_(targets, sources)
-        if mask is None:
-            self._mask[:rows, :length] = 1
-        else:
-            self._mask[:rows, :length] = mask[:, :length]
+        rows = _copy(cache, self._pairs, length)
+        self._mask[:rows, :length] = 1 if mask is None else mask[:, :length]
+        self._mask[:rows, length:] = 0
         for pair, layout, layer in zip(self._pairs, self.layout.layers, cache.layers, strict=True):
-            if pair is not None and layout is not None and layout.window is None:
+            if layout is not None and layout.window is None:
                 layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in pair)
 
     def load_source(self, cache: Any, mask: Tensor | None, hidden: Tensor) -> None:
         """Take over the keys and values of the encoder's `hidden` (rows, source, elements); `mask` hides some."""
         rows, source = hidden.shape[:2]
-        for pair, layer in zip(self._cross, cache.layers, strict=True):
-            if pair is not None:
-                for tensor, known in zip(pair, (layer.keys, layer.values), strict=True):
-                    tensor[:rows, :, :source] = known
-                    tensor[:rows, :, source:] = 0
-        self._source_mask[:rows, :source] = 1 if mask is None else mask
-        self._source_mask[:rows, source:] = 0
-        self._hidden[:rows, :source] = hidden
-        self._hidden[:rows, source:] = 0
+        _copy(cache, self._cross, source)
+        for tensor, known in ((self._source_mask, 1 if mask is None else mask), (self._hidden, hidden)):
+            tensor[:rows, :source] = known
+            tensor[:rows, source:] = 0
 
     def show_length(self, cache: Any, rows: int, length: int) -> Any:
         """Let the first layer say the length: it is the one that models ask between steps. Returns its keys."""
         layer = cache.layers[self.first]
-        if self._first_keys is None:  # its layer has a window
+        if self._first_keys is None:
             layer.cumulative_length = length
         else:
             # Values stay those of the prefill until `hand_back`: nobody asks them for a length, and a view costs time.
@@ -295,7 +284,7 @@ class Store:
     def hand_back(self, cache: Any, rows: int, length: int) -> None:
         """Fill `cache` with the tokens up to `length`, as if every step had been its own."""
         for pair, layout, layer in zip(self._pairs, self.layout.layers, cache.layers, strict=True):
-            if pair is None or layout is None:
+            if layout is None:
                 continue
             start = 0
             if layout.window is not None:
@@ -304,15 +293,27 @@ class Store:
             layer.keys, layer.values = (tensor[:rows, :, start:length].clone() for tensor in pair)
 
 
-def _rows(cache: Any) -> int:
-    return next(int(layer.keys.shape[0]) for layer in cache.layers if layer.is_initialized)
+def _copy(cache: Any, pairs: _Pairs, length: int) -> int:
+    """Copy what a cache holds up to `length`, and zero all other positions of its rows; returns how many rows."""
+    rows, targets, sources, rest = 0, [], [], []
+    for pair, layer in zip(pairs, cache.layers, strict=True):
+        for tensor, known in zip(pair, (layer.keys, layer.values), strict=bool(pair)):
+            # A layer with a window has kept the last tokens only; earlier ones are out of its reach.
+            rows, start = known.shape[0], length - known.shape[2]
+            targets.append(tensor[:rows, :, start:length])
+            sources.append(known)
+            rest += [tensor[:rows, :, length:], tensor[:rows, :, :start]]
+    rest = [tensor for tensor in rest if tensor.numel()]
+    if rest:
+        torch._foreach_zero_(rest)
+    torch._foreach_copy_(targets, sources)
+    return rows
 
 
-def _allocated(layer: LayerLayout | None, rows: int, length: int) -> tuple[Tensor, Tensor] | None:
+def _allocated(layer: LayerLayout | None, rows: int, length: int) -> tuple[Tensor, ...]:
     if layer is None:
-        return None
-    keys, values = (
+        return ()
+    return tuple(
         torch.zeros(rows, heads, length, elements, dtype=dtype, device=layer.device)
         for heads, elements, dtype in (layer.key, layer.value)
     )
-    return keys, values

@@ -15,95 +15,74 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import AttentionInterface
 
-_NAME = "sdpa"
-_NOT_OURS = ("position_bias", "softcap", "s_aux", "cache")  # what changes the sums, or the keys
+from simplegraph.integrations.transformers.overrides import override_attention
 
-
-class _Masks:
-    """A step's masks as numbers; their booleans are kept, so that no other mask gets the id of one."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]] = {}
-
-    def additive(self, mask: Tensor, dtype: torch.dtype, heads: int) -> Tensor:
-        """(rows * heads, 1, 1, length) of `dtype`, to be added to scores, from (rows or 1, 1, 1, length) booleans."""
-        key = id(mask), dtype, heads
-        if key not in self._known:
-            rows, _, _, length = mask.shape
-            numbers = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
-            self._known[key] = mask, numbers.expand(rows, heads, 1, length).reshape(rows * heads, 1, 1, length)
-        return self._known[key][1]
+_CHANGES_SUMS = ("position_bias", "softcap", "s_aux", "cache")  # or the keys
+# A step's masks as numbers. Their booleans are kept, so that no other mask gets the id of one.
+_NumericMasks = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
 
 
-class _Local(threading.local):
-    masks: _Masks | None = None  # of the step that this thread is in
+class _ThreadStep(threading.local):
+    masks: _NumericMasks | None = None  # of the step that this thread is in
 
 
-_LOCAL = _Local()
-_LOCK = threading.Lock()
-_inside = 0  # steps of all threads
+_STEP = _ThreadStep()
 
 
 @contextlib.contextmanager
 def grouped_heads() -> Iterator[None]:
-    """In here this thread's calls of transformers' `sdpa` attention with one query a row copy no keys and values."""
-    _install()
-    before, _LOCAL.masks = _LOCAL.masks, _Masks()
+    """Let this thread's calls of transformers' `sdpa` attention with one query a row copy no keys and values."""
+    before, _STEP.masks = _STEP.masks, {}
     try:
-        yield
+        with override_attention("sdpa", sdpa_attention_forward, _attend):
+            yield
     finally:
-        _LOCAL.masks = before
-        _uninstall()
+        _STEP.masks = before
 
 
-def _install() -> None:
-    global _inside
-    with _LOCK:
-        _inside += 1
-        if AttentionInterface()[_NAME] is sdpa_attention_forward:  # else it is somebody's own
-            AttentionInterface.register(_NAME, _attention)
-
-
-def _uninstall() -> None:
-    global _inside
-    with _LOCK:
-        _inside -= 1
-        if not _inside and AttentionInterface()[_NAME] is _attention:
-            AttentionInterface.register(_NAME, sdpa_attention_forward)
-
-
-def _attention(
+def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """What `sdpa` is registered as meanwhile; other threads get what transformers has there."""
-    masks = _LOCAL.masks
-    if masks is None or args or not _is_plain(module, query, key, attention_mask, kwargs):
+    """Attend as `sdpa` does; threads that are in no step get what transformers has there."""
+    known = _STEP.masks
+    if known is None or args or not _is_plain(module, query, key, attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     rows, heads, _, elements = query.shape
     shared = key.shape[1]
+    mask = attention_mask
+    if mask is not None:
+        mask = _additive(known, mask, query.dtype, 1 if shared == heads else shared)
     if shared == heads:
-        mask = None if attention_mask is None else masks.additive(attention_mask, query.dtype, 1)
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     # Heads become rows of the batch, and the queries of a group its sequence: so the output needs no copy, either.
     output = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(rows * shared, 1, heads // shared, elements),
         key.flatten(0, 1).unsqueeze(1),
         value.flatten(0, 1).unsqueeze(1),
-        attn_mask=None if attention_mask is None else masks.additive(attention_mask, query.dtype, shared),
+        attn_mask=mask,
         dropout_p=kwargs.get("dropout", 0.0),
         scale=kwargs.get("scaling"),
     )
     return output.reshape(rows, 1, heads, value.shape[-1]), None
 
 
+def _additive(known: _NumericMasks, mask: Tensor, dtype: torch.dtype, heads: int) -> Tensor:
+    """Make (rows * heads, 1, 1, length) numbers to be added to scores, from (rows or 1, 1, 1, length) booleans."""
+    key = id(mask), dtype, heads
+    if key not in known:
+        rows, _, _, length = mask.shape
+        numbers = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        known[key] = mask, numbers.expand(rows, heads, 1, length).reshape(rows * heads, 1, 1, length)
+    return known[key][1]
+
+
 def _is_plain(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether it is one query a row, heads in groups as the module says, and a mask of booleans for all heads alike."""
+    """True if it is one query a row, heads in groups as the module says, and a mask of booleans for all heads alike."""
     rows, heads, length, _ = query.shape
     return (
         length == 1
         and key.shape[:2] == (rows, heads // getattr(module, "num_key_value_groups", 1))
-        and all(kwargs.get(name) is None for name in _NOT_OURS)
+        and all(kwargs.get(name) is None for name in _CHANGES_SUMS)
         and (mask is None or (mask.dtype is torch.bool and mask.shape == (rows, 1, 1, key.shape[2])))
     )

@@ -7,22 +7,20 @@ being, instruction for instruction, a text below: whatever else it is called or 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from types import FunctionType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from simplegraph.integrations.transformers.kernels.texts import instructions
-from simplegraph.integrations.transformers.overrides import other_forwards
+from simplegraph.integrations.transformers.kernels.texts import instructions, recognize
+from simplegraph.integrations.transformers.overrides import Forward
 
 Normalize = Callable[[Tensor, Tensor, float, float], Tensor]
 
 
 class Norm(NamedTuple):
-    """What a text does beside its dividing by the root of the mean of squares.
+    """Tells norms of known texts apart, which all divide by the root of the mean of squares.
 
     Attributes:
         eps: the attribute that is added to the mean; offset: what is added to the weights.
@@ -67,30 +65,24 @@ def _part_of_gemma(self: Any, x: Any) -> Any:
 
 
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
-    """The norms below a model that one kernel can stand in for."""
-    modules = list(model.modules())
-    known = {kind: _known(kind) for kind in set(map(type, modules))}
+    """List the norms below a model that one kernel can stand in for."""
     # One with a part of its own is no copy of the text.
-    copies = (module for module in modules if "_norm" not in vars(module))
-    return {module: norm for module in copies if (norm := known[type(module)]) is not None}
+    return {module: norm for module, norm in recognize(model, _known).items() if "_norm" not in vars(module)}
 
 
-def fused(norms: Mapping[nn.Module, Norm], *, triton: bool = False) -> AbstractContextManager[None]:
-    """In here these norms, when this thread calls them, are one kernel each: Triton's, where that runs.
+def norm_forwards(model: nn.Module, *, triton: bool = False) -> dict[nn.Module, Forward]:
+    """Make forwards of one kernel each for the known norms below a model: Triton's, where that runs.
 
-    It rounds once, where the text in half precision may round twice: results differ by a unit in the last place.
+    They round once, where the text in half precision may round twice: results differ by a unit in the last place.
     """
     normalize = _by_triton if triton else _by_torch
-    return other_forwards(
-        {module: functools.partial(_forward, normalize, module, norm) for module, norm in norms.items()}
-    )
+    return {module: functools.partial(_normed, normalize, module, norm) for module, norm in rms_norms(model).items()}
 
 
-def _forward(normalize: Normalize, module: Any, norm: Norm, *args: Any, **kwargs: Any) -> Tensor:
+def _normed(normalize: Normalize, module: Any, norm: Norm, *args: Any, **kwargs: Any) -> Tensor:
     weight = module.weight
-    if kwargs or len(args) != 1 or not _fits(args[0], weight):
-        original: Tensor = type(module).forward(module, *args, **kwargs)
-        return original
+    if kwargs or len(args) != 1 or not _fits_norm(args[0], weight):
+        return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
     return normalize(args[0], weight, getattr(module, norm.eps), norm.offset)
 
 
@@ -103,15 +95,15 @@ def _by_torch(hidden_states: Tensor, weight: Tensor, eps: float, offset: float) 
 
 
 def _by_triton(hidden_states: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    from simplegraph.integrations.transformers.kernels.norm_kernel import MAX_COLUMNS, rms_norm
+    from simplegraph.integrations.transformers.kernels.triton_kernels import MAX_COLUMNS, rms_norm
 
     if len(weight) > MAX_COLUMNS or torch.is_grad_enabled():
         return _by_torch(hidden_states, weight, eps, offset)
     return rms_norm(hidden_states, weight, eps, offset)
 
 
-def _fits(hidden_states: Tensor, weight: Tensor) -> bool:
-    """Whether one kernel gives what the text gives.
+def _fits_norm(hidden_states: Tensor, weight: Tensor) -> bool:
+    """True if one kernel gives what the text gives.
 
     Autocast, or a weight of another dtype, would change the dtype; the text computes in float32 even in float64. A
     tensor of another class, such as a DTensor, may have the operators of the text only.
@@ -124,12 +116,11 @@ def _fits(hidden_states: Tensor, weight: Tensor) -> bool:
 
 
 def _known(kind: Any) -> Norm | None:
-    """What the norms of a class do; None for whatever else it is."""
-    forward, part = kind.forward, getattr(kind, "_norm", None)
-    functions = [forward] if part is None else [forward, part]
-    for function in functions:
-        if not isinstance(function, FunctionType) or function.__globals__.get("torch") is not torch:
-            return None
+    """Return what the norms of a class do; None for whatever else it is."""
+    part = getattr(kind, "_norm", None)
+    functions = (kind.forward,) if part is None else (kind.forward, part)
+    if any(getattr(function, "__globals__", {}).get("torch") is not torch for function in functions):
+        return None
     return _KNOWN.get(tuple(map(instructions, functions)))
 
 

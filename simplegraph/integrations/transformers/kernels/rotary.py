@@ -6,17 +6,16 @@ is known by being, instruction for instruction, the text below: whatever else is
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from simplegraph.integrations.transformers.kernels.texts import instructions, with_names
-from simplegraph.integrations.transformers.overrides import other_forwards
+from simplegraph.integrations.transformers.kernels.texts import instructions, recognize, with_names
+from simplegraph.integrations.transformers.overrides import Forward
 
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,33 +37,29 @@ def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: Any 
 
 
 def rotary_attentions(model: nn.Module) -> list[nn.Module]:
-    """The modules below a model that call a rotary embedding of the known text."""
-    modules = list(model.modules())
-    known = {kind for kind in set(map(type, modules)) if _calls_known_text(kind)}
-    return [module for module in modules if type(module) in known]
+    """List the modules below a model that call a rotary embedding of the known text."""
+    return list(recognize(model, _calls_known_text))
 
 
-@contextlib.contextmanager
-def rotated_together(attentions: Sequence[nn.Module], rotate: Rotate) -> Iterator[None]:
-    """In here these modules, when this thread calls them, embed by `rotate`, to the same bits."""
+def rotary_forwards(model: nn.Module, rotate: Rotate) -> dict[nn.Module, Forward]:
+    """Make forwards that embed by `rotate`, to the same bits, for the modules below a model that embed."""
+    attentions = rotary_attentions(model)
     functions: set[Any] = {type(module).forward for module in attentions}
-    changed: dict[Any, Any] = {function: _with_rotate(function, rotate) for function in functions}
-    forwards = {module: functools.partial(changed[type(module).forward], module) for module in attentions}
-    with other_forwards(forwards):
-        yield
+    changed = {function: _with_rotate(function, rotate) for function in functions}
+    return {module: functools.partial(changed[type(module).forward], module) for module in attentions}
 
 
 def rotation(*, triton: bool) -> Rotate:
-    """How queries and keys are embedded: by the kernel where Triton runs, else in fewer of torch's operators."""
+    """Return what embeds queries and keys: the kernel where Triton runs, else fewer of torch's operators."""
     if not triton:
         return rotate_both
-    from simplegraph.integrations.transformers.kernels.rotary_kernel import rotate
+    from simplegraph.integrations.transformers.kernels.triton_kernels import rotate
 
     return rotate
 
 
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The text on heads of queries and keys at once, in torch's operators.
+    """Compute the text on heads of queries and keys at once, in torch's operators.
 
     Args:
         q: (rows, heads, tokens, elements).
@@ -81,16 +76,15 @@ def _with_rotate(forward: FunctionType, rotate: Rotate) -> FunctionType:
     original = forward.__globals__[_NAME]
 
     def embed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if args or kwargs or not _fits(q, k, cos, sin):
-            found: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
-            return found
+        if args or kwargs or not _fits_rotation(q, k, cos, sin):
+            return original(q, k, cos, sin, *args, **kwargs)  # type: ignore[no-any-return]
         return rotate(q, k, cos, sin)
 
     return with_names(forward, {_NAME: embed})
 
 
-def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether whole heads are turned, in one dtype, without a gradient."""
+def _fits_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """True if whole heads are turned, in one dtype, without a gradient."""
     tensors = (q, k, cos, sin)
     if any(type(tensor) is not Tensor for tensor in tensors) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3):
         return False

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels run on this machine: each is tried once, before anything is captured."""
+"""Tries Triton's kernels once on each device, before anything is captured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("simplegraph")
 
 @functools.cache
 def triton_runs(device: torch.device, dtype: torch.dtype, elements: int) -> bool:
-    """Whether the kernels of a step, for heads of so many elements, compile, run and answer; else a log line says why.
+    """True if the kernels of a step, for heads of so many elements, compile, run and answer; else logs why.
 
     Triton needs a C compiler, and knows some GPUs only.
     """
@@ -33,7 +33,7 @@ def triton_runs(device: torch.device, dtype: torch.dtype, elements: int) -> bool
 
 
 def _wrong(device: torch.device, dtype: torch.dtype, elements: int) -> str | None:
-    """What is wrong with a kernel; None if nothing."""
+    """Say what is wrong with a kernel; None if nothing."""
     with torch.no_grad():
         # From numbers that are not random: nobody's generator is to move.
         numbers = torch.arange(4 * elements, device=device).reshape(4, elements)
@@ -46,7 +46,7 @@ def _wrong(device: torch.device, dtype: torch.dtype, elements: int) -> str | Non
 
 
 def _rotates(rows: Tensor) -> bool:
-    from simplegraph.integrations.transformers.kernels.rotary_kernel import rotate
+    from simplegraph.integrations.transformers.kernels.triton_kernels import rotate
 
     q, k, cos, sin = rows.unsqueeze(1)
     tensors = (q.view(1, 1, 1, -1), k.view(1, 1, 1, -1), cos.view(1, 1, -1), sin.view(1, 1, -1))
@@ -55,7 +55,7 @@ def _rotates(rows: Tensor) -> bool:
 
 
 def _normalizes(rows: Tensor) -> bool:
-    from simplegraph.integrations.transformers.kernels.norm_kernel import rms_norm
+    from simplegraph.integrations.transformers.kernels.triton_kernels import rms_norm
 
     weight, unit = rows[0], torch.finfo(rows.dtype).eps
     expected = nn.functional.rms_norm(rows.float(), weight.shape, weight.float(), 1e-5)

@@ -1,0 +1,104 @@
+"""Pads the inputs of an encoder's call to a captured length, and cuts its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from simplegraph.module.compare import first_difference
+from simplegraph.module.signature import CannotBind
+from simplegraph.nested import flatten
+from simplegraph.reasons import Reason
+
+_SEQUENCES = ("input_ids", "inputs_embeds")  # what says the batch and the length, the first one given
+_NEVER_PADDED = ("labels", "past_key_values", "encoder_hidden_states", "encoder_attention_mask")
+
+
+def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:
+    """Return the tensors of a call, its other arguments, and its rows and length.
+
+    Raises:
+        CannotBind: it has no sequence, or something that cannot be padded like it.
+    """
+    sequence = next((given[name] for name in _SEQUENCES if given.get(name) is not None), None)
+    if not isinstance(sequence, Tensor) or sequence.dim() < 2:
+        raise CannotBind(Reason.OPAQUE_ARGUMENT, "neither input_ids nor inputs_embeds")
+    rows, length = sequence.shape[:2]
+    inputs, flags = {}, {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in _NEVER_PADDED:
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} was given")
+        if not isinstance(value, Tensor):
+            flags[name] = value
+        elif value.shape[:2] == (rows, length) and value.dim() <= sequence.dim():
+            inputs[name] = value
+        else:
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} of shape {tuple(value.shape)}")
+    return inputs, flags, (rows, length)
+
+
+def pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int) -> dict[str, Tensor]:
+    """Pad the inputs with zeros on the right, and add a mask that hides them where there is none."""
+    first = next(iter(inputs.values()))
+    if "attention_mask" not in inputs:
+        inputs = inputs | {"attention_mask": torch.ones(rows, length, dtype=torch.int64, device=first.device)}
+    if padded == length:
+        return inputs
+    return {name: F.pad(value, [0] * (2 * value.dim() - 3) + [padded - length]) for name, value in inputs.items()}
+
+
+class LengthRule:
+    """Knows where a length is in a model's outputs: for each of them, the dimensions that grew with it.
+
+    Args:
+        dims: those dimensions, by output.
+        refusal: what else padding changes, so that padded calls cannot stand for others.
+    """
+
+    def __init__(self, dims: list[tuple[int, ...]], refusal: str = "") -> None:
+        self._dims = dims
+        self._refusal = refusal
+
+    @classmethod
+    def between(cls, outputs: Any, padded_outputs: Any, length: int, padded: int) -> LengthRule:
+        """Find the rule that a call shows which ran both as it was and padded."""
+        (leaves, spec), (padded_leaves, padded_spec) = flatten(outputs), flatten(padded_outputs)
+        if spec != padded_spec:
+            return cls([], "it returns something else then")
+        rule = cls([_grown(leaf, other) for leaf, other in zip(leaves, padded_leaves, strict=True)])
+        found = first_difference(flatten(rule.cut(padded_outputs, length))[0], leaves)
+        return rule if found is None else cls([], f"from {length} to {padded} tokens, {found}")
+
+    def check(self) -> None:
+        """Refuse the call if padding would change its answers."""
+        if self._refusal:
+            raise CannotBind(Reason.LENGTH_PADDING, self._refusal)
+
+    def cut(self, outputs: Any, length: int) -> Any:
+        """Cut the outputs to those of the real tokens."""
+        leaves, spec = flatten(outputs)
+        for index, dims in enumerate(self._dims):
+            for dim in dims:
+                leaves[index] = leaves[index].narrow(dim, 0, length)
+        return spec.unflatten(leaves)
+
+
+def _grown(leaf: Any, other: Any) -> tuple[int, ...]:
+    if not isinstance(leaf, Tensor) or not isinstance(other, Tensor) or leaf.dim() != other.dim():
+        return ()
+    return tuple(dim for dim in range(leaf.dim()) if leaf.shape[dim] < other.shape[dim])
+
+
+def eighths(largest: int) -> list[int]:
+    """List 16, 32 and so on up to `largest`, each at most an eighth of a power of two above the one before."""
+    lengths, length = [], 16
+    while length < largest:
+        lengths.append(length)
+        length += max(16, (1 << length.bit_length() - 1) // 8)
+    return [*lengths, largest]

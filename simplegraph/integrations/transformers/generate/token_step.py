@@ -1,0 +1,84 @@
+"""Runs a model for one token a row as a module that can be captured: tensors in, logits out, the cache at hand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from simplegraph.config import BatchDim
+from simplegraph.integrations.transformers.generate.store import CacheStore
+from simplegraph.integrations.transformers.graphed_model import ModelStep
+from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads
+from simplegraph.integrations.transformers.kernels.norms import norm_forwards
+from simplegraph.integrations.transformers.kernels.rotary import rotary_forwards, rotation
+from simplegraph.integrations.transformers.overrides import override_forwards
+
+# Arguments of a step that have one entry for every row; the batch is their first dimension.
+ROW_INPUTS: Mapping[str, BatchDim] = dict.fromkeys(
+    ("input_ids", "decoder_input_ids", "position_ids", "decoder_position_ids", "token_type_ids"), 0
+)
+
+
+class TokenStep(ModelStep):
+    """Runs the model's forward for one token a row, on the caches and masks of a `CacheStore`.
+
+    It reads and writes the store at `store.position` and moves nothing on, so that running it again changes nothing.
+
+    Args:
+        model: the model.
+        fused_kernels: whether rotary embeddings and RMS norms are a kernel each.
+
+    Attributes:
+        store: what it decodes from; None until a generation brings its cache.
+        ran: True once the forward ran, as it does in every call that is not a replay.
+    """
+
+    def __init__(self, model: nn.Module, *, fused_kernels: bool) -> None:
+        super().__init__(model)
+        self.store: CacheStore | None = None
+        self.fused_kernels = fused_kernels
+        self.ran = False
+        self._masks = _masks_taken(model)
+
+    def forward(self, span: int, source: int, **inputs: Any) -> Tensor:
+        """Compute logits (rows, 1, vocabulary) of one token a row.
+
+        Args:
+            span: positions of the cache to attend to.
+            source: positions of the encoder's outputs; 0 without an encoder.
+            **inputs: the model's own arguments but for masks, cache and encoder outputs.
+        """
+        self.ran = True
+        store: Any = self.store
+        rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
+        view = store.view(rows, span, source)
+        view.mask.index_fill_(1, store.position, 1)
+        inputs |= {name: getattr(view, part) for name, part in self._masks.items()}
+        if view.hidden is not None:
+            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=view.hidden)
+        forwards = {}
+        if self.fused_kernels:
+            forwards = norm_forwards(self.model, triton=store.triton)
+            forwards |= rotary_forwards(self.model, rotation(triton=store.triton))
+        with grouped_heads(), override_forwards(forwards):
+            outputs = self.run_model(past_key_values=view.cache, **(inputs | {"return_dict": True}))
+        logits: Tensor = outputs.logits
+        return logits
+
+
+def _masks_taken(model: Any) -> dict[str, str]:
+    """Return which argument of the model takes which part of a `CacheView` as its mask."""
+    if masks_source(model):
+        return {"decoder_attention_mask": "mask", "attention_mask": "source_mask"}
+    return {"decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask": "mask"}
+
+
+def masks_source(model: Any) -> bool:
+    """True if there is cross-attention with a mask, so that the encoder's outputs can be padded."""
+    if not model.config.is_encoder_decoder:
+        return False
+    return "encoder_attention_mask" in inspect.signature(model.get_decoder().forward).parameters

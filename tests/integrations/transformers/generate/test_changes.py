@@ -1,0 +1,130 @@
+"""Whatever changes between two generations, the next one has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+import tiny_models as tiny  # noqa: E402
+from tiny_generation import GREEDY, TOKENS, graphed  # noqa: E402
+
+
+def test_weights_changed_in_place_and_replaced_are_never_stale(llama: Any, plain: Any, device: torch.device) -> None:
+    batch = tiny.prompts([7, 4], device)
+    with graphed(llama) as graphs:
+        before = llama.generate(**batch, **GREEDY)
+        for model in (llama, plain):
+            model.lm_head.weight.data.mul_(-1)
+        changed = llama.generate(**batch, **GREEDY)
+        assert torch.equal(changed, plain.generate(**batch, **GREEDY))
+        assert not torch.equal(changed, before)
+        torch.manual_seed(7)
+        other = torch.randn_like(llama.model.norm.weight)
+        for model in (llama, plain):
+            model.model.norm.weight = torch.nn.Parameter(other.clone())
+        again = llama.generate(**batch, **GREEDY)
+        assert torch.equal(again, plain.generate(**batch, **GREEDY))
+        assert not torch.equal(again, changed)
+        assert graphs.stats.recaptures == 1
+        replays = graphs.stats.replays
+        llama.generate(**batch, **GREEDY)
+        assert graphs.stats.replays == replays + TOKENS - 1
+
+
+def test_attention_chosen_otherwise_and_adapters_switched_are_never_stale(
+    llama: Any, plain: Any, device: torch.device
+) -> None:
+    class Adapter(torch.nn.Linear):
+        active_adapters, disable_adapters = ("a",), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1 if self.disable_adapters else -1)
+
+    batch = tiny.prompts([7, 4], device)
+    for model in (llama, plain):
+        adapter = Adapter(64, tiny.VOCABULARY, bias=False, device=device)
+        adapter.weight = model.lm_head.weight
+        model.lm_head = adapter
+    with graphed(llama) as graphs:
+        found = []
+        for disabled in (False, True, False):
+            for model in (llama, plain):
+                model.lm_head.disable_adapters = disabled
+            found.append(llama.generate(**batch, **GREEDY))
+            assert torch.equal(found[-1], plain.generate(**batch, **GREEDY))
+        assert not torch.equal(found[0], found[1])
+        assert graphs.stats.captures == 3
+
+
+@pytest.mark.parametrize("variable", ["VERIFY=2", "DEBUG=1", "CAPTURE_SIZES=3,6", "MODE=none", "PADDING=0"])
+def test_settings_from_the_environment(
+    variable: str, monkeypatch: pytest.MonkeyPatch, llama: Any, plain: Any, device: torch.device
+) -> None:
+    monkeypatch.setenv(*f"SIMPLEGRAPH_{variable}".split("="))
+    with graphed(llama) as graphs:
+        for lengths in ([5, 6], [4], [7, 3, 4], [4, 4, 4, 4]):
+            batch = tiny.prompts(lengths, device)
+            for _ in range(2):
+                assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert bool(graphs.stats.replays) is (variable != "MODE=none")
+        assert not graphs.stats.failures
+
+
+def test_a_model_of_another_dtype_gets_another_cache(llama: Any, plain: Any, device: torch.device) -> None:
+    batch = tiny.prompts([7, 4], device)
+    with graphed(llama) as graphs:
+        llama.generate(**batch, **GREEDY)
+        for model in (llama, plain):
+            model.to(torch.float64)
+        assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.replays == 2 * (TOKENS - 2)
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer of int8 weights with a scale for each row, both in buffers, as libraries for it have them."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty_like(linear.weight, dtype=torch.int8))
+        self.register_buffer("scales", torch.empty_like(linear.weight[:, :1]))
+        self.quantise(linear.weight)
+
+    def quantise(self, weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.scales.copy_(weight.abs().amax(1, keepdim=True) / 127)
+            self.weight.copy_((weight / self.scales).round())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scales)
+
+
+def test_quantised_layers_requantised_in_place_and_replaced(llama: Any, plain: Any, device: torch.device) -> None:
+    batch = tiny.prompts([6, 4], device)
+    unquantised = plain.generate(**batch, **GREEDY)
+    for layer in (layer for model in (llama, plain) for layer in model.model.layers):
+        layer.mlp.down_proj = Int8Linear(layer.mlp.down_proj)
+    with graphed(llama) as graphs:
+
+        def same() -> torch.Tensor:
+            found, expected = (model.generate(**batch, **GREEDY) for model in (llama, plain))
+            assert torch.equal(found, expected)
+            return expected
+
+        seen = [unquantised, same()]
+        for change in ("in place", "replaced"):
+            torch.manual_seed(len(change))
+            weight = torch.randn(llama.config.hidden_size, llama.config.intermediate_size, device=device)
+            for layer in (layer for model in (llama, plain) for layer in model.model.layers):
+                if change == "in place":
+                    layer.mlp.down_proj.quantise(weight)
+                else:
+                    layer.mlp.down_proj.weight = -layer.mlp.down_proj.weight
+            seen.append(same())
+        assert not any(torch.equal(seen[-1], earlier) for earlier in seen[:-1])
+        assert not torch.equal(seen[1], seen[2])
+        assert graphs.stats.replays >= 3 * (TOKENS - 3)
+        assert graphs.stats.captures == 2  # in place, the graph reads the new numbers

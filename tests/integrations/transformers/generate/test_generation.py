@@ -1,0 +1,131 @@
+"""Graphs are given to a model and taken back; generations before, beside and after are right."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import simplegraph as sg
+from simplegraph import Reason
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+import tiny_models as tiny  # noqa: E402
+from tiny_generation import GREEDY, TOKENS, graphed  # noqa: E402
+
+from simplegraph.integrations.transformers import graph_generation  # noqa: E402
+
+
+def test_a_generation_after_one_that_failed(llama: Any, plain: Any, device: torch.device) -> None:
+    def breaks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 9:
+            raise ValueError("the user's own")
+        return scores
+
+    batch = tiny.prompts([6, 4], device)
+    with graphed(llama) as graphs:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the user's own"):
+                llama.generate(**batch, **GREEDY, logits_processor=[breaks])
+            assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.replays > TOKENS
+        assert Reason.BUSY not in graphs.stats.eager
+
+
+def test_two_threads_at_once_both_get_their_tokens(llama: Any, plain: Any, device: torch.device) -> None:
+    batches = [tiny.prompts([6, 4], device, seed) for seed in range(2)]
+    expected = [plain.generate(**batch, **GREEDY) for batch in batches]
+    inside, found = threading.Barrier(2), [torch.empty(0)] * 2
+
+    def meet(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 8:
+            inside.wait(timeout=60)  # both are in the middle of their generation
+        return scores
+
+    def run(index: int) -> None:
+        found[index] = llama.generate(**batches[index], **GREEDY, logits_processor=[meet])
+
+    with graphed(llama) as graphs:
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert graphs.stats.eager[Reason.BUSY] == 1
+        assert graphs.stats.replays
+
+
+def test_forwards_of_the_users_own_run_as_they_are(llama: Any, plain: Any, device: torch.device) -> None:
+    ids = tiny.prompts([6], device)["input_ids"]
+    with graphed(llama), torch.no_grad():
+        found, expected = llama(ids), plain(ids)
+        assert torch.equal(found.logits, expected.logits)
+        step = {"input_ids": ids[:, -1:], "past_key_values": found.past_key_values}
+        assert llama(**step).past_key_values.get_seq_length() == 7
+
+
+def test_remove_gives_the_model_back(llama: Any, plain: Any, device: torch.device) -> None:
+    batch, kind, attributes = tiny.prompts([6], device), type(llama), set(vars(llama))
+    graphs = graphed(llama)
+    assert isinstance(llama, kind)
+    assert set(vars(llama)) == attributes
+    llama.generate(**batch, **GREEDY)
+    replays = graphs.stats.replays
+    graphs.remove()
+    graphs.remove()
+    assert type(llama) is kind
+    assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+    assert graphs.stats.replays == replays > 0
+
+
+def test_a_second_call_takes_the_place_of_the_first(llama: Any, device: torch.device) -> None:
+    first, second = graphed(llama), graphed(llama, max_batch_size=2)
+    llama.generate(**tiny.prompts([6], device), **GREEDY)
+    assert (first.stats.replays, second.stats.replays) == (0, TOKENS - 2)
+    first.remove()  # which is not there any more
+    llama.generate(**tiny.prompts([6], device), **GREEDY)
+    assert second.stats.replays == 2 * TOKENS - 3
+    second.remove()
+
+
+def test_copies_and_pickles_are_plain_models(llama: Any, plain: Any, device: torch.device) -> None:
+    batch, kind = tiny.prompts([6], device), type(llama)
+    expected = plain.generate(**batch, **GREEDY)
+    with graphed(llama) as graphs:
+        llama.generate(**batch, **GREEDY)
+        replays = graphs.stats.replays
+        for other in (copy.deepcopy(llama), pickle.loads(pickle.dumps(llama))):
+            assert type(other) is kind
+            other.lm_head.weight.data.mul_(1)
+            assert torch.equal(other.generate(**batch, **GREEDY), expected)
+        assert graphs.stats.replays == replays
+
+
+def test_what_is_no_model_is_refused(llama: Any) -> None:
+    with pytest.raises(sg.ConfigError, match="expected a model of transformers that can generate"):
+        graph_generation(torch.nn.Linear(2, 2))
+    with pytest.raises(sg.ConfigError, match="wrapped already"):
+        graph_generation(sg.wrap(llama))
+    for size in (0, -1, 2.5, True):
+        with pytest.raises(sg.ConfigError, match="max_length is"):
+            graph_generation(llama, max_length=size)  # type: ignore[arg-type]
+    assert type(llama) is transformers.LlamaForCausalLM
+
+
+def test_a_call_that_is_refused_leaves_the_graphs_of_the_earlier_one(llama: Any, device: torch.device) -> None:
+    with graphed(llama) as graphs:
+        with pytest.raises(sg.ConfigError, match="capture_sizes"):
+            graph_generation(llama, capture_sizes=[0])
+        llama.generate(**tiny.prompts([6], device), **GREEDY)
+        assert graphs.stats.replays == TOKENS - 2
+
+
+def test_a_report_names_the_model_and_its_device_before_anything_ran(llama: Any, device: torch.device) -> None:
+    found = graphed(llama).report().to_dict()
+    assert (found["name"], found["device"].split(":")[0]) == ("LlamaForCausalLM", device.type)

@@ -1,0 +1,124 @@
+"""Heads that share keys and values attend without copies of them, in captured steps only."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from operators_seen import OperatorRecorder  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+from transformers.modeling_utils import AttentionInterface  # noqa: E402
+
+from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads  # noqa: E402
+
+ROWS, SHARED, GROUPS, LENGTH, ELEMENTS = 3, 2, 4, 32, 16
+
+
+class Attention(nn.Module):
+    num_key_value_groups = GROUPS
+    is_causal = True
+
+
+def attention_inputs(device: torch.device, queries: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, keys and values out of a longer store, and a mask that hides some positions."""
+    torch.manual_seed(0)
+    query = torch.randn(ROWS, SHARED * GROUPS, queries, ELEMENTS, device=device)
+    store = torch.randn(2, ROWS + 1, SHARED, 2 * LENGTH, ELEMENTS, device=device)
+    mask = torch.rand(ROWS, 1, queries, LENGTH, device=device) > 0.4
+    mask[..., 0] = True
+    return query, store[0, :ROWS, :, :LENGTH], store[1, :ROWS, :, :LENGTH], mask
+
+
+def registered(*tensors: Any, module: Any = None, **kwargs: Any) -> Tensor:
+    output: Tensor = AttentionInterface()["sdpa"](module or Attention(), *tensors, **kwargs)[0]
+    return output
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_heads_in_groups_give_the_same_sums_without_copying_keys(
+    masked: bool, scaling: float | None, device: torch.device
+) -> None:
+    query, keys, values, mask = attention_inputs(device)
+    given = (query, keys, values, mask if masked else None)
+    expected = registered(*given, scaling=scaling)
+    with grouped_heads(), OperatorRecorder() as recorder:
+        found = registered(*given, scaling=scaling)
+    assert recorder.largest < keys.numel()
+    assert found.shape == expected.shape == (ROWS, 1, SHARED * GROUPS, ELEMENTS)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_becomes_numbers_once_for_all_layers(device: torch.device) -> None:
+    given = attention_inputs(device)
+    with grouped_heads(), OperatorRecorder() as recorder:
+        first = registered(*given)
+        before = recorder.names.count("masked_fill_")
+        second = registered(*given)
+        other = registered(*given[:3], ~given[3])
+    assert before == 1
+    assert recorder.names.count("masked_fill_") == 2
+    assert torch.equal(first, second)
+    torch.testing.assert_close(other, registered(*given[:3], ~given[3]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["two queries", "a mask of each head", "numbers", "bias", "no groups"])
+def test_everything_else_is_what_it_was(case: str, device: torch.device) -> None:
+    query, keys, values, mask = attention_inputs(device, queries=2 if case == "two queries" else 1)
+    module, kwargs = Attention(), {}
+    given: tuple[Any, ...] = (query, keys, values, mask)
+    if case == "a mask of each head":
+        given = (query, keys, values, torch.rand(ROWS, SHARED * GROUPS, 1, LENGTH, device=device) > 0.4)
+    elif case == "numbers":
+        given = (query, keys, values, torch.randn(ROWS, 1, 1, LENGTH, device=device))
+    elif case == "bias":
+        kwargs["position_bias"] = torch.randn(1, SHARED * GROUPS, 1, LENGTH, device=device)
+    elif case == "no groups":
+        module.num_key_value_groups, given = 1, (query[:, :SHARED], keys, values, mask)
+    expected = registered(*given, module=module, **kwargs)
+    with grouped_heads():
+        torch.testing.assert_close(registered(*given, module=module, **kwargs), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_other_threads_and_whoever_comes_later_find_transformers_own(device: torch.device) -> None:
+    given = attention_inputs(device)
+    operators: list[list[str]] = []
+
+    def elsewhere() -> None:
+        with OperatorRecorder() as recorder:
+            registered(*given)
+        operators.append(recorder.names)
+
+    elsewhere()
+    with grouped_heads():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        with pytest.raises(ValueError, match="the step"), grouped_heads():
+            raise ValueError("the step")
+        assert AttentionInterface()["sdpa"] is not sdpa_attention_forward
+    assert operators[0] == operators[1]
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+
+
+def test_an_attention_that_a_user_registered_as_sdpa_is_called(device: torch.device) -> None:
+    calls = []
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("sdpa", own)
+    try:
+        with grouped_heads():
+            registered(*attention_inputs(device))
+        assert AttentionInterface()["sdpa"] is own
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+    assert calls == [1]

@@ -1,0 +1,205 @@
+"""What graphs cannot serve runs as before, and the report says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from simplegraph import Reason
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+import tiny_models as tiny  # noqa: E402
+from tiny_generation import GREEDY, MODELS, TOKENS, graphed  # noqa: E402
+
+from simplegraph.integrations.transformers import GraphedGeneration  # noqa: E402
+
+
+def refused(reason: Reason, model: Any, plain: Any, batch: dict[str, Any], **settings: Any) -> GraphedGeneration:
+    """Both models generate the same, no step is a replay, and the reason is counted for each generation."""
+    with graphed(model) as graphs:
+        for count in (1, 2):
+            found, expected = (one.generate(**batch, **(GREEDY | settings)) for one in (model, plain))
+            assert torch.equal(found, expected)
+            assert graphs.stats.eager[reason] == count
+        assert graphs.stats.replays == 0
+        assert reason.text in str(graphs.report())
+        return graphs
+
+
+def test_beam_search(llama: Any, plain: Any, device: torch.device) -> None:
+    refused(Reason.DECODING_MODE, llama, plain, tiny.prompts([6, 4], device), num_beams=2)
+
+
+def test_assisted_decoding(llama: Any, plain: Any, device: torch.device) -> None:
+    refused(Reason.DECODING_MODE, llama, plain, tiny.prompts([6], device), prompt_lookup_num_tokens=2)
+
+
+def test_a_model_that_assists_another(llama: Any, plain: Any, device: torch.device) -> None:
+    batch = tiny.prompts([6], device)
+    with graphed(llama) as graphs:
+        found = plain.generate(**batch, **GREEDY, assistant_model=llama)
+        assert torch.equal(found, plain.generate(**batch, **GREEDY))
+        assert graphs.stats.replays == 0
+        assert graphs.stats.eager[Reason.DECODING_MODE]
+
+
+@pytest.mark.parametrize("settings", [{"cache_implementation": "static"}, {"use_cache": False}])
+def test_other_caches(settings: dict[str, Any], llama: Any, plain: Any, device: torch.device) -> None:
+    refused(Reason.CACHE_KIND, llama, plain, tiny.prompts([6, 4], device), **settings)
+
+
+def test_layers_without_keys_and_values(device: torch.device) -> None:
+    def qwen3_next() -> Any:
+        linear = dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), 2)
+        linear |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+        layers = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2}
+        config = transformers.Qwen3NextConfig(**(tiny.LLAMA | tiny.HEADS | linear | layers))
+        return transformers.Qwen3NextForCausalLM(config)
+
+    plain, model = (tiny.build(qwen3_next, device) for _ in range(2))
+    refused(Reason.CACHE_KIND, model, plain, tiny.prompts([6], device))
+
+
+def test_hidden_states_of_every_step(llama: Any, device: torch.device) -> None:
+    settings = GREEDY | {"return_dict_in_generate": True, "output_hidden_states": True}
+    with graphed(llama) as graphs:
+        result = llama.generate(**tiny.prompts([6], device), **settings)
+        assert len(result.hidden_states) == TOKENS
+        assert graphs.stats.eager[Reason.UNSUPPORTED_OUTPUT] == 1
+        assert graphs.stats.replays == 0
+        llama.generate(**tiny.prompts([6], device), **GREEDY)  # what transformers leaves behind is no hindrance
+        assert graphs.stats.replays == TOKENS - 2
+
+
+def test_a_batch_that_grows_beyond_the_largest(llama: Any, plain: Any, device: torch.device) -> None:
+    with graphed(llama, max_batch_size=2) as graphs:
+        for rows in (2, 3, 2, 1):
+            batch = tiny.prompts([6] * rows, device, rows)
+            assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.eager[Reason.BATCH_TOO_LARGE] == 1
+        on_the_way = graphs.stats.eager[Reason.FIRST_CALL] + graphs.stats.eager[Reason.WARMUP]
+        assert graphs.stats.replays == 3 * (TOKENS - 1) - on_the_way > 2 * TOKENS
+
+
+def test_a_prompt_longer_than_the_cache(llama: Any, plain: Any, device: torch.device) -> None:
+    refused(Reason.CACHE_FULL, llama, plain, tiny.prompts([70, 30], device))
+
+
+@pytest.mark.parametrize("max_length", [64, 67])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_sequence_that_outgrows_the_cache_goes_on_without_it(
+    name: str, max_length: int, device: torch.device
+) -> None:
+    plain, model = (tiny.build(MODELS[name], device) for _ in range(2))
+    batch = tiny.prompts([58, 30], device)
+    with graphed(model, max_length=max_length) as graphs:
+        assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.eager[Reason.CACHE_FULL] == 1
+        assert graphs.stats.replays == max_length - 58 - 1
+
+
+def test_training_mode(llama: Any, plain: Any, device: torch.device) -> None:
+    for model in (llama, plain):
+        model.train()
+    refused(Reason.TRAINING, llama, plain, tiny.prompts([6], device))
+
+
+def test_gradient_checkpointing_is_no_hindrance_but_for_the_hook_that_it_sets(
+    llama: Any, plain: Any, device: torch.device
+) -> None:
+    llama.gradient_checkpointing_enable()
+    batch = tiny.prompts([6], device)
+    with graphed(llama) as graphs:
+        assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        hooked = bool(llama.get_input_embeddings()._forward_hooks)  # so that embeddings require grad; since 5.18 or so
+        assert (graphs.stats.replays, graphs.stats.eager[Reason.HOOKS]) == ((0, 1) if hooked else (TOKENS - 2, 0))
+
+
+def test_hooks_of_submodules_fire_at_every_step(llama: Any, plain: Any, device: torch.device) -> None:
+    fired = []
+    handle = llama.model.layers[1].mlp.register_forward_hook(lambda *args: fired.append(1))
+    refused(Reason.HOOKS, llama, plain, tiny.prompts([6], device))
+    assert len(fired) == 2 * TOKENS
+    handle.remove()
+
+
+def test_hooks_that_come_after_the_capture_fire_too(llama: Any, plain: Any, device: torch.device) -> None:
+    fired = []
+    batch = tiny.prompts([6], device)
+    with graphed(llama) as graphs:
+        llama.generate(**batch, **GREEDY)
+        handle = llama.model.layers[0].register_forward_pre_hook(lambda *args: fired.append(1))
+        assert torch.equal(llama.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert len(fired) == TOKENS
+        handle.remove()
+        replays = graphs.stats.replays
+        llama.generate(**batch, **GREEDY)
+        assert graphs.stats.replays >= replays + TOKENS - 3
+
+
+def test_hooks_of_the_model_itself_fire_around_replays(llama: Any, device: torch.device) -> None:
+    fired = []
+    llama.register_forward_hook(lambda *args: fired.append(1))
+    with graphed(llama) as graphs:
+        llama.generate(**tiny.prompts([6], device), **GREEDY)
+        assert len(fired) == TOKENS
+        assert graphs.stats.replays == TOKENS - 2
+
+
+def test_a_model_spread_by_a_device_map(llama: Any, plain: Any, device: torch.device) -> None:
+    llama.hf_device_map = {"model": 0, "lm_head": 1}
+    refused(Reason.SPREAD_MODEL, llama, plain, tiny.prompts([6], device))
+
+
+def test_a_model_offloaded_by_accelerate(llama: Any, plain: Any, device: torch.device) -> None:
+    llama.model.layers[0]._hf_hook = object()
+    refused(Reason.SPREAD_MODEL, llama, plain, tiny.prompts([6], device))
+
+
+def test_experts_that_are_picked_in_python_are_named_with_their_line(device: torch.device) -> None:
+    plain, model = (tiny.build(MODELS["mixtral"], device) for _ in range(2))
+    for one in (plain, model):
+        one.set_experts_implementation("eager")
+    graphs = refused(Reason.CAPTURE_FAILED, model, plain, tiny.prompts([6, 4, 5], device))
+    assert any(
+        "modeling_mixtral.py" in failure and "nonzero()" in failure for failure in graphs.stats.failures.values()
+    )
+
+
+def test_a_model_that_takes_the_last_key_for_the_present_one(device: torch.device) -> None:
+    def gpt_neo() -> Any:
+        shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 512, "window_size": 8}
+        config = transformers.GPTNeoConfig(**tiny.COMMON, **shape, attention_types=[[["global", "local"], 1]])
+        return transformers.GPTNeoForCausalLM(config)
+
+    plain, model = (tiny.build(gpt_neo, device) for _ in range(2))
+    refused(Reason.FIXED_CACHE, model, plain, tiny.prompts([6, 4, 5], device))
+
+
+def test_a_model_that_needs_its_length_in_python_is_named_with_its_line(device: torch.device) -> None:
+    class Counting(transformers.LlamaForCausalLM):
+        def forward(self, past_key_values: Any = None, **kwargs: Any) -> Any:
+            known = past_key_values.get_seq_length()
+            if not isinstance(known, int):
+                raise TypeError("a length, please")
+            return super().forward(past_key_values=past_key_values, **kwargs)
+
+    plain, model = (tiny.build(lambda: Counting(transformers.LlamaConfig(**tiny.LLAMA)), device) for _ in range(2))
+    with graphed(model) as graphs:
+        for count in (1, 2):
+            batch = tiny.prompts([6, 4], device)
+            found, expected = (one.generate(**batch, **GREEDY) for one in (model, plain))
+            assert torch.equal(found, expected)
+            assert graphs.stats.eager[Reason.FIXED_CACHE] == count
+        assert graphs.stats.replays == 0
+
+
+def test_no_memory_for_the_cache(llama: Any, plain: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("simplegraph.integrations.transformers.generate.decoder.CacheStore", full)
+    refused(Reason.CACHE_FULL, llama, plain, tiny.prompts([6, 4], device))
