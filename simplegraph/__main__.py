@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from simplegraph._version import __version__
+from simplegraph import __version__
 from simplegraph.errors import SimpleGraphError
 
 

@@ -19,9 +19,10 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OperatorMode:
         """An instance of the class, which Dynamo leaves alone from now on if it is loaded."""
+        kind: Any = cls
         if "torch._dynamo" in sys.modules:
-            _hide_from_dynamo(cls)
-        mode: OperatorMode = object.__new__(cls)
+            _hide_from_dynamo(kind)
+        mode: OperatorMode = object.__new__(kind)
         return mode
 
     @classmethod

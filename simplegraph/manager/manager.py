@@ -19,7 +19,7 @@ from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.distributed import Consensus, RankGroup, ShapeConsensus, SingleRank, Vote
-from simplegraph.errors import CaptureError, ConfigError, ReplayError
+from simplegraph.errors import ConfigError, ReplayError
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.program import Program
 from simplegraph.graph.select import graph_device
@@ -91,51 +91,23 @@ class CudaGraphManager:
             raise ConfigError("padding is False, but ranks that agree on a size pad to the largest; allow padding.")
         alone = isinstance(consensus, ShapeConsensus) and consensus.size == 1
         self.consensus = None if alone else consensus
-        owned = pool is None or bool(pool.managers)  # else somebody else made it, and may use it in other ways
-        pool = self.device.new_pool() if pool is None else pool
-        self.table = ProgramTable(
-            self.config, self.device, pool, ranks or SingleRank(), support, stats or GraphStats(name)
-        )
+        shared = pool is not None and not pool.managers  # somebody else made it, and may use it in other ways
+        self.pool = pool or self.device.new_pool()
+        if not shared:
+            self.pool.managers.add(self)
+        self.ranks: RankGroup | SingleRank = ranks or SingleRank()
+        self.support = support
+        self.stats = stats or GraphStats(name)
+        self.table = ProgramTable(self.config, self.device, self.pool, self.ranks, support, self.stats)
+        self.failures, self.hooks = self.table.failures, self.table.hooks
         if ranks is not None:
-            self.table.hooks.append(RankHooks(ranks, debug=self.config.debug))
-        if owned:
-            pool.managers.add(self)
+            self.hooks.append(RankHooks(ranks, debug=self.config.debug))
         self._kept_alive: list[Any] = []  # what engines' graphs read
-
-    @property
-    def pool(self) -> GraphPool:
-        """The memory that the graphs live in."""
-        return self.table.pool
-
-    @property
-    def ranks(self) -> RankGroup | SingleRank:
-        """The ranks that capture together."""
-        return self.table.ranks
-
-    @property
-    def hooks(self) -> list[GraphHooks]:
-        """Those called around every capture and replay."""
-        return self.table.hooks
-
-    @property
-    def stats(self) -> GraphStats:
-        """The counters behind `report`."""
-        return self.table.stats
-
-    @property
-    def support(self) -> AttentionCGSupport:
-        """What the attention inside the forward can do in a full graph."""
-        return self.table.support
 
     @property
     def programs(self) -> dict[Key, Program]:
         """The Programs that can be replayed, by key."""
         return {key: graph.program for key, graph in self.table.graphs.items()}
-
-    @property
-    def failures(self) -> dict[Key, CaptureError]:
-        """The errors of what could not be captured, by key."""
-        return self.table.failures
 
     def add_hooks(self, hooks: GraphHooks) -> None:
         """Call these hooks around every capture and replay from now on.
@@ -279,7 +251,7 @@ class CudaGraphManager:
         """
         todo = self.descriptors()
         trial = CudaGraphManager(self.config.replace(progress=False), device=self.device, name=self.stats.name)
-        trial.table.hooks = self.table.hooks
+        trial.hooks.extend(self.hooks)
         try:
             jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in todo[:2]]
             for error in trial.new_capture(jobs).run(self.config.num_warmups).failed.values():
@@ -295,11 +267,10 @@ class CudaGraphManager:
 
     def reset(self) -> None:
         """Drop every graph and what they own, all at once: graphs may share a cuBLAS workspace."""
-        pool = self.pool
-        with pool.lock:
+        with self.pool.lock:
             self.table.clear()
             self._kept_alive.clear()
-            if pool.managers and not any(manager.table.graphs for manager in pool.managers):
+            if self.pool.managers and not any(manager.table.graphs for manager in self.pool.managers):
                 # In place: managers that share the pool go on with it.
-                self.device.release_pool(pool)
-                pool.handle = self.device.new_pool().handle
+                self.device.release_pool(self.pool)
+                self.pool.handle = self.device.new_pool().handle

@@ -37,6 +37,7 @@ class CapturedGraph:
     counters: GraphCounters
 
 
+@dataclasses.dataclass(eq=False)
 class ProgramTable:
     """Programs by key, and everything that their captures and replays share.
 
@@ -54,28 +55,20 @@ class ProgramTable:
         hooks: called around every capture and replay.
     """
 
-    def __init__(
-        self,
-        config: CudaGraphConfig,
-        device: GraphDevice,
-        pool: GraphPool,
-        ranks: RankGroup | SingleRank,
-        support: AttentionCGSupport,
-        stats: GraphStats,
-    ) -> None:
-        self.config = config
-        self.device = device
-        self.pool = pool
-        self.ranks = ranks
-        self.support = support
-        self.stats = stats
-        self.graphs: dict[Key, CapturedGraph] = {}
-        self.failures: dict[Key, CaptureError] = {}
-        self.hooks: list[GraphHooks] = []
-        self._traces: dict[Key, BreakTrace] = {}
-        self._trace_of_any_size: BreakTrace | None = None
-        # On the path of every replay, so looked up once.
-        self._current_stream = device.current_stream
+    config: CudaGraphConfig
+    device: GraphDevice
+    pool: GraphPool
+    ranks: RankGroup | SingleRank
+    support: AttentionCGSupport
+    stats: GraphStats
+    graphs: dict[Key, CapturedGraph] = dataclasses.field(default_factory=dict)
+    failures: dict[Key, CaptureError] = dataclasses.field(default_factory=dict)
+    hooks: list[GraphHooks] = dataclasses.field(default_factory=list)
+    _traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
+    _trace_of_any_size: BreakTrace | None = None
+
+    def __post_init__(self) -> None:
+        self._current_stream = self.device.current_stream  # on the path of every replay, so looked up once
 
     def replay(
         self, graph: CapturedGraph, padding: int = 0, load: Callable[[Any], None] | None = None, inputs: Any = None

@@ -19,38 +19,34 @@ from simplegraph.graph.tensors import wait_collectives
 from simplegraph.nested import LEAF, TreeSpec, flatten, opened_once
 
 
+@dataclasses.dataclass(eq=False)
 class SegmentRecorder:
     """Records a forward's segments and, where a trace of it is given, its breaks.
 
-    Args:
+    Attributes:
         device, pool: where.
         generators: random generators, beside the default one, that the forward draws from.
-        trace: what a warmup classify_result of the breaks; None makes breaks part of a single segment.
+        trace: what a warmup learnt of the breaks; None makes breaks part of a single segment.
     """
 
-    def __init__(
-        self,
-        device: GraphDevice,
-        pool: GraphPool,
-        generators: Sequence[torch.Generator],
-        trace: BreakTrace | None,
-    ) -> None:
-        self.operators = frozenset() if trace is None else trace.operators
-        self._device = device
-        self._pool = pool
-        self._generators = generators
-        self._trace = trace
+    device: GraphDevice
+    pool: GraphPool
+    generators: Sequence[torch.Generator]
+    trace: BreakTrace | None
+
+    def __post_init__(self) -> None:
+        self.operators: frozenset[Any] = frozenset() if self.trace is None else self.trace.operators
         self._cells: dict[int, Cell] = {}  # by the id of what they hold now
         self._steps: list[Segment | Break] = []
         self._breaks = 0
         self._stream = 0
-        self._ambient = Modes.now(device.torch_device.type)
+        self._ambient = Modes.now(self.device.torch_device.type)
         self._error: Exception | None = None
 
     def begin(self) -> None:
         """Begin the first segment."""
-        self._stream = self._device.current_stream()
-        self._device.begin(self._pool, self._generators)
+        self._stream = self.device.current_stream()
+        self.device.begin(self.pool, self.generators)
 
     def finish(self) -> tuple[Segment | Break, ...]:
         """End the last segment, and return the steps of the forward."""
@@ -76,7 +72,7 @@ class SegmentRecorder:
 
     def _call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self._known(function, name)
-        if self._device.current_stream() != self._stream:
+        if self.device.current_stream() != self._stream:
             raise BreakError(
                 f"eager break {name} is called on another stream than the forward's; join that stream and leave its "
                 "`with torch.cuda.stream(...)` block first."
@@ -90,7 +86,7 @@ class SegmentRecorder:
             held = [self._hold(leaf, made) for leaf, made in zip(leaves, made_here, strict=True)]
         step = self._break(name, function, (args, kwargs), spec, leaves, held)
         self._steps.append(step)
-        self._device.begin(self._pool, self._generators, continues=True)
+        self.device.begin(self.pool, self.generators, continues=True)
         entered: list[tuple[Any, Accept]] = []
         place = _Capturing(self, leaves, held, entered)
         with recording_breaks(None):
@@ -100,9 +96,9 @@ class SegmentRecorder:
         return known.spec.unflatten([value for value, _ in entered])
 
     def _known(self, function: Callable[..., Any], name: str) -> BreakCall:
-        """What the warmup classify_result of this call."""
+        """What the warmup learnt of this call."""
         index, self._breaks = self._breaks, self._breaks + 1
-        calls = self._trace.calls if self._trace is not None else []
+        calls = self.trace.calls if self.trace is not None else []
         if index >= len(calls) or calls[index].function != function:
             seen = name_of(calls[index].function) if index < len(calls) else "none"
             raise BreakError(
@@ -114,7 +110,7 @@ class SegmentRecorder:
         return calls[index]
 
     def _end_segment(self) -> None:
-        segment = self._device.end()
+        segment = self.device.end()
         if segment is not None:
             self._steps.append(segment)
 
@@ -130,8 +126,8 @@ class SegmentRecorder:
         Memory of the pool was written by an earlier step of this very Program, which writes it again in
         every replay before it is read here.
         """
-        if type(tensor) is Tensor and self._device.in_pool(self._pool, tensor):
-            return self._device.borrow(tensor)
+        if type(tensor) is Tensor and self.device.in_pool(self.pool, tensor):
+            return self.device.borrow(tensor)
         return tensor
 
     def watch(self, cell: Cell) -> None:
@@ -165,7 +161,7 @@ class SegmentRecorder:
                 values.append(None)  # the captured one would keep graph memory
                 rebuilt.append(RebuiltArgument(place, *_anew(value, child, own, leaves[start:end])))
             start = end
-        device_type = self._device.torch_device.type
+        device_type = self.device.torch_device.type
         modes = Modes.now(device_type)
         named = dict(zip(kwargs, values[len(args) :], strict=True))
         changed = modes.changed_from(self._ambient)

@@ -110,37 +110,27 @@ class RebuiltArgument(NamedTuple):
         return self.spec.unflatten([leaf.value if isinstance(leaf, Cell) else leaf for leaf in self.leaves])
 
 
+@dataclasses.dataclass(eq=False)
 class Break:
     """A call that runs eagerly at every replay.
 
-    Args:
+    Attributes:
         name: what reports call it.
         function: what is called.
         args, kwargs: what with; graph memory among them is borrowed.
-        rebuilt: arguments that replace those of `args` and `kwargs` in their place, made anew each time.
-        inside: grad mode, inference mode and autocast around the call, where the forward sets any.
-
-    Attributes:
+        rebuilt: arguments that replace those of `args` and `kwargs` in their place, made for each replay.
+        modes: grad mode, inference mode and autocast around the call, where the forward sets any.
         spec, accepts: how the result nests, and what takes each of its leaves; set when the capture knows.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        rebuilt: Sequence[RebuiltArgument],
-        inside: SavedModes | None,
-    ) -> None:
-        self.name = name
-        self.spec: TreeSpec | None = None
-        self.accepts: list[Accept] = []
-        self._function = function
-        self._args = args
-        self._kwargs = kwargs
-        self._rebuilt = rebuilt
-        self._inside = inside
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rebuilt: Sequence[RebuiltArgument]
+    modes: SavedModes | None
+    spec: TreeSpec | None = None
+    accepts: list[Accept] = dataclasses.field(default_factory=list)
 
     def replay(self) -> None:
         """Call the function, and put what it returns where the next segment reads it.
@@ -148,16 +138,16 @@ class Break:
         Raises:
             BreakError: the result is not what the next segment was captured with.
         """
-        args, kwargs = self._arguments() if self._rebuilt else (self._args, self._kwargs)
-        if self._inside is None:
-            self._take(self._function(*args, **kwargs))
+        args, kwargs = self._arguments() if self.rebuilt else (self.args, self.kwargs)
+        if self.modes is None:
+            self._take(self.function(*args, **kwargs))
         else:
-            with self._inside.restored():
-                self._take(self._function(*args, **kwargs))
+            with self.modes.restored():
+                self._take(self.function(*args, **kwargs))
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        args, kwargs = list(self._args), dict(self._kwargs)
-        for argument in self._rebuilt:
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for argument in self.rebuilt:
             if isinstance(argument.place, int):
                 args[argument.place] = argument.value()
             else:

@@ -1,0 +1,16 @@
+from simplegraph.attention.backend import AttentionBackend as AttentionBackend
+from simplegraph.attention.backend import BackendGroup as BackendGroup
+from simplegraph.attention.backend import attend as attend
+from simplegraph.attention.backend import attending as attending
+from simplegraph.attention.backend import minimum_support as minimum_support
+from simplegraph.attention.backends.context_parallel import ContextParallelBackend as ContextParallelBackend
+from simplegraph.attention.backends.flash_attention import FlashAttention2Backend as FlashAttention2Backend
+from simplegraph.attention.backends.flash_attention import FlashAttentionBackend as FlashAttentionBackend
+from simplegraph.attention.backends.flashinfer import FlashInferBackend as FlashInferBackend
+from simplegraph.attention.backends.sdpa import SDPABackend as SDPABackend
+from simplegraph.attention.backends.triton_decode import TritonDecodeBackend as TritonDecodeBackend
+from simplegraph.attention.cache import PagedKVCache as PagedKVCache
+from simplegraph.attention.kernels.reference import reference_attention as reference_attention
+from simplegraph.attention.metadata.batch_metadata import BatchMetadata as BatchMetadata
+from simplegraph.attention.metadata.batch_state import CommonMetadata as CommonMetadata
+from simplegraph.attention.metadata.requests import ContextShare as ContextShare
