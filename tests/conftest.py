@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -20,6 +21,20 @@ if importlib.util.find_spec("hypothesis"):  # optional here
     # A first example pays for imports and captures, so time says nothing about a test here.
     hypothesis.settings.register_profile("simplegraph", deadline=None)
     hypothesis.settings.load_profile("simplegraph")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
+        torch.set_num_threads(1)  # there is a worker for each core
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        del os.environ["PYTEST_XDIST_WORKER"]  # a pytest that a test starts is no worker
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Resolve ``-n auto``: no worker beside a GPU, whose memory tests measure; else one per core, at most 8."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if torch.cuda.is_available() else min(cores, 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

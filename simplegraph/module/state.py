@@ -214,7 +214,8 @@ def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
         return value, list(enumerate(value))
     if _is_plain_object(value) and not isinstance(value, dict):
         value = vars(value)
-    return value, list(value.items()) if isinstance(value, dict) else []
+    # A copy: the collector may take entries out of a weak dictionary while a list of them is made.
+    return value, list(dict(value).items()) if isinstance(value, dict) else []
 
 
 def _is_plain_object(value: Any) -> bool:

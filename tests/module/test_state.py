@@ -195,3 +195,27 @@ def test_an_optimizer_step_is_seen(device):
             close(model(x), module(x))
     assert model.graph_stats.captures == 1
     assert reasons(model)["grad"] == 4
+
+
+def test_an_attribute_that_garbage_collection_shrinks_while_it_is_read_is_no_error(device):
+    """Values leave a weak dictionary whenever the collector runs, also in the midst of reading its items."""
+
+    class Entry:
+        def __init__(self):
+            self.me = self  # only the collector frees it
+
+    module = Model(device).eval()
+    module.cache = weakref.WeakValueDictionary()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    before = gc.get_threshold()
+    gc.disable()
+    try:
+        module.cache.update((number, Entry()) for number in range(20_000))
+        gc.set_threshold(gc.get_count()[0] + 10_000)  # reached by a list of the items, and hardly by anything else
+        gc.enable()
+        model.capture_graphs(x := rows(4, device))
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+    close(model(x), module(x))
+    assert model.graph_stats.replays == 1

@@ -49,13 +49,13 @@ class GraphedEncoder(GraphedModel):
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call of the model."""
         try:
-            self._check()
+            self._check_state()
             return self._padded(forward, self._by_name(args, kwargs))
         except CannotBind as error:
             self.stats.ran_eagerly(error.reason, error.detail)
             return forward(*args, **kwargs)
 
-    def _check(self) -> None:
+    def _check_state(self) -> None:
         """Refuse a call because of the model's state, which is looked through only where somebody changed one."""
         if torch.is_grad_enabled():
             raise CannotBind(Reason.GRAD, "")
@@ -119,7 +119,7 @@ def graph_encoder(
     Raises:
         ConfigError: this is no such model, or a setting is invalid.
     """
-    _check(model)
+    _check_encoder(model)
     if lengths is None:
         lengths = eighths(getattr(model.config, "max_position_embeddings", None) or 512)
     if not lengths or not all(isinstance(length, int) and length > 0 for length in lengths):
@@ -135,7 +135,7 @@ def graph_encoder(
     return GraphedEncoder(model, step, lengths=lengths, max_batch_size=max(capture_sizes or [max_batch_size]))
 
 
-def _check(model: Any) -> None:
+def _check_encoder(model: Any) -> None:
     if not isinstance(model, PreTrainedModel) or isinstance(model, CudaGraphWrapper):
         raise ConfigError(f"graph_encoder got a {type(model).__name__}; expected a model of transformers, not wrapped.")
     if "attention_mask" not in inspect.signature(type(model).forward).parameters:

@@ -74,7 +74,7 @@ class FixedCacheDecoder:
         self._span(length)
         self.stays_eager = False
         own, cross = getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)
-        hidden = None if cross is None else _hidden(kwargs)
+        hidden = None if cross is None else _encoder_hidden(kwargs)
         source = 0 if hidden is None else self._padded_source(hidden.shape[1])
         store = self._store_for(CacheLayout.of(own, cross, hidden))
         name = "attention_mask" if cross is None else "decoder_attention_mask"
@@ -169,7 +169,7 @@ def _mask(kwargs: Mapping[str, Any], name: str, rows: int, length: int, *, longe
     return mask  # type: ignore[no-any-return]
 
 
-def _hidden(kwargs: Mapping[str, Any]) -> Tensor:
+def _encoder_hidden(kwargs: Mapping[str, Any]) -> Tensor:
     outputs = kwargs.get("encoder_outputs")
     hidden = outputs[0] if outputs is not None else None
     if not isinstance(hidden, Tensor) or hidden.dim() != 3:

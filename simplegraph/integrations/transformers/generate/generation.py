@@ -146,7 +146,7 @@ def graph_generation(
     Raises:
         ConfigError: this is no such model, or a size is invalid.
     """
-    _check(model, max_batch_size=max_batch_size, max_length=max_length)
+    _check_generator(model, max_batch_size=max_batch_size, max_length=max_length)
     sizes = list(capture_sizes) if capture_sizes is not None else doubling(1, max_batch_size)
     step: Any = wrap(
         named(TokenStep, type(model).__name__)(model, fused_kernels=fused_kernels),
@@ -163,7 +163,7 @@ def graph_generation(
     return GraphedGeneration(model, step, FixedCacheDecoder(step, sizes, max_batch_size=max_batch_size, **lengths))
 
 
-def _check(model: Any, **sizes: int) -> None:
+def _check_generator(model: Any, **sizes: int) -> None:
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise ConfigError(
             f"graph_generation got a {type(model).__name__}; expected a model of transformers that can generate, such "

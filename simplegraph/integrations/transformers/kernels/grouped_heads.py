@@ -46,7 +46,7 @@ def _attend(
 ) -> Any:
     """Attend as `sdpa` does; threads that are in no step get what transformers has there."""
     known = _STEP.masks
-    if known is None or args or not _is_plain(module, query, key, attention_mask, kwargs):
+    if known is None or args or not _can_group(module, query, key, attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     rows, heads, _, elements = query.shape
     shared = key.shape[1]
@@ -77,7 +77,7 @@ def _additive(known: _NumericMasks, mask: Tensor, dtype: torch.dtype, heads: int
     return known[key][1]
 
 
-def _is_plain(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
+def _can_group(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
     """True if it is one query a row, heads in groups as the module says, and a mask of booleans for all heads alike."""
     rows, heads, length, _ = query.shape
     return (

@@ -48,7 +48,7 @@ def test_what_the_kernel_would_not_copy_is_written_by_torch(
     case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
-    kernels = ModuleType("simplegraph.attention.kernels")
+    kernels = ModuleType("simplegraph.attention.kernels.pages")
     kernels.write_pages = lambda *args: written.append(args)
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
     dtype = torch.bfloat16 if case == "float32 into bfloat16" else torch.float32

@@ -52,7 +52,7 @@ class Kernels:
 HOMES = {
     "rotate": "simplegraph.integrations.transformers.kernels.triton_kernels",
     "rms_norm": "simplegraph.integrations.transformers.kernels.triton_kernels",
-    "write_pages": "simplegraph.attention.kernels",
+    "write_pages": "simplegraph.attention.kernels.pages",
 }
 
 
