@@ -5,6 +5,8 @@ They are made at the first capture that needs them, once a process:
     tensor.data, set_, resize_, ...    notices that something a graph reads was moved (module.changes)
     torch.cuda.Event.record, wait      names the line that forked to a side stream (graph.cuda.forks)
     break operators                    kernels on a spare dispatch key, so that operators can break (graph.breaks)
+    torch.cuda.is_current_stream_capturing  true in the emulator's captures, too, while one runs (graph.emulator)
+    AttentionInterface of transformers  attention without copies of keys, in captured steps (integrations.transformers)
 """
 
 from __future__ import annotations
@@ -24,16 +26,13 @@ def replace(owner: Any, name: str, new: Any) -> None:
     items = owner if isinstance(owner, dict) else vars(owner)
     original = items.get(name, _ABSENT)  # absent also where it is inherited
 
-    def undo() -> None:
-        _set(owner, name, original)
-
     _set(owner, name, new)
-    record(_label(owner, name), undo)
+    record(_label(owner, name), lambda: _set(owner, name, original))
 
 
 def restore(owner: Any, name: str) -> None:
     """Put back what `replace` found; harmless where nothing was replaced."""
-    _undo.pop(_label(owner, name), lambda: None)()
+    undo(_label(owner, name))
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
@@ -52,9 +51,14 @@ def _label(owner: Any, name: str) -> str:
     return f"{module}{getattr(owner, '__qualname__', owner.__name__)}.{name}"
 
 
-def record(label: str, undo: Callable[[], None]) -> None:
+def record(label: str, take_back: Callable[[], None]) -> None:
     """List a change of another kind, with what takes it back."""
-    _undo[label] = undo
+    _undo[label] = take_back
+
+
+def undo(label: str) -> None:
+    """Take one change back; harmless where there is none."""
+    _undo.pop(label, lambda: None)()
 
 
 def installer(install: Callable[[], None]) -> Callable[[], None]:
@@ -74,8 +78,7 @@ def remove() -> None:
 
     Graphs captured before are no longer told of moved weights: drop them first (`reset_graphs`).
     """
-    while _undo:
-        _, undo = _undo.popitem()
-        undo()
+    for label in reversed(installed()):
+        undo(label)
     for install in _installers:
         install.cache_clear()

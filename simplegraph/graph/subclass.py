@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 
-def subclass(original: Any, members: dict[str, Any], *mixins: type) -> Any:
-    """Make a subclass of `original` with these members, and with `mixins` before it."""
-    named = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(original)(original.__name__, (*mixins, original), named | members)
+def subclass(original: Any, members: dict[str, Any], *mixins: type, name: str | None = None) -> Any:
+    """Make a subclass of `original` with these members, and with `mixins` before it.
+
+    Args:
+        original: any class.
+        members: its own methods and attributes.
+        *mixins: classes that come before the original in its method resolution order.
+        name: another name for it.
+    """
+    named = {attribute: getattr(original, attribute) for attribute in ("__module__", "__qualname__", "__doc__")}
+    return type(original)(name or original.__name__, (*mixins, original), named | members)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from simplegraph.graph.subclass import subclass
 from simplegraph.integrations.transformers.overrides import Method, original_class, override_methods, restore_methods
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
@@ -74,4 +75,4 @@ class ModelStep(nn.Module):
 @functools.cache
 def named(kind: Any, name: str) -> Any:
     """Derive a class by the model's name, which messages and the report then call its instances."""
-    return type(name, (kind,), {})
+    return subclass(kind, {"__qualname__": name}, name=name)

@@ -15,6 +15,9 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
+from simplegraph.graph import patches
+from simplegraph.graph.subclass import subclass
+
 Forward = Callable[..., Any]
 Method = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -46,16 +49,9 @@ def override_methods(model: Any, owner: Any, methods: Mapping[str, Method]) -> N
         _, _, *rest = original.__reduce_ex__(self, max(protocol, 2))
         return object.__new__, (original,), *rest  # which is filled with what the rest tells
 
-    namespace: dict[str, Any] = {name: _through(method, getattr(original, name)) for name, method in methods.items()}
-    namespace |= {
-        "__reduce_ex__": reduce,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_simplegraph_original": original,
-        "_simplegraph_owner": owner,
-    }
-    model.__class__ = type(original)(original.__name__, (original,), namespace)
+    members: dict[str, Any] = {name: _through(method, getattr(original, name)) for name, method in methods.items()}
+    members |= {"__reduce_ex__": reduce, "_simplegraph_original": original, "_simplegraph_owner": owner}
+    model.__class__ = subclass(original, members)
 
 
 def restore_methods(model: Any, owner: Any) -> None:
@@ -114,16 +110,18 @@ _overriding: collections.Counter[Forward] = collections.Counter()
 @contextlib.contextmanager
 def override_attention(name: str, original: Forward, other: Forward) -> Iterator[None]:
     """Register `other` in place of `original` while any thread is in here; what a user registered stays."""
+    label = f"transformers' attention function {name}, by {other.__qualname__}"
     with _LOCK:
         _overriding[other] += 1
         _exchange(name, original, other)
+        patches.record(label, lambda: _exchange(name, other, original))
     try:
         yield
     finally:
         with _LOCK:
             _overriding[other] -= 1
             if not _overriding[other]:
-                _exchange(name, other, original)
+                patches.undo(label)
 
 
 def _exchange(name: str, expected: Forward, new: Forward) -> None:
