@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import CaptureError, ConfigError, InputError
+from simplegraph.errors import CaptureError, InputError
 from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.breaks.trace import BreakTracer
@@ -75,8 +75,13 @@ class GraphCapture:
         self._traced: list[MemoryObserver] = []  # of warmups that only told what breaks return
 
     def run(self, num_warmups: int = 0) -> CaptureSummary:
-        """Run the first job eagerly `num_warmups` times, then capture them all."""
+        """Run the first job eagerly `num_warmups` times, then capture them all.
+
+        Raises:
+            ConfigError: `break_ops` names an operator that does not exist, or ranks differ in their settings.
+        """
         table, jobs, ranks = self._table, self._jobs, self._ranks
+        breaking_operators(table.config.break_ops)
         started = time.perf_counter()
         with ranks.together():
             ranks.begin(self._shared_settings(num_warmups), ", ".join(job.label for job in jobs), table.device)
@@ -167,7 +172,7 @@ class GraphCapture:
             _, observer = run_observed(self._table, job.run, traced)
             if self._ranks.size > 1:
                 self._table.device.synchronize()  # no collective may be in flight when a capture begins
-        except (ConfigError, InputError):
+        except InputError:
             raise
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)

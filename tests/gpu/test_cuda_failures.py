@@ -352,7 +352,7 @@ def test_the_error_of_a_read_back_names_the_line_and_the_remedy(cuda: CudaDevice
     ):
         session.capture(lambda: read_item(x), label="batch size 8")
     message = str(caught.value)
-    assert "test_cuda_device.py" in message
+    assert "captures.py" in message
     assert "`return x.sum().item()`" in message
     assert "read back" in message
     assert "eager_break" in message
