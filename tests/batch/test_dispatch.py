@@ -1,10 +1,9 @@
+"""Every batch gets the graph that holds it, or a reason why it runs eagerly."""
+
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
-import pickle
-import string
 
 import pytest
 from hypothesis import given
@@ -19,112 +18,17 @@ from simplegraph.errors import CaptureSizeError, ConfigError, InputError
 from simplegraph.reasons import Reason
 
 NONE, PIECEWISE, FULL = CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL
+
+
 FULL_DECODE_ONLY, FULL_AND_PIECEWISE = CudaGraphMode.FULL_DECODE_ONLY, CudaGraphMode.FULL_AND_PIECEWISE
+
+
 NEVER, SINGLE, UNIFORM, ALWAYS = AttentionCGSupport
 
 
 def dispatcher(mode="FULL", sizes=(1, 2, 4, 8), support=ALWAYS, lora_cases=(0,), requests=None, **settings):
     config = CudaGraphConfig(mode=mode, capture_sizes=sizes, **settings)
     return Dispatcher(config, support, lora_cases=lora_cases, requests=requests)
-
-
-class TestBatchDescriptor:
-    def test_is_a_key(self):
-        assert BatchDescriptor(8, 8, 1) == BatchDescriptor(8, 8, 1)
-        assert {BatchDescriptor(8, 8, 1): "graph"}[BatchDescriptor(8, 8, 1)] == "graph"
-        assert pickle.loads(pickle.dumps(BatchDescriptor(8, 4, 2, 1))) == BatchDescriptor(8, 4, 2, 1)
-        assert copy.deepcopy(BatchDescriptor(8)) == BatchDescriptor(8)
-
-    def test_another_count_of_requests_is_another_graph(self):
-        # vLLM #35918: a graph captured for another count hangs.
-        keys = {
-            BatchDescriptor(8),
-            BatchDescriptor(8, 8),
-            BatchDescriptor(8, 4),
-            BatchDescriptor(8, 8, 1),
-            BatchDescriptor(8, 8, 1, 2),
-        }
-        assert len(keys) == 5
-
-    def test_orders_by_size_also_with_parts_unknown(self):
-        ordered = [
-            BatchDescriptor(2),
-            BatchDescriptor(8),
-            BatchDescriptor(8, 4),
-            BatchDescriptor(8, 4, 2),
-            BatchDescriptor(8, 4, 2, 1),
-            BatchDescriptor(16),
-        ]
-        shuffled = ordered[3:] + ordered[:3]
-        assert sorted(shuffled) == ordered
-        assert BatchDescriptor(2) <= BatchDescriptor(2)
-        assert BatchDescriptor(3) > BatchDescriptor(2)
-        with pytest.raises(TypeError):
-            _ = BatchDescriptor(2) < 3
-
-    def test_frozen(self):
-        with pytest.raises(AttributeError):
-            BatchDescriptor(8).num_tokens = 9
-
-    def test_prints_what_is_known(self):
-        assert str(BatchDescriptor(8)) == "8 tokens"
-        assert str(BatchDescriptor(8, 4, 2, 1)) == "8 tokens, 4 requests, uniform decode of 2, 1 LoRAs"
-
-    @pytest.mark.parametrize("num_tokens", [0, -1])
-    def test_empty(self, num_tokens):
-        with pytest.raises(CaptureSizeError, match=f"num_tokens is {num_tokens}"):
-            BatchDescriptor(num_tokens)
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ((8.0,), r"num_tokens is 8\.0"),
-            ((True,), "num_tokens is True"),
-            (("8",), "num_tokens is '8'"),
-            ((8, 0), "num_reqs is 0"),
-            ((8, 9), "num_reqs is 9"),
-            ((8, 2.0), r"num_reqs is 2\.0"),
-            ((8, None, 2), "num_reqs=None"),
-            ((8, 3, 2), "num_tokens == num_reqs"),
-            ((8, 4, 0), "num_tokens == num_reqs"),
-            ((8, 4, "2"), "uniform_query_len is '2'"),
-            ((8, None, None, -1), "num_active_loras is -1"),
-        ],
-    )
-    def test_numbers_that_do_not_fit(self, arguments, message):
-        with pytest.raises(InputError, match=message):
-            BatchDescriptor(*arguments)
-
-
-class TestReason:
-    def test_every_reason_has_one_line_for_people(self):
-        for reason in Reason:
-            assert reason.text
-            assert "\n" not in reason.text
-            assert len(reason.text) <= 120
-            assert set(reason.value) <= set(string.ascii_lowercase + "_")
-            assert reason.value == reason.name.lower()
-
-    def test_is_its_value_in_text_json_and_pickles(self):
-        assert Reason.PADDED == "padded"
-        assert f"{Reason.PADDED}" == "padded"
-        assert Reason("padded") is Reason.PADDED
-        assert pickle.loads(pickle.dumps(Reason.GRAD)) is Reason.GRAD
-
-    def test_says_what_to_do(self):
-        assert Reason.GRAD.text == (
-            "grad mode is on and inputs or parameters require grad; "
-            "call under torch.inference_mode() or torch.no_grad()"
-        )
-
-    def test_wrapper_reasons_exist(self):
-        needed = (
-            "exact padded mode_none batch_too_large size_not_captured mixed_batch first_call warmup capture_failed "
-            "training grad eager_context nested capturing_elsewhere wrong_device ambiguous_batch_dim batch_mismatch "
-            "opaque_argument unsupported_output too_many_signatures not_captured_upfront stale_too_often "
-            "output_shape_unknown empty_batch lora_count"
-        )
-        assert set(needed.split()) <= {reason.value for reason in Reason}
 
 
 class TestFull:

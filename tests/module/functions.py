@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from tests.module.answers import close, reasons
 
 WIDTH = 6
 
@@ -41,16 +42,8 @@ def graphed(device, function, **settings):
     return sg.wrap(module, **{"capture_sizes": [4, 8], "progress": False, **settings})
 
 
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 def rows(count, device, *shape):
     return torch.randn(count, *(shape or (WIDTH,)), device=device)
-
-
-def reasons(model):
-    return {reason.value: count for reason, count in model.graph_stats.eager.items()}
 
 
 def check_sizes(model, make, sizes=(4, 4, 4, 8, 8, 8, 3, 3, 5, 1, 6, 4, 7), *, replays=None):

@@ -68,17 +68,8 @@ class Outer(nn.Module):
         return self.head(self.inner(x))
 
 
-def close(actual, expected):
-    # A padded batch may be given to another GEMM kernel on a GPU, so bits may differ.
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 def rows(count: int, device: torch.device, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(count, width, device=device)
-
-
-def reasons(model) -> dict[str, int]:
-    return {reason.value: count for reason, count in model.graph_stats.eager.items()}
 
 
 def wrapped_mlp(device, **settings):

@@ -114,16 +114,8 @@ MOVED = {
 }
 
 
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 def rows(count, device):
     return torch.randn(count, WIDTH, device=device)
-
-
-def reasons(model):
-    return {reason.value: count for reason, count in model.graph_stats.eager.items()}
 
 
 def captured(device, **settings):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.module.functions import WIDTH, check_sizes, close, graphed, reasons, rows
+from tests.module.answers import close, reasons
+from tests.module.functions import WIDTH, check_sizes, graphed, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import simplegraph as sg
-from tests.module.models import SIZES, Attention, DecoratedMlp, MixinMlp, Mlp, Outer, close, reasons, rows, wrapped_mlp
+from tests.module.answers import close, reasons
+from tests.module.models import SIZES, Attention, DecoratedMlp, MixinMlp, Mlp, Outer, rows, wrapped_mlp
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

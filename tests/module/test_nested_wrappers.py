@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import simplegraph as sg
-from tests.module.models import Attention, Mlp, Outer, close, reasons, rows
+from tests.module.answers import close, reasons
+from tests.module.models import Attention, Mlp, Outer, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.module.functions import WIDTH, Batch, Opaque, check_sizes, close, graphed, reasons, rows
+from tests.module.answers import close, reasons
+from tests.module.functions import WIDTH, Batch, Opaque, check_sizes, graphed, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

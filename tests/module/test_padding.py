@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.module.functions import WIDTH, check_sizes, close, rows
+from tests.module.answers import close
+from tests.module.functions import WIDTH, check_sizes, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import simplegraph as sg
-from tests.module.models import WIDTH, Counting, close, reasons, rows, wrapped_mlp
+from tests.module.answers import close, reasons
+from tests.module.models import WIDTH, Counting, rows, wrapped_mlp
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import simplegraph as sg
-from tests.module.models import MixinMlp, Mlp, close, reasons, rows, wrapped_mlp
+from tests.module.answers import close, reasons
+from tests.module.models import MixinMlp, Mlp, rows, wrapped_mlp
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

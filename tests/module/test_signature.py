@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.module.functions import WIDTH, Opaque, reasons, rows
+from tests.module.answers import reasons
+from tests.module.functions import WIDTH, Opaque, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.module.stateful import MOVED, WIDTH, Model, assign_state, captured, close, new, parameter, reasons, rows
+from tests.module.answers import close, reasons
+from tests.module.stateful import MOVED, WIDTH, Model, assign_state, captured, new, parameter, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.module.models import WIDTH, Attention, Mlp, Outer, close, reasons, rows, wrapped_mlp
+from tests.module.answers import close, reasons
+from tests.module.models import WIDTH, Attention, Mlp, Outer, rows, wrapped_mlp
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -11,6 +11,8 @@ from simplegraph.module.compare import EagerComparison, difference, first_differ
 
 WIDTH = 6
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 class Function(nn.Module):
     def __init__(self, function):
@@ -31,9 +33,6 @@ def verified(device, function, **settings):
 
 def rows(count, device):
     return torch.randn(count, WIDTH, device=device)
-
-
-pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def test_a_right_module_passes_and_the_forward_runs_twice_while_verified(device):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.module.models import SIZES, WIDTH, Counting, DecoratedMlp, MixinMlp, Mlp, close, reasons, rows
+from tests.module.answers import close, reasons
+from tests.module.models import SIZES, WIDTH, Counting, DecoratedMlp, MixinMlp, Mlp, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

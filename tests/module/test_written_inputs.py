@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.module.functions import WIDTH, close, graphed, rows
+from tests.module.answers import close
+from tests.module.functions import WIDTH, graphed, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -1,0 +1,39 @@
+"""Every reason has a line for people and a value for machines."""
+
+from __future__ import annotations
+
+import pickle
+import string
+
+from simplegraph.reasons import Reason
+
+
+class TestReason:
+    def test_every_reason_has_one_line_for_people(self):
+        for reason in Reason:
+            assert reason.text
+            assert "\n" not in reason.text
+            assert len(reason.text) <= 120
+            assert set(reason.value) <= set(string.ascii_lowercase + "_")
+            assert reason.value == reason.name.lower()
+
+    def test_is_its_value_in_text_json_and_pickles(self):
+        assert Reason.PADDED == "padded"
+        assert f"{Reason.PADDED}" == "padded"
+        assert Reason("padded") is Reason.PADDED
+        assert pickle.loads(pickle.dumps(Reason.GRAD)) is Reason.GRAD
+
+    def test_says_what_to_do(self):
+        assert Reason.GRAD.text == (
+            "grad mode is on and inputs or parameters require grad; "
+            "call under torch.inference_mode() or torch.no_grad()"
+        )
+
+    def test_wrapper_reasons_exist(self):
+        needed = (
+            "exact padded mode_none batch_too_large size_not_captured mixed_batch first_call warmup capture_failed "
+            "training grad eager_context nested capturing_elsewhere wrong_device ambiguous_batch_dim batch_mismatch "
+            "opaque_argument unsupported_output too_many_signatures not_captured_upfront stale_too_often "
+            "output_shape_unknown empty_batch lora_count"
+        )
+        assert set(needed.split()) <= {reason.value for reason in Reason}
