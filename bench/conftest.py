@@ -18,7 +18,7 @@ from bench.startup.processes import CompileCaches
 from bench.startup.results import Result, comparison
 from bench.tools import environment
 from bench.tools.measure import Figures, device_of
-from bench.tools.options import numbers
+from bench.tools.options import chosen, numbers
 
 # Option, environment variable, how its text is read, help.
 OPTIONS = (
@@ -122,3 +122,16 @@ def record(benchmark: Any, device: torch.device) -> Callable[..., Figures]:
         return figures
 
     return record
+
+
+@pytest.fixture
+def record_chosen(record: Callable[..., Figures], device: torch.device) -> Callable[..., None]:
+    """Record a module's figures of what the environment chooses; what had to work must have worked."""
+
+    def record_chosen(module: Any, *, models: str, arms: str) -> None:
+        changes = chosen(models=models, arms=arms, processes="BENCH_PROCESSES")
+        plan = dataclasses.replace(module.default_plan(device), **changes)
+        figures = record(lambda: module.measure(plan, device), module.render)
+        assert not module.failures(figures)
+
+    return record_chosen

@@ -1,4 +1,4 @@
-"""What to capture and how: modes, attention support levels and the one configuration object."""
+"""Configure captures: modes, attention support levels and the one configuration object."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import os
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from simplegraph.errors import ConfigError
 
 
 class CudaGraphMode(enum.Enum):
-    """Which graphs serve which batches.
+    """Choose which graphs serve which batches.
 
     A mode is a pair (decode, mixed): how a uniform decode batch runs, and how every other batch
     runs. NONE, PIECEWISE and FULL treat both alike and are the only modes a single run can have. A
@@ -33,28 +33,28 @@ class CudaGraphMode(enum.Enum):
     __hash__ = object.__hash__  # an Enum's own is a call into Python, several in every replay
 
     def decode_mode(self) -> CudaGraphMode:
-        """The mode of a uniform decode batch: NONE, PIECEWISE or FULL."""
+        """Return the mode of a uniform decode batch: NONE, PIECEWISE or FULL."""
         return CudaGraphMode[self.value[0]]
 
     def mixed_mode(self) -> CudaGraphMode:
-        """The mode of a batch that is not uniform decode: NONE, PIECEWISE or FULL."""
+        """Return the mode of a batch that is not uniform decode: NONE, PIECEWISE or FULL."""
         return CudaGraphMode[self.value[1]]
 
     def separate_routine(self) -> bool:
-        """Whether uniform decode and mixed batches run differently."""
+        """True if uniform decode and mixed batches run differently."""
         return self.decode_mode() is not self.mixed_mode()
 
     def has_full(self) -> bool:
-        """Whether any batch may run as one full graph."""
+        """True if any batch may run as one full graph."""
         return "FULL" in self.value
 
     def has_piecewise(self) -> bool:
-        """Whether any batch may run as graph segments with eager breaks between them."""
+        """True if any batch may run as graph segments with eager breaks between them."""
         return "PIECEWISE" in self.value
 
     @classmethod
     def parse(cls, value: CudaGraphMode | str) -> CudaGraphMode:
-        """The mode a name stands for, in any case; a mode is returned as it is.
+        """Return the mode of this name, in any case; a mode is returned as it is.
 
         Raises:
             ConfigError: the name is no mode.
@@ -69,7 +69,7 @@ class CudaGraphMode(enum.Enum):
 
 
 class AttentionCGSupport(enum.IntEnum):
-    """What an attention backend can do inside a full graph; with several backends the minimum decides."""
+    """Ranks what an attention backend can do inside a full graph; with several backends the minimum decides."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -85,7 +85,7 @@ ENV_PREFIX = "SIMPLEGRAPH_"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
-    """How a module, or an engine's manager, is captured. Every field can be left alone.
+    """Configure how a module, or an engine's manager, is captured. Every field has a default.
 
     Args:
         mode: a `CudaGraphMode` or its name.
@@ -165,47 +165,25 @@ class CudaGraphConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        _set(self, "mode", CudaGraphMode.parse(self.mode))
-        if self.capture_sizes is not None:
-            _set(self, "capture_sizes", _checked_sizes(self.capture_sizes))
-            if self.max_capture_size is not None:
-                raise ConfigError(
-                    "capture_sizes and max_capture_size are both set; "
-                    "give the sizes, or the largest default size, not both."
-                )
-        for name in ("max_capture_size", "max_num_seqs", "max_num_tokens"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), at_least=1)
-        for name, least in (("num_warmups", 0), ("uniform_query_len", 1), ("verify", 0), ("max_signatures", 1)):
-            _check_int(name, getattr(self, name), at_least=least)
-        for name in ("padding", "debug", "progress"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected True or False.")
-        if self.state_key is not None and not callable(self.state_key):
-            raise ConfigError(f"state_key is {self.state_key!r}; expected a function of the module.")
-        for name in ("outputs", "capture", "on_capture_failure", "on_stale", "on_too_many_signatures"):
-            choices = typing.get_args(_hints()[name])
-            if getattr(self, name) not in choices:
-                expected = " or ".join(map(repr, choices))
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}.")
-        self._check_limits()
-        _set(self, "batch_dims", _checked_mapping("batch_dims", self.batch_dims, _check_batch_dim))
-        _set(self, "pad_values", _checked_mapping("pad_values", self.pad_values, _check_pad_rule))
-        for name in ("trusted_args", "break_ops"):
-            _set(self, name, _checked_names(name, getattr(self, name)))
-        self._check_break_ops()
-        self._check_decode_sizes()
-
-    def _check_break_ops(self) -> None:
+        for name, (optional, kind) in _kinds().items():
+            value = getattr(self, name)
+            if value is not None or not optional:
+                object.__setattr__(self, name, kind.check(name, value))
+        if self.capture_sizes is not None and self.max_capture_size is not None:
+            raise ConfigError(
+                "capture_sizes and max_capture_size are both set; "
+                "give the sizes, or the largest default size, not both."
+            )
         for name in self.break_ops:
             if not all(name.partition("::")):
                 raise ConfigError(f"break_ops has {name!r}; expected operators such as 'mylib::attention'.")
+        self._check_limits()
+        self._check_decode_sizes()
 
     def _check_decode_sizes(self) -> None:
         if self.decode_capture_sizes is None:
             return
-        sizes = _checked_sizes(self.decode_capture_sizes, "decode_capture_sizes")
-        _set(self, "decode_capture_sizes", sizes)
+        sizes = self.decode_capture_sizes
         odd = [size for size in sizes if size % self.uniform_query_len]
         if odd:
             raise ConfigError(
@@ -233,7 +211,7 @@ class CudaGraphConfig:
             )
 
     def replace(self, **changes: Any) -> CudaGraphConfig:
-        """A copy with some fields changed, validated anew.
+        """Return a copy with some fields changed, validated again.
 
         Raises:
             ConfigError: a name is no field, or a value is invalid.
@@ -249,7 +227,7 @@ class CudaGraphConfig:
         return dataclasses.replace(self, **changes)
 
     def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:
-        """This configuration with what ``SIMPLEGRAPH_*`` variables say in place of its own values.
+        """Return a copy that takes the values of ``SIMPLEGRAPH_*`` variables in place of its own.
 
         Wrappers and managers call it once, when they are built; the environment wins, so that a
         deployed program can be switched to ``SIMPLEGRAPH_MODE=none`` or ``SIMPLEGRAPH_DEBUG=1``
@@ -270,39 +248,44 @@ class CudaGraphConfig:
             raise ConfigError(f"{error} (set from the environment: {variables})") from None
 
 
-@functools.cache
-def _hints() -> dict[str, Any]:
-    return typing.get_type_hints(CudaGraphConfig)
+def _require(name: str, value: Any, valid: bool, expected: str) -> Any:
+    if not valid:
+        raise ConfigError(f"{name} is {value!r}; expected {expected}.")
+    return value
 
 
-def _set(config: CudaGraphConfig, name: str, value: object) -> None:
-    object.__setattr__(config, name, value)
+def _check_int(name: str, value: Any) -> int:
+    least = _LEAST.get(name, 1)
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return int(_require(name, value, valid, f"a whole number of at least {least}"))
 
 
-def _check_int(name: str, value: object, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {at_least}.")
+def _check_bool(name: str, value: Any) -> Any:
+    return _require(name, value, isinstance(value, bool), "True or False")
 
 
-def _checked_sizes(sizes: Sequence[int], name: str = "capture_sizes") -> tuple[int, ...]:
-    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, (Sequence, set, frozenset, range)):
-        raise ConfigError(f"{name} is {sizes!r}; expected a sequence of batch sizes, such as [1, 2, 4, 8].")
-    if not sizes:
+def _check_choice(choices: tuple[str, ...], name: str, value: Any) -> Any:
+    return _require(name, value, value in choices, " or ".join(map(repr, choices)))
+
+
+def _check_function(name: str, value: Any) -> Any:
+    return _require(name, value, callable(value), "a function of the module")
+
+
+def _check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    valid = isinstance(sizes, (Sequence, set, frozenset)) and not isinstance(sizes, (str, bytes))
+    if not _require(name, sizes, valid, "a sequence of batch sizes, such as [1, 2, 4, 8]"):
         raise ConfigError(f"{name} is empty; give at least one size, or mode='NONE' for no graphs.")
-    for size in sizes:
-        _check_int(f"{name} entry", size, at_least=1)
-    return tuple(sorted(set(sizes)))
+    return tuple(sorted({_check_int(f"{name} entry", size) for size in sizes}))
 
 
-def _checked_names(setting: str, names: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{setting} is {names!r}; expected a sequence of names.")
-    return tuple(names)
+def _check_names(name: str, names: Any) -> tuple[str, ...]:
+    valid = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(item, str) for item in names)
+    return tuple(_require(name, names, valid, "a sequence of names"))
 
 
-def _checked_mapping(name: str, mapping: object, check: Callable[[str, object], None]) -> Mapping[str, Any]:
-    if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{name} is {mapping!r}; expected a mapping from argument names.")
+def _check_mapping(check: Callable[[str, Any], Any], name: str, mapping: Any) -> Mapping[str, Any]:
+    _require(name, mapping, isinstance(mapping, Mapping), "a mapping from argument names")
     for argument, value in mapping.items():
         if not isinstance(argument, str):
             raise ConfigError(f"{name} has the key {argument!r}; expected an argument name.")
@@ -310,16 +293,14 @@ def _checked_mapping(name: str, mapping: object, check: Callable[[str, object], 
     return _FrozenMapping(mapping)
 
 
-def _check_batch_dim(name: str, value: object) -> None:
-    if value is None or value == "reference":
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; expected a dimension, None or 'reference'.")
+def _check_batch_dim(name: str, value: Any) -> Any:
+    valid = value is None or value == "reference" or (isinstance(value, int) and not isinstance(value, bool))
+    return _require(name, value, valid, "a dimension, None or 'reference'")
 
 
-def _check_pad_rule(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) and value not in ("zero", "keep", "repeat-last"):
-        raise ConfigError(f"{name} is {value!r}; expected 'zero', 'keep', 'repeat-last' or a number.")
+def _check_pad_rule(name: str, value: Any) -> Any:
+    valid = isinstance(value, (int, float)) or value in ("zero", "keep", "repeat-last")
+    return _require(name, value, valid, "'zero', 'keep', 'repeat-last' or a number")
 
 
 class _FrozenMapping(dict[str, Any]):
@@ -339,16 +320,17 @@ class _FrozenMapping(dict[str, Any]):
 
 
 def _from_variable(variable: str, text: str) -> tuple[str, Any]:
-    """The (field, value) one environment variable stands for."""
-    field = variable[len(ENV_PREFIX) :].lower()
-    parsers = _variable_parsers()
-    if field not in parsers:
-        names = ", ".join(ENV_PREFIX + name.upper() for name in parsers)
+    """Parse one environment variable into (field, value)."""
+    name = variable[len(ENV_PREFIX) :].lower()
+    kinds = {field: kind for field, (_, kind) in _kinds().items() if kind.parse}
+    kind = kinds.get(name)
+    if kind is None or kind.parse is None:
+        names = ", ".join(ENV_PREFIX + field.upper() for field in kinds)
         raise ConfigError(f"{variable} names no setting; the variables are {names}.")
     try:
-        return field, parsers[field](text.strip())
+        return name, kind.parse(text.strip())
     except ValueError as error:
-        detail = str(error) if isinstance(error, ConfigError) else f"expected {_EXPECTED[parsers[field]]}."
+        detail = str(error) if isinstance(error, ConfigError) else f"expected {kind.expected}."
         raise ConfigError(f"{variable}={text!r} is not valid: {detail}") from None
 
 
@@ -367,28 +349,33 @@ def _parse_names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-_EXPECTED: dict[Callable[[str], Any], str] = {
-    int: "a whole number",
-    _parse_bool: "1 or 0, true or false",
-    _parse_sizes: "sizes separated by commas, such as 1,2,4",
+class _Kind(NamedTuple):
+    """Checks the settings of one type, and parses them from text if an environment variable can say them."""
+
+    check: Callable[[str, Any], Any]
+    parse: Callable[[str], Any] | None = None
+    expected: str = ""
+
+
+_LEAST = {"num_warmups": 0, "verify": 0}  # of the others 1
+_KINDS: dict[Any, _Kind] = {
+    CudaGraphMode: _Kind(lambda _, mode: CudaGraphMode.parse(mode), CudaGraphMode.parse),
+    int: _Kind(_check_int, int, "a whole number"),
+    bool: _Kind(_check_bool, _parse_bool, "1 or 0, true or false"),
+    Sequence[int]: _Kind(_check_sizes, _parse_sizes, "sizes separated by commas, such as 1,2,4"),
+    Sequence[str]: _Kind(_check_names, _parse_names),
+    Mapping[str, BatchDim]: _Kind(functools.partial(_check_mapping, _check_batch_dim)),
+    Mapping[str, PadRule]: _Kind(functools.partial(_check_mapping, _check_pad_rule)),
+    Callable[[Any], Hashable]: _Kind(_check_function),
 }
 
 
-def _variable_parsers() -> dict[str, Callable[[str], Any]]:
-    """A parser for every field that a string can say, by the field's type."""
-    parsers: dict[str, Callable[[str], Any]] = {}
-    for name, hint in _hints().items():
+@functools.cache
+def _kinds() -> dict[str, tuple[bool, _Kind]]:
+    """Look up by its annotation whether each field may be None, and its kind."""
+    kinds = {}
+    for name, hint in typing.get_type_hints(CudaGraphConfig).items():
         arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        if name in ("capture_sizes", "decode_capture_sizes"):
-            parsers[name] = _parse_sizes
-        elif name in ("trusted_args", "break_ops"):
-            parsers[name] = _parse_names
-        elif bool in arms:
-            parsers[name] = _parse_bool
-        elif int in arms:
-            parsers[name] = int
-        elif hint is CudaGraphMode:
-            parsers[name] = CudaGraphMode.parse
-        elif typing.get_origin(hint) is Literal:
-            parsers[name] = str
-    return parsers
+        choice = functools.partial(_check_choice, typing.get_args(arms[0]))
+        kinds[name] = type(None) in arms, _KINDS.get(arms[0]) or _Kind(choice, str)
+    return kinds

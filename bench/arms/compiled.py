@@ -31,14 +31,8 @@ def without_guards(guards: Sequence[Any]) -> list[bool]:
     return [False] * len(guards)
 
 
-def mark_batch_dynamic(batch: Batch) -> None:
-    """Tell Dynamo that dimension 0 of every input varies."""
-    for tensor in batch:
-        torch._dynamo.mark_dynamic(tensor, 0)
-
-
-class Compiled(Arm, abc.ABC):
-    """Compiled once with a dynamic batch dimension, at the largest size; on a GPU then captured per size."""
+class Compiling(Arm, abc.ABC):
+    """Compiled once with a dynamic batch dimension, at the largest size."""
 
     exact = False
     compiles = True
@@ -47,20 +41,41 @@ class Compiled(Arm, abc.ABC):
         super().__init__(setup)
         self._ascending = sorted(setup.sizes)
         self._static: Batch = tuple(tensor.clone() for tensor in setup.largest)  # type: ignore[assignment]
+        torch._inductor.config.compile_threads = COMPILE_THREADS
+        self._compiled = self.compile(setup.model)
+
+    @abc.abstractmethod
+    def compile(self, model: torch.nn.Module) -> Callable[..., Tensor]:
+        """The compiled model; compilation itself may wait for the first call."""
+
+    def run(self, batch: Batch) -> Tensor:
+        """What was compiled, on this batch."""
+        return self._compiled(*batch)
+
+    def compile_and_run(self, first: Batch, timeline: Timeline) -> None:
+        """Compile with the largest batch, then answer the first one."""
+        for tensor in self._static:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        self.run(self._static)
+        timeline.mark("compiled")
+        say(f"{self.name}: compiled after {timeline.seconds['compiled']:.1f} s")
+        self(*first)
+        timeline.mark("first_output")
+
+
+class Compiled(Compiling):
+    """On a GPU captured per size after it was compiled."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self._views = {size: rows(self._static, size) for size in setup.sizes}
         self._replays: dict[int, Replay] = {}
         self._lean = LeanCapture() if setup.device.type == "cuda" else None
-        torch._inductor.config.compile_threads = COMPILE_THREADS
-        self._compiled = self.compile(setup.model)
 
     @classmethod
     def check_available(cls, device: torch.device) -> None:
         if device.type == "cpu" and not any(map(shutil.which, CPP_COMPILERS)):
             raise NotAvailable(f"Inductor needs a C++ compiler on a CPU: none of {', '.join(CPP_COMPILERS)} is here")
-
-    @abc.abstractmethod
-    def compile(self, model: torch.nn.Module) -> Callable[..., Tensor]:
-        """The compiled model; compilation itself may wait for the first call."""
 
     @abc.abstractmethod
     def capture(self, lean: LeanCapture, views: Batch) -> Replay:
@@ -69,28 +84,16 @@ class Compiled(Arm, abc.ABC):
     def start(self, first: Batch, timeline: Timeline) -> None:
         if self._lean is None:
             self.notes.append("compiled with the C++ compiler, no CUDA graphs")
-            self._compile_and_run(first, timeline)
+            self.compile_and_run(first, timeline)
             for size in self.setup.sizes:
                 self._compiled(*self._views[size])
         else:
             with self._lean.on_stream():
-                self._compile_and_run(first, timeline)
-            self._capture_all(self._lean)
+                self.compile_and_run(first, timeline)
+            with self._lean.session():
+                for size in self.setup.sizes:
+                    self._replays[size] = self.capture(self._lean, self._views[size])
         timeline.mark("ready")
-
-    def _compile_and_run(self, first: Batch, timeline: Timeline) -> None:
-        largest = self._views[self._ascending[-1]]
-        mark_batch_dynamic(largest)
-        self._compiled(*largest)
-        timeline.mark("compiled")
-        say(f"{self.name}: compiled after {timeline.seconds['compiled']:.1f} s")
-        self._compiled(*first)
-        timeline.mark("first_output")
-
-    def _capture_all(self, lean: LeanCapture) -> None:
-        with lean.session():
-            for size in self.setup.sizes:
-                self._replays[size] = self.capture(lean, self._views[size])
 
     def __call__(self, *batch: Tensor) -> Tensor:
         count = batch[0].shape[0]

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.arms.base import Arm, NotAvailable, Setup, require_cuda
-from bench.arms.compiled import COMPILE_THREADS, mark_batch_dynamic, without_guards
+from bench.arms.base import NotAvailable, require_cuda
+from bench.arms.compiled import Compiling, without_guards
 from bench.arms.static import fill, padded_size, rows
 from bench.models.workload import Batch
-from bench.tools.measure import Timeline, say
+from bench.tools.measure import Timeline
 
 # Inductor runs a shape once to warm up, records it at the second call, replays it from the third on.
 CALLS_TO_RECORD = 2
 
 
-class InductorPartition(Arm):
+class InductorPartition(Compiling):
     """`torch.compile` with `graph_partition`; the attention operator's tag keeps it out of the graphs."""
 
     name = "inductor-partition"
-    exact = False
-    compiles = True
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._ascending = sorted(setup.sizes)
-        self._static: Batch = tuple(tensor.clone() for tensor in setup.largest)  # type: ignore[assignment]
-        torch._inductor.config.compile_threads = COMPILE_THREADS
-        options = {
-            "graph_partition": True,
-            "triton.cudagraphs": True,
-            "guard_filter_fn": without_guards,
-        }
-        self._compiled = torch.compile(setup.model, fullgraph=True, options=options)
+    def compile(self, model: torch.nn.Module) -> Callable[..., Tensor]:
+        options = {"graph_partition": True, "triton.cudagraphs": True, "guard_filter_fn": without_guards}
+        return torch.compile(model, fullgraph=True, options=options)
 
     @classmethod
     def check_available(cls, device: torch.device) -> None:
@@ -45,21 +36,16 @@ class InductorPartition(Arm):
             raise NotAvailable("this torch has no graph_partition")
 
     def start(self, first: Batch, timeline: Timeline) -> None:
-        mark_batch_dynamic(self._static)
-        self._call(self._static)
-        timeline.mark("compiled")
-        say(f"{self.name}: compiled after {timeline.seconds['compiled']:.1f} s")
-        self(*first)
-        timeline.mark("first_output")
+        self.compile_and_run(first, timeline)
         for size in self.setup.sizes:
             for _ in range(CALLS_TO_RECORD):
-                self._call(rows(self._static, size))
+                self.run(rows(self._static, size))
         timeline.mark("ready")
         self._check_recorded()
 
-    def _call(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return self._compiled(*batch)
+        return super().run(batch)
 
     def _check_recorded(self) -> None:
         """Without graphs this would be another arm under this one's name."""
@@ -71,7 +57,7 @@ class InductorPartition(Arm):
         count = batch[0].shape[0]
         views = rows(self._static, padded_size(self._ascending, count))
         fill(views, batch)
-        return self._call(views)[:count]
+        return self.run(views)[:count]
 
     def graphs(self) -> str:
         return "CUDA graphs"

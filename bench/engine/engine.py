@@ -54,9 +54,12 @@ class Engine:
     def __init__(self, llama: Llama, config: EngineConfig | None = None, ranks: RankGroup | None = None) -> None:
         self.config = config or EngineConfig()
         self.runner = ModelRunner(llama, self.config, ranks)
-        blocks = self.runner.metadata.max_blocks
-        pages = PageAllocator(self.config.num_pages, self.config.max_num_seqs, blocks)
-        self.scheduler = Scheduler(pages, self.config.page_size, self.config.max_num_seqs, self.config.max_num_tokens)
+        self._begin(llama, Scheduler)
+
+    def _begin(self, llama: Llama, scheduler: type[Scheduler]) -> None:
+        """Begin without requests; the config and the runner are known."""
+        pages = PageAllocator(self.config.num_pages, self.config.max_num_seqs, self.runner.metadata.max_blocks)
+        self.scheduler = scheduler(pages, self.config)
         self._vocab_size = llama.config.vocab_size
         self._ids = itertools.count()
         self._under_way: Launched | None = None

@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from bench.engine.config import EngineConfig
 from bench.engine.pages import PageAllocator
 from bench.engine.request import FinishReason, Request
 
@@ -52,18 +53,16 @@ class Scheduler:
 
     Args:
         pages: the cache's.
-        page_size: tokens in a page.
-        max_num_seqs: requests that run at once.
-        max_num_tokens: tokens of a step.
+        config: of the engine.
     """
 
-    def __init__(self, pages: PageAllocator, page_size: int, max_num_seqs: int, max_num_tokens: int) -> None:
+    def __init__(self, pages: PageAllocator, config: EngineConfig) -> None:
         self.pages = pages
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._page_size = page_size
-        self._max_num_tokens = max_num_tokens
-        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._page_size = config.page_size
+        self._max_num_tokens = config.max_num_tokens
+        self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._ahead = 0  # tokens that get a place beyond those of the step
 
     @property

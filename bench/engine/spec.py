@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from bench.engine.config import require
 from bench.engine.engine import Engine, Output
-from bench.engine.pages import PageAllocator
 from bench.engine.request import FinishReason, Request, RequestError, SamplingParams
 from bench.engine.scheduler import StepPlan
 from bench.engine.spec_config import SpecConfig
@@ -111,14 +109,8 @@ class SpecEngine(Engine):
     ) -> None:
         self.config = config or SpecConfig()
         self.runner = SpecRunner(llama, draft, self.config, pool)
-        blocks = self.runner.metadata.max_blocks
-        pages = PageAllocator(self.config.num_pages, self.config.max_num_seqs, blocks)
-        self.scheduler = SpecScheduler(pages, self.config)
+        self._begin(llama, SpecScheduler)
         self.acceptance = Acceptance()
-        self._vocab_size = llama.config.vocab_size
-        self._ids = itertools.count()
-        self._under_way = None
-        self._cancelled: list[Request] = []
         self._num_draft_tokens = self.config.drafts[0]
 
     @property

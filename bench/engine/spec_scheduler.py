@@ -54,7 +54,7 @@ class SpecScheduler(Scheduler):
     """
 
     def __init__(self, pages: PageAllocator, config: SpecConfig) -> None:
-        super().__init__(pages, config.page_size, config.max_num_seqs, config.max_num_tokens)
+        super().__init__(pages, config)
         self.drafted: set[Request] = set()
         # Drafts are written behind what is verified.
         self._ahead = max(config.drafts) - 1

@@ -4,19 +4,10 @@
 `BENCH_PROCESSES` is how many of each arm.
 """
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from bench.models_first_call import first_call
-from bench.tools.options import chosen
 
 
-def test_models(record: Callable[..., Any], device: torch.device) -> None:
-    changes = chosen(models="BENCH_MODELS", arms="BENCH_MODEL_ARMS", processes="BENCH_PROCESSES")
-    plan = dataclasses.replace(first_call.default_plan(device), **changes)
-    assert not first_call.failures(record(lambda: first_call.measure(plan, device), first_call.render))
+def test_models(record_chosen: Callable[..., None]) -> None:
+    record_chosen(first_call, models="BENCH_MODELS", arms="BENCH_MODEL_ARMS")

@@ -51,7 +51,7 @@ _metadata: AttentionMetadata | None = None
 
 
 @contextlib.contextmanager
-def attending(metadata: AttentionMetadata) -> Iterator[None]:
+def for_requests(metadata: AttentionMetadata) -> Iterator[None]:
     """Calls of a `MixedLlama` in here, eager ones and replays, are of these requests."""
     global _metadata
     before, _metadata = _metadata, metadata
@@ -72,7 +72,7 @@ def mixed_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: Attenti
         layer: whose cache it is.
 
     Raises:
-        RuntimeError: outside `attending`, or for more tokens than there are rows.
+        RuntimeError: outside `for_requests`, or for more tokens than there are rows.
     """
     step = _metadata
     if step is None or step.num_tokens > q.shape[0]:
@@ -101,7 +101,7 @@ def mixed_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: Attenti
 
 def _complaint(step: AttentionMetadata | None, rows: int) -> str:
     if step is None:
-        return "mixed attention was called without requests; call the model inside `with attending(metadata):`."
+        return "mixed attention was called without requests; call the model inside `with for_requests(metadata):`."
     return f"the requests have {step.num_tokens} tokens, the forward {rows} rows; give it as many, or more."
 
 
@@ -127,7 +127,7 @@ def _tokens(cache: Tensor, pages: Tensor, length: int) -> Tensor:
 
 
 class MixedStep(NamedTuple):
-    """A step whose requests are those of `attending`; cos, sin as in `LlamaStep`."""
+    """A step whose requests are those of `for_requests`; cos, sin as in `LlamaStep`."""
 
     cos: Tensor
     sin: Tensor
@@ -137,7 +137,7 @@ class MixedStep(NamedTuple):
 
 
 class MixedLlama(nn.Module):
-    """A Llama for mixed batches, over the very weights and caches of another; call it inside `attending`."""
+    """A Llama for mixed batches, over the very weights and caches of another; call it inside `for_requests`."""
 
     def __init__(self, llama: Llama) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from bench.arms.base import Setup
 from bench.arms.correctness import STRIDE, Mismatch, allowed_error, eager_noise, relative_error
 from bench.arms.static import padded_size
 from bench.models.llama import Llama
-from bench.piecewise.mixed_llama import MixedLlama, attending
+from bench.piecewise.mixed_llama import MixedLlama, for_requests
 from bench.piecewise.mixes import Mix, MixedBatch, mixed_batch, mixes
 from simplegraph import wrap
 
@@ -79,7 +79,7 @@ def capture(setup: Setup, sizes: Sequence[int]) -> MixedGraphs:
         progress=False,
     )
     ids, positions, metadata = _batch(setup, largest, start=0)
-    with attending(metadata):
+    with for_requests(metadata):
         piecewise.capture_graphs(ids, positions)
     segments = {graph.segments for graph in piecewise.graph_stats.graphs.values()}
     if segments != {setup.segments}:
@@ -94,7 +94,7 @@ def compare(graphed: MixedGraphs, mix: Mix, batch: MixedBatch, noise: float) -> 
         Mismatch: they differ by more than rounding.
     """
     ids, positions, metadata = batch
-    with attending(metadata):
+    with for_requests(metadata):
         expected = graphed.eager(ids, positions).clone()
         forget(graphed.eager.llama, metadata.slots)
         found = graphed.piecewise(ids, positions)
@@ -127,7 +127,7 @@ def _described(mix: Mix) -> dict[str, Any]:
 
 def _timed(graphed: MixedGraphs, batch: MixedBatch, clock: Clock) -> dict[str, float]:
     ids, positions, metadata = batch
-    with attending(metadata):
+    with for_requests(metadata):
         return clock(
             {
                 "eager": lambda: graphed.eager(ids, positions),

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     rate = options.rate or (40.0 if on_gpu else 20.0)
     llama = Workload(model, (1,), device, lm_head=True, shard=shard).build()
     longest = None if on_gpu else 64  # an emulated step takes long enough
-    arrivals = load.load(count, rate, llama.config.vocab_size, seed=options.seed, longest=longest)
+    arrivals = load.arrivals(count, rate, llama.config.vocab_size, seed=options.seed, longest=longest)
     results = {}
     for attention in options.attention.split(","):
         for arm in options.arms or default_arms(options.tp):

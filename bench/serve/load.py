@@ -52,7 +52,7 @@ class Timing:
         return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
 
 
-def load(count: int, rate: float, vocab_size: int, *, seed: int = 0, longest: int | None = None) -> list[Arrival]:
+def arrivals(count: int, rate: float, vocab_size: int, *, seed: int = 0, longest: int | None = None) -> list[Arrival]:
     """Requests that come at random times.
 
     Args:

@@ -13,4 +13,4 @@ from simplegraph.attention.cache import PagedKVCache as PagedKVCache
 from simplegraph.attention.kernels.reference import reference_attention as reference_attention
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata as BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata as CommonMetadata
-from simplegraph.attention.metadata.requests import ContextShare as ContextShare
+from simplegraph.attention.metadata.batch_state import ContextShare as ContextShare

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from simplegraph.attention.metadata.bounds import check_counts
 from simplegraph.errors import ConfigError, InputError
 
 
@@ -37,16 +38,8 @@ class PagedKVCache:
         device: torch.device | str,
         layout: Literal["NHD", "HND"] = "NHD",
     ) -> None:
-        sizes = {
-            "num_layers": num_layers,
-            "num_pages": num_pages,
-            "page_size": page_size,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-        }
-        for name, value in sizes.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; expected a whole number of at least 1.")
+        check_counts(num_layers=num_layers, num_pages=num_pages, page_size=page_size)
+        check_counts(num_kv_heads=num_kv_heads, head_dim=head_dim)
         if layout not in ("NHD", "HND"):
             raise ConfigError(f"layout is {layout!r}; expected 'NHD' or 'HND'.")
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
@@ -58,17 +51,17 @@ class PagedKVCache:
         with torch.inference_mode(False):
             self._memory = torch.zeros(2, num_layers, num_pages + 1, *page, head_dim, dtype=dtype, device=device)
         self.device = self._memory.device
+        self._keys: list[Tensor]
+        self._values: list[Tensor]
         self._keys, self._values = ([part[layer, :num_pages] for layer in range(num_layers)] for part in self._memory)
 
     def keys(self, layer: int) -> Tensor:
         """The layer's pages: (num_pages, page_size, num_kv_heads, head_dim), or with HND the middle two swapped."""
-        pages: Tensor = self._keys[layer]
-        return pages
+        return self._keys[layer]
 
     def values(self, layer: int) -> Tensor:
         """As `keys`."""
-        pages: Tensor = self._values[layer]
-        return pages
+        return self._values[layer]
 
     @property
     def bytes(self) -> int:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from simplegraph import attention
 from simplegraph.attention.backend import AttentionBackend, BackendGroup, attend, attending
-from simplegraph.attention.backends.flash_attention import FlashAttention2Backend, FlashAttentionBackend
-from simplegraph.attention.backends.flashinfer import FlashInferBackend
-from simplegraph.attention.backends.sdpa import SDPABackend
-from simplegraph.attention.backends.triton_decode import TritonDecodeBackend
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.kernels.reference import reference_attention
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
@@ -23,12 +20,12 @@ from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, VerificationError
 from simplegraph.manager.manager import CudaGraphManager
 
-BACKENDS: tuple[Callable[..., AttentionBackend], ...] = (
-    FlashAttentionBackend,
-    FlashAttention2Backend,
-    FlashInferBackend,
-    TritonDecodeBackend,
-    SDPABackend,
+BACKENDS: tuple[type[AttentionBackend], ...] = (
+    attention.FlashAttentionBackend,
+    attention.FlashAttention2Backend,
+    attention.FlashInferBackend,
+    attention.TritonDecodeBackend,
+    attention.SDPABackend,
 )
 LAYERS = 2
 # Of the whole output, and of its worst row: what rounding to a dtype explains, and what only a wrong row does.
@@ -58,62 +55,61 @@ class Trial:
 
 def self_test(device: torch.device, *, rounds: int = 20) -> Iterator[Trial]:
     """Try every backend: uniform decode in full graphs, and mixed batches where it can."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for make in BACKENDS:
-        name = str(getattr(make, "name", make))
-        kinds = ["decode", "mixed"] if make.support is AttentionCGSupport.ALWAYS else ["decode"]  # type: ignore[attr-defined]
+        kinds = ["decode", "mixed"] if make.support is AttentionCGSupport.ALWAYS else ["decode"]
         for kind in kinds:
-            try:
-                engine = _engine(make, kind, device, dtype)
-            except ConfigError as error:
-                yield Trial(name, "any", 0, None, str(error), installed=False)
+            yield (trial := _try(make, kind, device, rounds))
+            if trial.batches == "any":
                 break
-            except Exception as error:
-                yield Trial(name, "any", 0, None, f"{type(error).__name__}: {error}")
-                break
-            yield _try(engine, name, kind, rounds)
 
 
-def _engine(
-    make: Callable[..., AttentionBackend], kind: str, device: torch.device, dtype: torch.dtype
-) -> AttentionEngine:
-    shape: dict[str, Any] = (
-        {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16} if device.type == "cuda" else {}
-    )
-    sizes = {"max_len": 2048, "num_pages": 4000, "max_tokens": 128, "max_reqs": 32} if shape else {}
-    mode = "FULL" if kind == "mixed" else "FULL_DECODE_ONLY"
-    with torch.inference_mode():
-        return AttentionEngine(make, device, dtype=dtype, mode=mode, **shape, **sizes)
-
-
-def _try(engine: AttentionEngine, name: str, kind: str, rounds: int) -> Trial:
-    """Whatever goes wrong is the backend's: it is what the trial is for."""
+@torch.inference_mode()
+def _try(make: type[AttentionBackend], kind: str, device: torch.device, rounds: int) -> Trial:
+    """Try a backend on one kind of batches; whatever goes wrong is the backend's, which is what the trial is for."""
+    name = make.name
+    try:
+        engine = _engine(make, kind, device)
+    except ConfigError as problem:
+        return Trial(name, "any", 0, None, str(problem), installed=False)
+    except Exception as problem:
+        return Trial(name, "any", 0, None, f"{type(problem).__name__}: {problem}")
+    try:
+        engine.manager.capture(engine.forward)
+    except Exception as problem:
+        return Trial(name, kind, 0, None, f"{type(problem).__name__}: {problem}")
     worst = 0.0
-    with torch.inference_mode():
+    for seed in range(rounds):
+        requests = engine.requests(kind, 1 + seed % engine.metadata.max_num_reqs, seed)
         try:
-            engine.manager.capture(engine.forward)
+            ran, error = engine.step(requests, seed)
         except Exception as problem:
-            return Trial(name, kind, 0, None, f"{type(problem).__name__}: {problem}")
-        for seed in range(rounds):
-            requests = engine.requests(kind, 1 + seed % engine.metadata.max_num_reqs, seed)
-            try:
-                ran, error = engine.step(requests, seed)
-            except Exception as problem:
-                return Trial(name, kind, seed, worst, f"{problem} ({requests})")
-            worst = max(worst, error)
-            if ran is not CudaGraphMode.FULL or error > _ROUNDING[engine.cache.dtype]:
-                return Trial(name, kind, seed + 1, worst, f"relative error {error:.1e} in mode {ran.name} ({requests})")
-        engine.manager.reset()
+            return Trial(name, kind, seed, worst, f"{problem} ({requests})")
+        worst = max(worst, error)
+        if ran is not CudaGraphMode.FULL or error > _ROUNDING[engine.cache.dtype]:
+            said = f"relative error {error:.1e} in mode {ran.name} ({requests})"
+            return Trial(name, kind, seed + 1, worst, said)
+    engine.manager.reset()
     return Trial(name, kind, rounds, worst, None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Requests:
+def _engine(make: type[AttentionBackend], kind: str, device: torch.device) -> AttentionEngine:
+    mode = "FULL" if kind == "mixed" else "FULL_DECODE_ONLY"
+    if device.type != "cuda":
+        return AttentionEngine(make, device, mode=mode)
+    shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
+    sizes: dict[str, Any] = {"max_len": 2048, "num_pages": 4000, "max_tokens": 128, "max_reqs": 32}
+    return AttentionEngine(make, device, dtype=torch.bfloat16, mode=mode, **shape, **sizes)
+
+
+class Requests(NamedTuple):
     """The requests of a step: tokens of each in this step, in the cache, and its pages."""
 
     query_lens: list[int]
     seq_lens: list[int]
-    block_table: list[list[int]] = dataclasses.field(repr=False)
+    block_table: list[list[int]]
+
+    def __str__(self) -> str:
+        return f"query_lens={self.query_lens}, seq_lens={self.seq_lens}"
 
 
 class AttentionEngine:
@@ -146,17 +142,9 @@ class AttentionEngine:
     ) -> None:
         rows: dict[str, Any] = {"dtype": dtype, "device": device}
         self.cache = PagedKVCache(LAYERS, num_pages, page_size, num_kv_heads, head_dim, layout=layout, **rows)
-        self.metadata = BatchMetadata(
-            max_num_tokens=max_tokens,
-            max_num_reqs=max_reqs,
-            max_model_len=max_len,
-            page_size=page_size,
-            device=device,
-            num_pages=num_pages,
-            debug=True,
-        )
+        limits: dict[str, Any] = {"max_num_tokens": max_tokens, "max_num_reqs": max_reqs, "max_model_len": max_len}
+        self.metadata = BatchMetadata(**limits, page_size=page_size, device=device, num_pages=num_pages, debug=True)
         self.backend: AttentionBackend | BackendGroup = make(self.cache, self.metadata, num_heads=num_heads)
-        self.scale = head_dim**-0.5
         self.q = torch.zeros(max_tokens, num_heads, head_dim, **rows)
         self.k, self.v = (torch.zeros(max_tokens, num_kv_heads, head_dim, **rows) for _ in range(2))
         settings = {"max_num_seqs": max_reqs, "max_num_tokens": max_tokens, "progress": False} | settings
@@ -206,9 +194,7 @@ class AttentionEngine:
         batch = self.manager.dispatch(tokens, count, uniform)
         expected = self._cache_after(requests)
         self.metadata.set(
-            requests.query_lens,
-            requests.seq_lens,
-            requests.block_table,
+            *requests,
             num_tokens=batch.descriptor.num_tokens,
             num_reqs=batch.descriptor.num_reqs if batch.mode is CudaGraphMode.FULL else count,
         )
@@ -224,15 +210,8 @@ class AttentionEngine:
 
     def _error(self, requests: Requests, output: Tensor, layer: int) -> float:
         tokens = sum(requests.query_lens)
-        exact = reference_attention(
-            self.q[:tokens] * (layer + 1),
-            self.cache,
-            layer,
-            requests.query_lens,
-            requests.seq_lens,
-            requests.block_table,
-            self.scale,
-        )
+        q, scale = self.q[:tokens] * (layer + 1), self.cache.head_dim**-0.5
+        exact = reference_attention(q, self.cache, layer, *requests, scale)
         difference = output[:tokens].double() - exact
         worst = float((difference.norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-12)).max())
         if worst > _WRONG_ROW:
@@ -244,7 +223,7 @@ class AttentionEngine:
         memory = self._pages().clone()
         rows = memory if self.cache.layout == "NHD" else memory.transpose(3, 4)
         token = 0
-        for query, length, blocks in zip(requests.query_lens, requests.seq_lens, requests.block_table, strict=True):
+        for query, length, blocks in zip(*requests, strict=True):
             for position in range(length - query, length):
                 page, offset = blocks[position // self.cache.page_size], position % self.cache.page_size
                 rows[0, :, page, offset] = self.k[token]

@@ -81,21 +81,24 @@ class ProgramTable:
             load: fills the static inputs, once the stream may touch the pool; None if there is nothing to fill.
             inputs: what `load` is called with.
         """
-        if self._current_stream() != self.pool.stream:
+        current_stream = self._current_stream
+        if current_stream() != self.pool.stream:
             self.order_streams()
         if load is not None:
             load(inputs)
         for hooks in self.hooks:
             hooks.before_replay(graph.mode, graph.descriptor)
         program = graph.program
+        replay = program.replay
         if program.breaks or _profiler_enabled():
             with self._around(graph):
-                program.replay()
+                replay()
         else:  # a context that does nothing would cost a microsecond
-            program.replay()
+            replay()
         counters = graph.counters
         counters.replays += 1
-        counters.padded_tokens += padding
+        if padding:
+            counters.padded_tokens += padding
 
     @contextlib.contextmanager
     def _around(self, graph: CapturedGraph) -> Any:

@@ -55,12 +55,12 @@ def try_replay(
         return MISS
     if torch.is_grad_enabled() and wants_grad(leaves, plan.state):
         return MISS
-    state = plan.state
+    state, is_capturing = plan.state, plan.is_capturing
     if state_key is not None and state_key(module) != layout.state:
         return MISS
     with plan.pool.lock:
         moved = (state.seen != Changes.count or state.watches_plain) and state.moved()
-        if moved or not plan.program.live or plan.is_capturing():
+        if moved or not plan.program.live or is_capturing():
             return MISS
         if plan.checked:
             return replay_checked(module, plan, leaves, args, kwargs, copies)

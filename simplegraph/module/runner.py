@@ -74,8 +74,9 @@ class GraphRunner:
         if context is not None and context.bypass is not None:
             return self._eager(module, args, kwargs, context.bypass)
         known = self._known
-        if known.last is not None:
-            result = try_replay(module, known.last, known.state_key, args, kwargs, context)
+        layout = known.last
+        if layout is not None:
+            result = try_replay(module, layout, known.state_key, args, kwargs, context)
             if result is not MISS:
                 return result
         return self._call_slowly(module, args, kwargs, context)

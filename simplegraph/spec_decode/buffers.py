@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from simplegraph.errors import ConfigError
+from simplegraph.errors import ConfigError, InputError
 from simplegraph.spec_decode.model import DraftModel
 
 
@@ -70,6 +70,25 @@ class DraftBuffers:
         """Let a warmup, of any size, read the first row and write its drafts to nobody's slot."""
         self.last.zero_()
         self.slots.fill_(self._scratch)
+
+    def load(self, input_ids: Tensor, positions: Tensor, states: Tensor, last: Tensor, slots: Tensor) -> None:
+        """Take what the target computed; see `EagleDrafter.load`.
+
+        Raises:
+            InputError: the states are not those that the draft was made for, or there are too many rows.
+        """
+        tokens, reqs, shape = input_ids.shape[0], last.shape[0], (input_ids.shape[0], self.states.shape[1])
+        if states.shape != shape or states.dtype is not self.states.dtype:
+            raise InputError(
+                f"states is {tuple(states.shape)} of {states.dtype}; the draft was made for {shape} of "
+                f"{self.states.dtype}. Is it a draft for another target?"
+            )
+        most_tokens, most_reqs = len(self.input_ids), len(self.last)
+        if tokens > most_tokens or reqs > most_reqs:
+            raise InputError(f"{tokens} tokens and {reqs} requests; the drafter holds {most_tokens} and {most_reqs}.")
+        targets = [self.input_ids[:tokens], self.positions[:tokens], self.last[:reqs], self.slots[:reqs]]
+        torch._foreach_copy_(targets, [input_ids, positions, last, slots])
+        self.states[:tokens].copy_(states)
 
     def finish(self, position: int) -> None:
         """Let a warmup of the steps that follow begin where no request goes, so that it writes no key."""

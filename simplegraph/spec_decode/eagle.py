@@ -15,6 +15,7 @@ there lies beyond its request's length, and the next round writes over it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend, attending
-from simplegraph.attention.metadata.requests import Ints
+from simplegraph.attention.metadata.reading import Ints
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.batch.sizes import default_sizes
@@ -83,25 +84,26 @@ class EagleDrafter:
         progress: bool = False,
     ) -> None:
         self.model, self.num_draft_tokens, self.proposals = model, num_draft_tokens, proposals
-        self._prefill_backend, self._decode_backend = prefill, decode
-        self._metadata = decode.metadata
-        self._check()
-        metadata = prefill.metadata
-        self._max_num_reqs = min(metadata.max_num_reqs, proposals.num_slots)
-        self._buffers = DraftBuffers(model, metadata.max_num_tokens, self._max_num_reqs, proposals, prefill.cache.dtype)
-        mode = _checked_mode(mode)
-        self.prefill_manager = self._manager(
-            prefill, num_draft_tokens + 1, mode, capture_sizes, mixed_capture_sizes, pool=pool, progress=progress
+        _check_fit(prefill, decode, proposals, num_draft_tokens)
+        mode = CudaGraphMode.parse(mode)
+        if mode.name not in _MODES:
+            raise ConfigError(f"mode is {mode.name}; a drafter runs in one of {', '.join(_MODES)}.")
+        self._prefill_backend, self._decode_backend, self._metadata = prefill, decode, decode.metadata
+        most = min(prefill.metadata.max_num_reqs, proposals.num_slots)
+        self._buffers = DraftBuffers(model, prefill.metadata.max_num_tokens, most, proposals, prefill.cache.dtype)
+        make = functools.partial(_manager, max_num_reqs=most, capture_sizes=capture_sizes, progress=progress)
+        self.prefill_manager = make(
+            prefill, num_draft_tokens + 1, mode, mixed_capture_sizes=mixed_capture_sizes, pool=pool
         )
         self.decode_manager: CudaGraphManager | None = None
         if num_draft_tokens > 1:
             mode = CudaGraphMode.FULL_DECODE_ONLY if mode.has_full() else mode
-            pool = self.prefill_manager.pool
-            self.decode_manager = self._manager(decode, 1, mode, capture_sizes, None, pool=pool, progress=progress)
+            # Of one token each, requests are tokens where the graphs are piecewise, too.
+            self.decode_manager = make(decode, 1, mode, mixed_capture_sizes=None, pool=self.prefill_manager.pool)
 
     @property
     def chained(self) -> bool:
-        """Whether all decode steps are one graph: the attention goes by the lengths on the device."""
+        """True if all decode steps are one graph: the attention goes by the lengths on the device."""
         return self._decode_backend.reads_lengths_on_device
 
     def capture(self) -> list[CaptureSummary]:
@@ -139,21 +141,7 @@ class EagleDrafter:
         Raises:
             InputError: the states are not those that the draft was made for, or there are too many rows.
         """
-        buffers, tokens, reqs = self._buffers, input_ids.shape[0], last.shape[0]
-        shape = (tokens, self.model.state_size)
-        if states.shape != shape or states.dtype is not buffers.states.dtype:
-            raise InputError(
-                f"states is {tuple(states.shape)} of {states.dtype}; the draft was made for {shape} of "
-                f"{buffers.states.dtype}. Is it a draft for another target?"
-            )
-        if tokens > buffers.input_ids.shape[0] or reqs > self._max_num_reqs:
-            raise InputError(
-                f"{tokens} tokens and {reqs} requests; the drafter holds {buffers.input_ids.shape[0]} and "
-                f"{self._max_num_reqs}."
-            )
-        targets = [buffers.input_ids[:tokens], buffers.positions[:tokens], buffers.last[:reqs], buffers.slots[:reqs]]
-        torch._foreach_copy_(targets, [input_ids, positions, last, slots])
-        buffers.states[:tokens].copy_(states)
+        self._buffers.load(input_ids, positions, states, last, slots)
 
     def draft(
         self, num_tokens: int, num_reqs: int, uniform_query_len: int | None, seq_lens: Ints | None = None
@@ -204,13 +192,12 @@ class EagleDrafter:
 
     def reset(self) -> None:
         """Drop every graph."""
-        for manager in self._managers():
-            manager.reset()
-
-    def _managers(self) -> list[CudaGraphManager]:
-        return [manager for manager in (self.prefill_manager, self.decode_manager) if manager is not None]
+        for manager in (self.prefill_manager, self.decode_manager):
+            if manager is not None:
+                manager.reset()
 
     def _prefill(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        """Run the draft over what the target computed, for the first draft of each request."""
         buffers, rows = self._buffers, descriptor.num_tokens
         with attending(self._prefill_backend, mode, descriptor):
             fused = self.model.fuse(buffers.states[:rows])
@@ -220,7 +207,7 @@ class EagleDrafter:
     # A piecewise graph does not know how many requests its rows are of.
     @eager_break
     def _begin(self, found: Tensor, hidden: Tensor) -> None:
-        """The first drafts, of a full graph's requests or else of the real ones."""
+        """Choose the first drafts, of a full graph's requests or else of the real ones."""
         buffers, seq_lens = self._buffers, self._prefill_backend.live.seq_lens
         last = buffers.last_rows(seq_lens)
         tokens = self.model.choose(found.index_select(0, last))
@@ -229,86 +216,82 @@ class EagleDrafter:
         buffers.publish(seq_lens)
 
     def _decode(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        buffers, rows = self._buffers, descriptor.num_tokens
-        steps = self.num_draft_tokens - 1 if self.chained else 1
-        found = []
+        """Run the steps after the first draft: all of them, or where not `chained` one."""
+        buffers, metadata, rows = self._buffers, self._metadata, descriptor.num_tokens
+        steps, found = self.num_draft_tokens - 1 if self.chained else 1, []
         with attending(self._decode_backend, mode, descriptor):
-            live, most = self._metadata.view(rows, rows), self._metadata.max_model_len
+            live, most = metadata.view(rows, rows), metadata.max_model_len
             limits = live.seq_lens
             if self.chained:
                 limits = follow(live, self._prefill_backend.metadata.view(rows, rows), steps, most)
-            last, page_size = buffers.last_positions[:rows], self._metadata.page_size
-            ahead = upcoming(last, limits, live.block_table, page_size, steps, most)
+            last = buffers.last_positions[:rows]
             ids, hidden = buffers.tokens[:rows], buffers.hidden[:rows]
-            for step in range(steps):
-                live.slot_mapping.copy_(ahead.slots[step])
-                live.seq_lens.copy_(ahead.seq_lens[step])
-                out, hidden = self.model(ids, ahead.positions[step], hidden)
+            ahead = upcoming(last, limits, live.block_table, metadata.page_size, steps, most)
+            for positions, slots, seq_lens in zip(*ahead, strict=True):
+                live.slot_mapping.copy_(slots)
+                live.seq_lens.copy_(seq_lens)
+                out, hidden = self.model(ids, positions, hidden)
                 ids = self.model.choose(out)
                 found.append(ids)
         buffers.add(torch.stack(found, dim=1))
         if not self.chained:
-            buffers.keep(ids, ahead.positions[-1], hidden)
+            buffers.keep(ids, positions, hidden)
         buffers.publish(limits)
 
-    def _manager(
-        self,
-        backend: AttentionBackend,
-        query_len: int,
-        mode: CudaGraphMode,
-        capture_sizes: Sequence[int] | None,
-        mixed_capture_sizes: Sequence[int] | None,
-        **shared: Any,
-    ) -> CudaGraphManager:
-        metadata = backend.metadata
-        most = min(self._max_num_reqs, metadata.max_num_tokens // query_len)
-        reqs = default_sizes(most) if capture_sizes is None else sorted({min(size, most) for size in capture_sizes})
-        # Of one token each, requests are tokens where the graphs are piecewise, too.
-        settings: dict[str, Any] = {"capture_sizes": reqs if query_len == 1 else mixed_capture_sizes}
-        if mode.separate_routine():
-            settings |= {"uniform_query_len": query_len, "decode_capture_sizes": [size * query_len for size in reqs]}
-        manager = CudaGraphManager(
-            mode=mode,
-            device=backend.device,
-            support=backend.support,
-            max_num_tokens=metadata.max_num_tokens,
-            max_num_seqs=self._max_num_reqs,
-            name="draft decode" if query_len == 1 else "draft prefill",
-            **settings,
-            **shared,
+
+def _manager(
+    backend: AttentionBackend,
+    query_len: int,
+    mode: CudaGraphMode,
+    *,
+    max_num_reqs: int,
+    capture_sizes: Sequence[int] | None,
+    mixed_capture_sizes: Sequence[int] | None,
+    **shared: Any,
+) -> CudaGraphManager:
+    """Make the manager of graphs over requests of `query_len` tokens each, with the backend as its hooks."""
+    metadata = backend.metadata
+    most = min(max_num_reqs, metadata.max_num_tokens // query_len)
+    reqs = default_sizes(most) if capture_sizes is None else sorted({min(size, most) for size in capture_sizes})
+    settings: dict[str, Any] = {"capture_sizes": reqs if query_len == 1 else mixed_capture_sizes}
+    if mode.separate_routine():
+        settings |= {"uniform_query_len": query_len, "decode_capture_sizes": [size * query_len for size in reqs]}
+    manager = CudaGraphManager(
+        mode=mode,
+        device=backend.device,
+        support=backend.support,
+        max_num_tokens=metadata.max_num_tokens,
+        max_num_seqs=max_num_reqs,
+        name="draft decode" if query_len == 1 else "draft prefill",
+        **settings,
+        **shared,
+    )
+    manager.add_hooks(backend)
+    return manager
+
+
+def _check_fit(prefill: AttentionBackend, decode: AttentionBackend, proposals: Proposals, drafts: int) -> None:
+    """Refuse backends and numbers of drafts that do not fit each other."""
+    target, own = prefill.metadata, decode.metadata
+    at_least_one("num_draft_tokens", drafts)
+    most = min(target.max_model_len, target.max_num_tokens) - 1
+    if drafts > most:
+        raise ConfigError(
+            f"num_draft_tokens is {drafts}; expected at most {most}: a request's step of {drafts + 1} tokens must "
+            f"fit into max_model_len={target.max_model_len} and max_num_tokens={target.max_num_tokens}."
         )
-        manager.add_hooks(backend)
-        return manager
-
-    def _check(self) -> None:
-        drafts, metadata = self.num_draft_tokens, self._prefill_backend.metadata
-        at_least_one("num_draft_tokens", drafts)
-        most = min(metadata.max_model_len, metadata.max_num_tokens) - 1
-        if drafts > most:
-            raise ConfigError(
-                f"num_draft_tokens is {drafts}; expected at most {most}: a request's step of {drafts + 1} tokens must "
-                f"fit into max_model_len={metadata.max_model_len} and max_num_tokens={metadata.max_num_tokens}."
-            )
-        if drafts > self.proposals.num_draft_tokens:
-            raise ConfigError(f"num_draft_tokens is {drafts}; proposals holds {self.proposals.num_draft_tokens}.")
-        if self._decode_backend.cache is not self._prefill_backend.cache:
-            raise ConfigError("prefill and decode read different caches; both are the draft's own.")
-        if self._metadata is metadata:
-            raise ConfigError("prefill and decode share one BatchMetadata; decode steps need one of their own.")
-        if self._metadata.max_model_len != metadata.max_model_len:
-            raise ConfigError(
-                f"max_model_len of decode's metadata is {self._metadata.max_model_len}, prefill's is "
-                f"{metadata.max_model_len}; expected the same."
-            )
-        if self._metadata.max_num_reqs < metadata.max_num_reqs:
-            raise ConfigError(
-                f"max_num_reqs of decode's metadata is {self._metadata.max_num_reqs}, below prefill's "
-                f"{metadata.max_num_reqs}."
-            )
-
-
-def _checked_mode(mode: CudaGraphMode | str) -> CudaGraphMode:
-    found = CudaGraphMode.parse(mode)
-    if found.name not in _MODES:
-        raise ConfigError(f"mode is {found.name}; a drafter runs in one of {', '.join(_MODES)}.")
-    return found
+    if drafts > proposals.num_draft_tokens:
+        raise ConfigError(f"num_draft_tokens is {drafts}; proposals holds {proposals.num_draft_tokens}.")
+    if decode.cache is not prefill.cache:
+        raise ConfigError("prefill and decode read different caches; both are the draft's own.")
+    if own is target:
+        raise ConfigError("prefill and decode share one BatchMetadata; decode steps need one of their own.")
+    if own.max_model_len != target.max_model_len:
+        raise ConfigError(
+            f"max_model_len of decode's metadata is {own.max_model_len}, prefill's is {target.max_model_len}; expected "
+            "the same."
+        )
+    if own.max_num_reqs < target.max_num_reqs:
+        raise ConfigError(
+            f"max_num_reqs of decode's metadata is {own.max_num_reqs}, below prefill's {target.max_num_reqs}."
+        )

@@ -28,7 +28,8 @@ echo '{{}}' >"${{@: -1}}"
 
 def run(folder: Path, pattern: str, **variables: str) -> subprocess.CompletedProcess[str]:
     script = environment.ROOT / "bench" / "run_models.sh"
-    variables = {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable} | variables
+    # A path without this environment: PYTHON alone says which python runs.
+    variables = {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable, "PATH": os.defpath} | variables
     return subprocess.run(
         [str(script), str(folder), pattern], env=os.environ | variables, capture_output=True, text=True, check=False
     )

@@ -20,6 +20,7 @@ from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
+from simplegraph.attention.metadata.bounds import check_counts
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import CaptureSizeError, ConfigError, InputError
@@ -51,11 +52,10 @@ class _Flash(AttentionBackend):
         self._max_query_len = most if mode is CudaGraphMode.FULL else metadata.batch.max_query_len
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
-        self.call(layer, q, out, metadata, **self.options(layer, metadata))
+        self.call(layer, q, out, metadata)
 
     def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
-        options = self.options(layer, metadata)
-        lse: Tensor = self.call(layer, q, out, metadata, return_softmax_lse=True, **options)[1]
+        lse: Tensor = self.call(layer, q, out, metadata, return_softmax_lse=True)[1]
         return lse.transpose(0, 1)  # the kernels' is (num_heads, T)
 
     @abc.abstractmethod
@@ -77,6 +77,7 @@ class _Flash(AttentionBackend):
             causal=True,
             out=out,
             fa_version=self.version,
+            **self.options(layer, metadata),
             **options,
         )
 
@@ -115,10 +116,8 @@ class FlashAttentionBackend(_Flash):
         super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
         if schedule not in ("graph", "buffer"):
             raise ConfigError(f"schedule is {schedule!r}; expected 'graph' or 'buffer'.")
-        if max_splits < 1:
-            raise ConfigError(f"max_splits is {max_splits}; expected at least 1.")
-        self._schedule_in = schedule
-        self.max_splits = max_splits
+        check_counts(max_splits=max_splits)
+        self._schedule_in, self.max_splits = schedule, max_splits
         self._multiprocessors = torch.cuda.get_device_properties(cache.device).multi_processor_count
         limit = batch_limit(self._flash, cache.device)
         if limit is not None and metadata.max_num_reqs > limit:
@@ -267,19 +266,10 @@ def problem_of(name: str, version: int) -> str | None:
 def batch_limit(flash: ModuleType, device: torch.device) -> int | None:
     """How many requests this build can schedule; None if it has no such limit. Found by trying."""
     lengths = torch.ones(_OLD_BATCH_LIMIT + 1, dtype=torch.int32, device=device)
+    heads = {"num_heads_q": 1, "num_heads_kv": 1, "headdim": 128}
+    smallest = {"max_seqlen_q": 1, "max_seqlen_k": 16, "page_size": 16, "num_splits": 1} | heads
     try:
-        flash.get_scheduler_metadata(
-            batch_size=len(lengths),
-            max_seqlen_q=1,
-            max_seqlen_k=16,
-            num_heads_q=1,
-            num_heads_kv=1,
-            headdim=128,
-            cache_seqlens=lengths,
-            page_size=16,
-            causal=True,
-            num_splits=1,
-        )
+        flash.get_scheduler_metadata(batch_size=len(lengths), cache_seqlens=lengths, causal=True, **smallest)
     except RuntimeError:
         return _OLD_BATCH_LIMIT
     return None

@@ -10,8 +10,7 @@ import copy
 import importlib.util
 import math
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,19 +24,11 @@ from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, ReplayError
 
-_INT_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; once for all captured sizes, and once pinned
 _FLOAT_WORKSPACE_BYTES = 128 << 20
 _MOST_WORKSPACE_BYTES = 8 << 30
 _BLOCKS_PER_MULTIPROCESSOR = 2  # that FlashInfer's scheduler fills the device with
 
 _event: Callable[[], Any] = torch.cuda.Event
-
-
-class _Shape(NamedTuple):
-    """What a graph's attention is fixed to."""
-
-    num_tokens: int
-    num_reqs: int
 
 
 class FlashInferBackend(AttentionBackend):
@@ -66,7 +57,12 @@ class FlashInferBackend(AttentionBackend):
         workspace_bytes: int = _FLOAT_WORKSPACE_BYTES,
     ) -> None:
         super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
-        flashinfer = flashinfer_module()
+        try:
+            import flashinfer
+        except ImportError as error:
+            raise ConfigError(
+                f"FlashInfer cannot be imported ({error}); to have it: pip install 'simplegraph[flashinfer]'."
+            ) from None
         if cache.dtype not in self.dtypes or cache.device.type != "cuda":
             raise ConfigError(
                 f"the cache is {cache.dtype} on {cache.device}; FlashInfer needs float16 or bfloat16 on CUDA."
@@ -77,7 +73,7 @@ class FlashInferBackend(AttentionBackend):
         workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=cache.device)
         self._proto: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, cache.layout, backend="fa2")
         self._copied: Any = _event()
-        self._wrappers: dict[_Shape, _Planned] = {}
+        self._wrappers: dict[tuple[int, int], _Planned] = {}  # by tokens and requests of a graph
         multiprocessors = torch.cuda.get_device_properties(cache.device).multi_processor_count
         self._most_split_reqs = _BLOCKS_PER_MULTIPROCESSOR * multiprocessors // cache.num_kv_heads
         self._eager = _Planned(copy.copy(self._proto), self)
@@ -89,39 +85,31 @@ class FlashInferBackend(AttentionBackend):
         return int(self._proto._int_workspace_buffer.nbytes + self._proto._pin_memory_int_workspace_buffer.nbytes)
 
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
-        batch = metadata.batch
         self._copied.synchronize()  # the last plan's copies out of pinned memory; over long ago, but for a race
+        shape, planned = (metadata.batch.num_tokens, metadata.batch.num_reqs), self._eager
         if mode is CudaGraphMode.FULL:
-            shape = _Shape(metadata.num_tokens, metadata.num_reqs)
-            planned = self._wrappers.get(shape) or self._for_graph(shape)
-            self._tables.fill(metadata, metadata.num_reqs)
-            planned.plan(metadata.num_reqs, metadata.num_tokens)
-        else:
-            planned = self._eager
-            self._tables.fill(metadata, batch.num_reqs)
-            planned.plan(batch.num_reqs, batch.num_tokens)
+            shape = (metadata.num_tokens, metadata.num_reqs)
+            planned = self._wrappers.get(shape) or self._for_graph(*shape)
+        self._tables.fill(metadata, shape[1])
+        planned.plan(*shape)
         self._copied.record()
         self._current = planned
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
-        planned = self._planned()
-        rows = planned.num_tokens
-        planned.wrapper.run(q[:rows], self._layer(layer), out=out[:rows])
+        self._run(layer, q, out)
 
     def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
-        planned = self._planned()
-        rows = planned.num_tokens
         lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
-        planned.wrapper.run(q[:rows], self._layer(layer), out=out[:rows], lse=lse[:rows], return_lse=True)
+        self._run(layer, q, out, lse)
         return lse.mul_(math.log(2))  # FlashInfer's is to the base 2
 
-    def _planned(self) -> _Planned:
-        if self._current is None:
+    def _run(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        planned = self._current
+        if planned is None:
             raise ReplayError("FlashInfer has no plan for this batch; call prepare, or run inside `attending`.")
-        return self._current
-
-    def _layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.cache.keys(layer), self.cache.values(layer)
+        pages, rows = (self.cache.keys(layer), self.cache.values(layer)), planned.num_tokens
+        options = {} if lse is None else {"lse": lse[:rows], "return_lse": True}
+        planned.wrapper.run(q[:rows], pages, out=out[:rows], **options)
 
     def _grow_workspace(self, wrapper: Any) -> None:
         """Twice the memory for partial results, of this wrapper and those made later.
@@ -139,17 +127,17 @@ class FlashInferBackend(AttentionBackend):
             self._proto._float_workspace_buffer = torch.zeros(size, dtype=torch.uint8, device=self.cache.device)
         wrapper._float_workspace_buffer = self._proto._float_workspace_buffer
 
-    def _for_graph(self, shape: _Shape) -> _Planned:
+    def _for_graph(self, num_tokens: int, num_reqs: int) -> _Planned:
         """A wrapper of fixed size that reads the persistent tables; its workspaces are everyone's.
 
         FlashInfer's graph mode always splits the lengths and merges the parts. More requests than fill the device are
         not split outside of graphs, and a plan that never splits follows from the shape alone: no graph mode needed.
         """
         wrapper = copy.copy(self._proto)
-        wrapper._use_cuda_graph = shape.num_reqs <= self._most_split_reqs
-        wrapper._fixed_batch_size = shape.num_reqs
-        query = torch.arange(shape.num_reqs + 1, dtype=torch.int32) * (shape.num_tokens // shape.num_reqs)
-        planned = self._wrappers[shape] = _Planned(wrapper, self, query)
+        wrapper._use_cuda_graph = num_reqs <= self._most_split_reqs
+        wrapper._fixed_batch_size = num_reqs
+        query = torch.arange(num_reqs + 1, dtype=torch.int32) * (num_tokens // num_reqs)
+        planned = self._wrappers[num_tokens, num_reqs] = _Planned(wrapper, self, query)
         return planned
 
 
@@ -216,7 +204,7 @@ class _Planned:
         if query is not None:
             self._point(len(query) - 1, query)
 
-    def plan(self, num_reqs: int, num_tokens: int) -> None:
+    def plan(self, num_tokens: int, num_reqs: int) -> None:
         """Schedule for what the tables say now.
 
         Raises:
@@ -237,27 +225,18 @@ class _Planned:
                 self._backend._grow_workspace(self.wrapper)
         if not self.wrapper._use_cuda_graph:
             self._point(num_reqs, query)  # FlashInfer's own plan points to copies of its own
-        self._check()
+        if self._query is not None:
+            self._check()
 
     def _plan_again(self, num_reqs: int, query: Tensor) -> None:
         """What FlashInfer's `plan` does after its checks and copies, which the tables make unnecessary."""
         backend, tables, wrapper = self._backend, self._backend._tables, self.wrapper
         cache = backend.cache
         wrapper._plan_info = wrapper._cached_module.plan(
-            wrapper._float_workspace_buffer,
-            wrapper._int_workspace_buffer,
-            wrapper._pin_memory_int_workspace_buffer,
-            query,
-            tables.indptr[: num_reqs + 1],
-            tables.seq_lens[:num_reqs],
-            self.num_tokens,
-            num_reqs,
-            backend.num_heads,
-            cache.num_kv_heads,
-            cache.page_size,
-            wrapper._use_cuda_graph,
-            cache.head_dim,
-            cache.head_dim,
+            *(wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer),
+            *(query, tables.indptr[: num_reqs + 1], tables.seq_lens[:num_reqs], self.num_tokens, num_reqs),
+            *(backend.num_heads, cache.num_kv_heads, cache.page_size, wrapper._use_cuda_graph),
+            *(cache.head_dim, cache.head_dim),
             True,  # causal
             -1,  # no sliding window
             -1,  # no fixed split size
@@ -272,14 +251,8 @@ class _Planned:
         cache = backend.cache
         total = int(tables.indptr[num_reqs])
         self.wrapper.plan(
-            query,
-            tables.indptr[: num_reqs + 1],
-            tables.device_indices[:total],
-            tables.last_page_len[:num_reqs],
-            backend.num_heads,
-            cache.num_kv_heads,
-            cache.head_dim,
-            cache.page_size,
+            *(query, tables.indptr[: num_reqs + 1], tables.device_indices[:total], tables.last_page_len[:num_reqs]),
+            *(backend.num_heads, cache.num_kv_heads, cache.head_dim, cache.page_size),
             causal=True,
             sm_scale=backend.scale,
             q_data_type=cache.dtype,
@@ -298,29 +271,11 @@ class _Planned:
 
     def _check(self) -> None:
         """A graph holds the plan's numbers of its capture: every later plan must come to the same."""
-        if self._query is None:
-            return
         plan = tuple(self.wrapper._plan_info)
         if self._plan_of_capture is None:
             self._plan_of_capture = plan
-        elif plan != self._plan_of_capture:
+        if plan != self._plan_of_capture:
             raise ReplayError(
                 f"FlashInfer planned {plan} where this size was captured with {self._plan_of_capture}; the graph "
                 "cannot follow. Run this batch eagerly, and report the lengths."
             )
-
-
-def flashinfer_module() -> ModuleType:
-    """FlashInfer.
-
-    Raises:
-        ConfigError: it is not installed, with the pip line that installs it.
-    """
-    try:
-        import flashinfer
-    except ImportError as error:
-        raise ConfigError(
-            f"FlashInfer cannot be imported ({error}); to have it: pip install 'simplegraph[flashinfer]'."
-        ) from None
-    module: ModuleType = flashinfer
-    return module

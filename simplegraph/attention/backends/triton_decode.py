@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplegraph import attention
 from simplegraph.attention.backend import AttentionBackend
-from simplegraph.attention.backends.flash_attention import FlashAttentionBackend
-from simplegraph.attention.backends.flashinfer import FlashInferBackend
-from simplegraph.attention.backends.sdpa import SDPABackend
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
@@ -111,52 +109,40 @@ class TritonDecodeBackend(AttentionBackend):
             )
 
     def _compile(self, query_len: int, metadata: CommonMetadata) -> None:
-        """A kernel's first launch loads it, which no capture permits."""
+        """Launch the kernel once: its first launch loads it, which no capture permits."""
         variant = query_len, self._num_splits(metadata.num_reqs) > 1
         if variant not in self._compiled:
             shape = (metadata.num_reqs * query_len, self.num_heads, self.cache.head_dim)
             q = torch.zeros(shape, dtype=self.cache.dtype, device=self.cache.device)
-            merged = self.metadata.share.size > 1  # ranks that share a context run it with the log-sum-exp
-            lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) if merged else None
-            self._decode(query_len, 0, q, torch.empty_like(q), metadata, lse=lse)
+            # Ranks that share a context run it with the log-sum-exp.
+            run = self.run_with_lse if self.metadata.share.size > 1 else self.run
+            run(0, q, torch.empty_like(q), metadata)
             self._compiled.add(variant)
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
         if self._query_len is None:
             self.mixed.run(layer, q, out, metadata)
         else:
-            self._decode(self._query_len, layer, q, out, metadata)
+            self._decode(self._query_len, layer, q, out, metadata, None)
 
     def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
         if self._query_len is None:
             return self.mixed.run_with_lse(layer, q, out, metadata)
         lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
-        self._decode(self._query_len, layer, q, out, metadata, lse=lse)
+        self._decode(self._query_len, layer, q, out, metadata, lse)
         return lse
 
     def _decode(
-        self,
-        query_len: int,
-        layer: int,
-        q: Tensor,
-        out: Tensor,
-        metadata: CommonMetadata,
-        *,
-        lse: Tensor | None = None,
+        self, query_len: int, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata, lse: Tensor | None
     ) -> None:
         if out.stride(2) != 1:
             raise InputError(
                 f"out has strides {out.stride()}; the decode kernel writes a head's elements one after the other. "
                 "Pass a contiguous tensor."
             )
-        q = q if q.stride(2) == 1 else q.contiguous()
         self._kernel.decode(
-            q,
-            self.cache.keys(layer),
-            self.cache.values(layer),
-            metadata.block_table,
-            metadata.seq_lens,
-            out,
+            q if q.stride(2) == 1 else q.contiguous(),
+            *(self.cache.keys(layer), self.cache.values(layer), metadata.block_table, metadata.seq_lens, out),
             query_len=query_len,
             scale=self.scale,
             layout=self.cache.layout,
@@ -179,10 +165,10 @@ class TritonDecodeBackend(AttentionBackend):
 
 
 def _first_that_works(*arguments: Any, **options: Any) -> AttentionBackend:
-    for make in (FlashAttentionBackend, FlashInferBackend):
+    for make in (attention.FlashAttentionBackend, attention.FlashInferBackend):
         with contextlib.suppress(ConfigError):  # not installed, or not for this cache
             return make(*arguments, **options)
-    return SDPABackend(*arguments, **options)
+    return attention.SDPABackend(*arguments, **options)
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -62,18 +62,9 @@ def write_pages(
     offset, head = (1, 2) if layout == "NHD" else (2, 1)
     with torch.cuda.device_of(k):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
         _write_pages[(tokens, heads)](
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slots,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            k_cache.stride(0),
-            k_cache.stride(offset),
-            k_cache.stride(head),
+            *(k, v, k_cache, v_cache, slots),
+            *(*k.stride()[:2], *v.stride()[:2]),
+            *(k_cache.stride(0), k_cache.stride(offset), k_cache.stride(head)),
             page_size,
             HEAD_DIM=head_dim,
             BLOCK=triton.next_power_of_2(head_dim),

@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from simplegraph.attention.metadata.batch_state import BatchState, CommonMetadata
-from simplegraph.attention.metadata.growth import Growth
-from simplegraph.attention.metadata.requests import ContextShare, Ints, Limits, Pages, QueryLens, Request, read_requests
-from simplegraph.attention.metadata.staging import Extent, Staging, Step
+from simplegraph.attention.metadata.batch_state import BatchState, CommonMetadata, ContextShare
+from simplegraph.attention.metadata.bounds import Bounds
+from simplegraph.attention.metadata.reading import Ints, Pages, StepArrays, dummy_step, int64s, read_step
+from simplegraph.attention.metadata.step_buffers import StepBuffers
 from simplegraph.errors import CaptureSizeError, InputError, ReplayError
 from simplegraph.graph.select import graph_device
 
@@ -60,26 +60,21 @@ class BatchMetadata:
     ) -> None:
         self.share = share or ContextShare()
         self.share.check()
-        self._limits = Limits(max_num_tokens, max_num_reqs, max_model_len, page_size * self.share.size)
-        self.max_num_tokens = max_num_tokens
-        self.max_num_reqs = max_num_reqs
-        self.max_model_len = max_model_len
-        self.page_size = page_size
-        self.max_blocks = self._limits.max_blocks
-        self.num_pages = num_pages
+        self._bounds = Bounds(max_num_tokens, max_num_reqs, max_model_len, page_size * self.share.size)
+        self.max_num_tokens, self.max_num_reqs, self.max_model_len = max_num_tokens, max_num_reqs, max_model_len
+        self.page_size, self.max_blocks, self.num_pages = page_size, self._bounds.max_blocks, num_pages
         self.debug = debug
         self.batch = BatchState()
         self.graphs = graph_device(device)
         self.device = self.graphs.torch_device
         self._one_each = np.arange(max_num_reqs + 1, dtype=np.int32)
         self._longest = np.array(max_model_len, np.int32)  # an array, which numpy reads quicker than a number
-        self._growth: Growth | None = None  # since the last step that was set
-        self._staging = Staging(Extent(max_num_tokens, max_num_reqs, self.max_blocks), self.device)
+        self._buffers = StepBuffers(self._bounds, self.device)
         self._views: dict[tuple[int, int], CommonMetadata] = {}
 
     def set(
         self,
-        query_lens: QueryLens,
+        query_lens: int | Ints,
         seq_lens: Ints,
         block_table: Pages,
         *,
@@ -111,22 +106,21 @@ class BatchMetadata:
         """
         if self.graphs.is_capturing():
             raise InputError("the batch was set inside a capture; set it before the graph is captured or replayed.")
-        ahead = self._limits.check_ahead(ahead)
-        request = read_requests(query_lens, seq_lens, block_table, self._limits, ahead)
-        shape = self._padded(request, num_tokens, num_reqs)
-        request.check_pages(self.num_pages)
-        step = request.step
+        ahead = self._bounds.check_ahead(ahead)
+        step = read_step(query_lens, seq_lens, block_table, self._bounds, ahead)
+        shape = self._bounds.padded(len(step.slots), len(step.seq_lens), num_tokens, num_reqs)
+        step.check_pages(self.num_pages)
         if self.share.size > 1:
-            request.check_single_tokens()
+            step.check_single_tokens()
             if ahead:
                 raise InputError(f"ahead is {ahead}; no steps follow on the device where ranks share a context.")
             if self.debug:
-                request.check_places()
-            step = self.share.of(step)
+                step.check_places(self._bounds.page_size)
+            share = self.share
+            step = step._replace(slots=share.slots(step.slots), seq_lens=share.lengths(step.seq_lens))
         elif self.debug:
-            request.check_written_once(ahead)
-        self._put(step, *shape, request.max_query_len, ahead=ahead)
-        return self.view(*shape)
+            step.check_written_once(self._bounds, ahead)
+        return self._put(step, shape, ahead)
 
     def advance(self, seq_lens: Ints, *, ahead: int = 0) -> None:
         """Expect a step that the device makes of the one that is set: the same requests, tokens each, pages and shape.
@@ -147,15 +141,10 @@ class BatchMetadata:
         if self.graphs.is_capturing():
             raise InputError("the batch was moved on inside a capture; do so before the graph is captured or replayed.")
         self._check_set()
-        ahead = self._limits.check_ahead(ahead)
-        batch = self.batch
+        ahead = self._bounds.check_ahead(ahead)
         if self.share.size > 1:
             raise InputError("steps are set one by one where ranks share a context; call BatchMetadata.set.")
-        if self._growth is None or self._growth.ahead != ahead:
-            reach = self._growth.reach if self._growth else batch.seq_lens + batch.ahead
-            self._growth = Growth(batch.seq_lens, reach, ahead, self.max_model_len)
-        batch.seq_lens, batch.ahead, batch.behind = self._growth.checked(seq_lens), ahead, True
-        batch.version += 1
+        self.batch.grow(int64s("seq_lens", seq_lens), ahead, self.max_model_len)
 
     def follow(self, step: BatchState, num_reqs: int, ahead: int) -> None:
         """Expect a step that the device writes itself: one more token of each request of another metadata's step.
@@ -172,21 +161,14 @@ class BatchMetadata:
             CaptureSizeError: num_reqs is above the limits, or below the step's requests.
             InputError: the step was set with less `ahead`, or it is below 0.
         """
-        ahead = self._limits.check_ahead(ahead)
-        self._limits.check_shape(num_reqs, num_reqs)
+        ahead = self._bounds.check_ahead(ahead)
+        self._bounds.check_shape(num_reqs, num_reqs)
         if num_reqs < step.num_reqs:
             raise CaptureSizeError(f"{step.num_reqs} requests are to be followed in a graph of {num_reqs}.")
         if ahead > step.ahead:
             raise InputError(f"the step that is followed was set with ahead={step.ahead}; {ahead} are needed.")
-        batch, self._growth = self.batch, None
-        batch.num_reqs = batch.num_tokens = step.num_reqs
-        batch.max_query_len = 1
-        batch.query_start_loc = self._one_each[: step.num_reqs + 1]
-        batch.seq_lens = np.minimum(step.seq_lens + ahead, self._longest)
-        batch.block_table = step.block_table
-        batch.padded_tokens = batch.padded_reqs = num_reqs
-        batch.ahead, batch.capturing, batch.behind = 0, False, True
-        batch.version += 1
+        lengths, starts = np.minimum(step.seq_lens + ahead, self._longest), self._one_each[: step.num_reqs + 1]
+        self.batch.begin(step.num_reqs, starts, lengths, step.block_table, 1, (num_reqs, num_reqs), behind=True)
 
     def set_dummy(
         self, num_tokens: int, num_reqs: int | None = None, query_len: int | None = None, *, capturing: bool = False
@@ -212,30 +194,8 @@ class BatchMetadata:
             raise InputError("a dummy batch was set inside a capture; set it before.")
         if num_reqs is None:
             num_reqs = min(num_tokens, self.max_num_reqs)
-        self._limits.check_shape(num_tokens, num_reqs)
-        most = self.max_model_len
-        if num_reqs > num_tokens or (query_len is not None and not 1 <= query_len <= min(most, num_tokens // num_reqs)):
-            raise InputError(
-                f"a dummy batch of {num_reqs} requests, query_len={query_len}, in {num_tokens} rows; expected "
-                f"num_reqs * query_len up to num_tokens, and query_len from 1 to max_model_len={most}."
-            )
-        even, rest = divmod(num_tokens, num_reqs)
-        queries = np.full(num_reqs, query_len or even, np.int64)
-        queries[: 0 if query_len else rest] += 1
-        # A length above the model's limit would be scheduled out of bounds (vLLM #53658).
-        np.minimum(queries, most, out=queries)
-        starts = np.zeros(num_reqs + 1, np.int32)
-        np.cumsum(queries, out=starts[1:])
-        longest = int(queries.max())
-        step = Step(
-            slots=np.full(int(starts[-1]), -1, np.int64),
-            query_start_loc=starts,
-            # Something on every rank that shares the context, and no more than its pages hold.
-            seq_lens=(-(-queries // self.share.size)).astype(np.int32),
-            pages=np.zeros((num_reqs, -(-longest // self._limits.page_size)), np.int32),
-        )
-        self._put(step, num_tokens, num_reqs, longest, capturing=capturing)
-        return self.view(num_tokens, num_reqs)
+        step = dummy_step(num_tokens, num_reqs, query_len, self._bounds, self.share.size)
+        return self._put(step, (num_tokens, num_reqs), capturing=capturing)
 
     def repeat(self) -> None:
         """Let the step that is set run once more: a benchmark's next round, or a second try.
@@ -255,17 +215,16 @@ class BatchMetadata:
         known = self._views.get((num_tokens, num_reqs))
         if known is not None:
             return known
-        self._limits.check_shape(num_tokens, num_reqs)
-        fields = self._staging.fields
+        self._bounds.check_shape(num_tokens, num_reqs)
         if len(self._views) >= _MAX_VIEWS:
             self._views.clear()
         view = self._views[num_tokens, num_reqs] = CommonMetadata(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
-            query_start_loc=fields.query_start_loc[: num_reqs + 1],
-            seq_lens=fields.seq_lens[:num_reqs],
-            block_table=fields.block_table[:num_reqs],
-            slot_mapping=fields.slot_mapping[:num_tokens],
+            query_start_loc=self._buffers.query_start_loc[: num_reqs + 1],
+            seq_lens=self._buffers.seq_lens[:num_reqs],
+            block_table=self._buffers.block_table[:num_reqs],
+            slot_mapping=self._buffers.slot_mapping[:num_tokens],
             batch=self.batch,
         )
         return view
@@ -298,36 +257,10 @@ class BatchMetadata:
                 "Call BatchMetadata.set before every step."
             )
 
-    def _padded(self, request: Request, num_tokens: int | None, num_reqs: int | None) -> tuple[int, int]:
-        """The padded shape, checked."""
-        tokens, reqs = request.num_tokens, request.num_reqs
-        padded_tokens = tokens if num_tokens is None else num_tokens
-        self._limits.check_shape(padded_tokens, 1 if num_reqs is None else num_reqs)
-        padded_reqs = num_reqs
-        if padded_reqs is None:  # a graph that leaves them open reads as many as its rows could be
-            padded_reqs = reqs if num_tokens is None else max(reqs, min(padded_tokens, self.max_num_reqs))
-        if padded_tokens < tokens or padded_reqs < reqs:
-            raise CaptureSizeError(
-                f"the batch has {tokens} tokens and {reqs} requests, more than the {padded_tokens} and {padded_reqs} "
-                "of the graph that is to run it; take the shape from the dispatcher's descriptor."
-            )
-        return padded_tokens, padded_reqs
-
     def _put(
-        self,
-        step: Step,
-        num_tokens: int,
-        num_reqs: int,
-        max_query_len: int,
-        *,
-        ahead: int = 0,
-        capturing: bool = False,
-    ) -> None:
-        self._staging.put(step, num_tokens, num_reqs)
-        batch, self._growth = self.batch, None
-        batch.num_reqs, batch.num_tokens = len(step.seq_lens), len(step.slots)
-        batch.max_query_len = max_query_len
-        batch.query_start_loc, batch.seq_lens, batch.block_table = step.query_start_loc, step.seq_lens, step.pages
-        batch.padded_tokens, batch.padded_reqs = num_tokens, num_reqs
-        batch.version += 1
-        batch.ahead, batch.capturing, batch.behind = ahead, capturing, False
+        self, step: StepArrays, shape: tuple[int, int], ahead: int = 0, *, capturing: bool = False
+    ) -> CommonMetadata:
+        slots, starts, lengths, pages, most = step
+        self._buffers.put((slots, starts, lengths, pages), *shape)
+        self.batch.begin(len(slots), starts, lengths, pages, most, shape, ahead, capturing=capturing)
+        return self.view(*shape)

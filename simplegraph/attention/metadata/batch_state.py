@@ -1,17 +1,23 @@
-"""What a step is: on the host, and seen on the device in one padded shape."""
+"""A step on the host, its view on the device in one padded shape, and the share of it that a rank has."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from simplegraph.errors import ConfigError, InputError
+
+_Int32s = npt.NDArray[np.int32]
+_Int64s = npt.NDArray[np.int64]
+
 
 @dataclasses.dataclass(eq=False)
 class BatchState:
-    """What the present step is, on the host. Its arrays are the step's own: they are not written to again.
+    """The present step, on the host. Its arrays are the step's own: they are not written to again.
 
     Attributes:
         num_reqs, num_tokens: how many there really are.
@@ -23,22 +29,26 @@ class BatchState:
         padded_tokens, padded_reqs: the shape that the buffers are padded to.
         ahead: tokens beyond `seq_lens` that each request has pages for, or up to max_model_len.
         version: counts the steps, so that a backend can tell whether it planned for this one.
-        capturing: whether it only stands in for a step, in a warmup or a capture.
-        behind: whether lengths and slots on the device are those of the step before, until the graph moves them on.
+        capturing: True if it only stands in for a step, in a warmup or a capture.
+        behind: True if lengths and slots on the device are those of the step before, until the graph moves them on.
     """
 
     num_reqs: int = 0
     num_tokens: int = 0
     max_query_len: int = 0
-    query_start_loc: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(1, np.int32))
-    seq_lens: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    block_table: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    query_start_loc: _Int32s = dataclasses.field(default_factory=lambda: np.zeros(1, np.int32))
+    seq_lens: _Int32s = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    block_table: _Int32s = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
     padded_tokens: int = 0
     padded_reqs: int = 0
     ahead: int = 0
     version: int = 0
     capturing: bool = False
     behind: bool = False
+    # Tokens that each request has pages for on the device, since `begin`.
+    _reach: _Int32s | None = dataclasses.field(default=None, init=False, repr=False)
+    # An `ahead`, with it the most tokens of each request, and how many each may still grow by.
+    _growth: tuple[int, _Int64s, _Int64s] | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property
     def max_seq_len(self) -> int:
@@ -53,8 +63,57 @@ class BatchState:
         return {int(length) for length in np.unique(np.diff(self.query_start_loc))}
 
     def has_query_len(self, query_len: int) -> bool:
-        """Whether every request has so many tokens in this step."""
+        """True if every request has so many tokens in this step."""
         return self.max_query_len == query_len and self.num_reqs * query_len == self.num_tokens
+
+    def begin(
+        self,
+        num_tokens: int,
+        query_start_loc: _Int32s,
+        seq_lens: _Int32s,
+        block_table: _Int32s,
+        max_query_len: int,
+        padded: tuple[int, int],
+        ahead: int = 0,
+        *,
+        capturing: bool = False,
+        behind: bool = False,
+    ) -> None:
+        """Become another step, which the buffers hold."""
+        self.num_reqs, self.num_tokens, self.max_query_len = len(seq_lens), num_tokens, max_query_len
+        self.query_start_loc, self.seq_lens, self.block_table = query_start_loc, seq_lens, block_table
+        self.padded_tokens, self.padded_reqs = padded
+        self.ahead, self.capturing, self.behind = ahead, capturing, behind
+        self._reach = self._growth = None
+        self.version += 1
+
+    def grow(self, lengths: _Int64s, ahead: int, max_model_len: int) -> None:
+        """Become the step that the device makes of this one; see `BatchMetadata.advance`.
+
+        Raises:
+            InputError: there are other numbers of requests; one has become shorter, or longer than its pages.
+        """
+        if len(lengths) != self.num_reqs:
+            raise InputError(f"seq_lens has {len(lengths)} entries; the step that is set has {self.num_reqs} requests.")
+        if self._reach is None:
+            self._reach = self.seq_lens + self.ahead
+        if self._growth is None or self._growth[0] != ahead:
+            most = np.where(self._reach >= max_model_len, max_model_len, self._reach - ahead).astype(np.int64)
+            self._growth = ahead, most, np.maximum(most - self.seq_lens, 0)
+        _, most, room_before = self._growth
+        room = most - lengths
+        # Viewed as unsigned, negatives are huge, so one comparison catches what is too long and what shrank.
+        wrong = room.view(np.uint64) > room_before.view(np.uint64)
+        if np.logical_or.reduce(wrong):
+            row = int(wrong.argmax())
+            raise InputError(
+                f"seq_lens[{row}] is {lengths[row]} after {self.seq_lens[row]}; expected no less, and at most "
+                f"{most[row]}: its pages on the device hold so many with ahead={ahead}. Call BatchMetadata.set with "
+                "more."
+            )
+        self._growth = ahead, most, room
+        self.seq_lens, self.ahead, self.behind = lengths.astype(np.int32), ahead, True
+        self.version += 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,3 +137,37 @@ class CommonMetadata:
     block_table: Tensor
     slot_mapping: Tensor
     batch: BatchState
+
+
+class ContextShare(NamedTuple):
+    """Which tokens of every sequence are in this rank's cache, where context parallel ranks share them.
+
+    Every ``size``-th token, beginning with token ``rank``: no rank has more than one token more than another. A page of
+    the block table has ``page_size * size`` tokens, ``page_size`` of them in the page of that id on each rank, so that
+    one block table serves all ranks.
+
+    Args:
+        rank: this one's number.
+        size: how many ranks there are.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def check(self) -> None:
+        """Refuse a share of nothing.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"share is {self}; expected a rank from 0 to size - 1.")
+
+    def lengths(self, seq_lens: _Int32s) -> _Int32s:
+        """Count the tokens of each sequence that are in this rank's cache."""
+        held: _Int32s = (seq_lens + np.int32(self.size - 1 - self.rank)) // np.int32(self.size)
+        return held
+
+    def slots(self, slots: _Int64s) -> _Int64s:
+        """Find where this rank writes each token; -1 for those of other ranks."""
+        return np.where(slots % self.size == self.rank, slots // self.size, -1)

@@ -1,4 +1,4 @@
-"""Eager breaks: what runs between two segments of a captured forward instead of inside one.
+"""Mark eager breaks: calls that run between two segments of a captured forward instead of inside one.
 
 A break is marked once, on a function, on modules by name, or by an operator's tag. The mark does
 nothing by itself: only a piecewise capture of the thread, or the warmup before it, takes notice.
@@ -58,8 +58,11 @@ def eager_break(function: FunctionType) -> FunctionType:
 
 def _check_function(function: Any) -> None:
     if isinstance(function, (type, nn.Module)):
+        got = (
+            f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__} instance"
+        )
         raise ConfigError(
-            f"eager_break got {_described(function)}; expected a function. "
+            f"eager_break got {got}; expected a function. "
             'Mark its forward, or use simplegraph.break_at(model, "*.name").'
         )
     if isinstance(function, (staticmethod, classmethod)):
@@ -73,10 +76,6 @@ def _check_function(function: Any) -> None:
                 f"eager_break got {name_of(function)}, a generator or async function, whose body would run after the "
                 "break; break in a plain function that returns its result."
             )
-
-
-def _described(target: Any) -> str:
-    return f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__} instance"
 
 
 def break_at(module: nn.Module, *patterns: str) -> list[str]:
@@ -110,14 +109,12 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
             raise ConfigError(f"break_at: no submodule is named {pattern!r}; there are, among others, {kinds}.")
     names = [name for name in named if any(name in found for found in matches.values())]
     for name in names:
-        child = named[name]
-        if isinstance(child, torch.jit.ScriptModule):
+        if isinstance(named[name], torch.jit.ScriptModule):
             raise ConfigError(f"break_at: {name} is a TorchScript module; break at the Python module around it.")
     for name in names:
-        child = named[name]
-        if not hasattr(type(child), "_simplegraph_unbroken"):
-            kind: Any = type(child)
-            child.__class__ = _breaking_class(kind)
+        kind: Any = type(named[name])
+        if not hasattr(kind, "_simplegraph_unbroken"):
+            named[name].__class__ = _breaking_class(kind)
     return names
 
 

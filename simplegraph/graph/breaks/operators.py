@@ -9,14 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.library import Library, fallthrough_kernel
 
 from simplegraph.errors import ConfigError
 from simplegraph.graph import patches
 
 
 class BreakRecorder(Protocol):
-    """Hears of every break that a thread meets.
+    """Is called for every break that a thread meets.
 
     Attributes:
         operators: operators that break by themselves.
@@ -25,7 +24,7 @@ class BreakRecorder(Protocol):
     operators: frozenset[Any]
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call of a break; what it returns is what the forward goes on with."""
+        """Serve a call of a break, and return what the forward goes on with."""
 
 
 class _ThreadBreaks(threading.local):
@@ -42,7 +41,8 @@ def recording_breaks(recorder: BreakRecorder | None) -> Iterator[None]:
     before = ACTIVE.recorder
     ACTIVE.recorder = recorder
     try:
-        with _operators_seen() if recorder is not None and recorder.operators else contextlib.nullcontext():
+        seen = recorder is not None and recorder.operators
+        with torch._C._IncludeDispatchKeyGuard(_KEY) if seen else contextlib.nullcontext():
             yield
     finally:
         ACTIVE.recorder = before
@@ -63,16 +63,10 @@ def inlining(functions: Collection[Any]) -> Iterator[None]:
 # while it captures, costs the others nothing.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)
-_Library: Any = Library  # typed loosely because torch leaves it untyped
+_library: Any = torch.library  # typed loosely because torch leaves it untyped
 _libraries: list[Any] = []
 _intercepted: set[Any] = set()
 _lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _operators_seen() -> Iterator[None]:
-    with torch._C._IncludeDispatchKeyGuard(_KEY):
-        yield
 
 
 def breaking_operators(names: Sequence[str] = ()) -> frozenset[Any]:
@@ -101,16 +95,15 @@ def breaking_operators(names: Sequence[str] = ()) -> frozenset[Any]:
 
 @functools.lru_cache(maxsize=1)
 def _tagged(count: int) -> list[Any]:
-    """Every registered operator with the tag; looked for again when the number of operators has changed."""
+    """List the registered operators with the tag; `count` makes it look again when their number has changed."""
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    names = torch._C._dispatch_get_all_op_names() if tag is not None else []
-    return [operator for name in names if tag in _tags(name) for operator in _overloads(name, exact=True)]
-
-
-def _tags(name: str) -> Sequence[torch.Tag]:
-    packet, _, overload = name.partition(".")
-    found = torch._C._get_operation_overload(packet, overload)
-    return found[2] if found is not None else ()
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.partition(".")
+        operation = torch._C._get_operation_overload(packet, overload)
+        if operation is not None and tag in operation[2]:
+            found += _overloads(name, exact=True)
+    return found
 
 
 def _overloads(name: str, *, exact: bool = False) -> list[Any]:
@@ -126,8 +119,8 @@ def _overloads(name: str, *, exact: bool = False) -> list[Any]:
 
 def _intercept(operator: Any) -> None:
     if not _intercepted:
-        fallback = _Library("_", "IMPL")
-        fallback.fallback(fallthrough_kernel, _KEY_NAME)
+        fallback = _library.Library("_", "IMPL")
+        fallback.fallback(_library.fallthrough_kernel, _KEY_NAME)
         _libraries.append(fallback)
         patches.record("torch.library kernels of break operators", _forget_operators)
 
@@ -139,7 +132,7 @@ def _intercept(operator: Any) -> None:
             return recorder.call(operator, args, kwargs)
 
     namespace, _, _ = operator._schema.name.partition("::")
-    library = _Library(namespace, "IMPL")
+    library = _library.Library(namespace, "IMPL")
     library.impl(operator, kernel, _KEY_NAME)
     _libraries.append(library)
     _intercepted.add(operator)
@@ -153,7 +146,7 @@ def _forget_operators() -> None:
 
 
 def name_of(function: Any) -> str:
-    """What reports and messages call a break."""
+    """Name a break for reports and messages."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     if isinstance(function, torch._ops.OpOverload):

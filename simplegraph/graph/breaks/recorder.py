@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from simplegraph.errors import BreakError
 from simplegraph.graph.breaks.operators import name_of, recording_breaks
-from simplegraph.graph.breaks.step import Accept, Break, BreakCall, BreakTrace, Cell, RebuiltArgument
+from simplegraph.graph.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, RebuiltArgument
 from simplegraph.graph.device import GraphDevice, GraphPool, Segment
 from simplegraph.graph.modes import Modes, SavedModes
 from simplegraph.graph.tensors import wait_collectives
@@ -26,7 +26,7 @@ class SegmentRecorder:
     Attributes:
         device, pool: where.
         generators: random generators, beside the default one, that the forward draws from.
-        trace: what a warmup learnt of the breaks; None makes breaks part of a single segment.
+        trace: what a warmup saw of the breaks; None makes breaks part of a single segment.
     """
 
     device: GraphDevice
@@ -81,22 +81,20 @@ class SegmentRecorder:
         self._end_segment()
         leaves, spec = flatten((args, kwargs))
         made_here = known.made_here if len(known.made_here) == len(leaves) else (True,) * len(leaves)
-        # Not inference tensors, whatever mode the forward is in: those refuse writes from other modes.
-        with recording_breaks(None), torch.inference_mode(False):
+        with recording_breaks(None):
             held = [self._hold(leaf, made) for leaf, made in zip(leaves, made_here, strict=True)]
         step = self._break(name, function, (args, kwargs), spec, leaves, held)
         self._steps.append(step)
         self.device.begin(self.pool, self.generators, continues=True)
-        entered: list[tuple[Any, Accept]] = []
-        place = _Capturing(self, leaves, held, entered)
+        place = Place(leaves, held, [], self._keep, self._watch)
         with recording_breaks(None):
             for result in known.results:
-                entered.append(result.enter(place))
-        step.spec, step.accepts = known.spec, [accept for _, accept in entered]
-        return known.spec.unflatten([value for value, _ in entered])
+                place.entered.append(result.enter(place))
+        step.spec, step.accepts = known.spec, [accept for _, accept in place.entered]
+        return known.spec.unflatten([value for value, _ in place.entered])
 
     def _known(self, function: Callable[..., Any], name: str) -> BreakCall:
-        """What the warmup learnt of this call."""
+        """Look up what the warmup saw of this call."""
         index, self._breaks = self._breaks, self._breaks + 1
         calls = self.trace.calls if self.trace is not None else []
         if index >= len(calls) or calls[index].function != function:
@@ -115,23 +113,24 @@ class SegmentRecorder:
             self._steps.append(segment)
 
     def _hold(self, leaf: Any, made_here: bool) -> Any:
-        """An argument as every replay passes it: graph memory is borrowed, all else is owned."""
+        """Return an argument as every replay passes it: graph memory is borrowed, all else is owned."""
         if isinstance(leaf, Tensor):
-            return self.keep(leaf) if made_here else leaf
+            return self._keep(leaf) if made_here else leaf
         return self._cells.get(id(leaf), leaf)
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """The same memory without owning it, so that what is captured next may use it, where that is right.
+    def _keep(self, tensor: Tensor) -> Tensor:
+        """Borrow memory of the pool, so that what is captured next may use it; other memory stays owned.
 
         Memory of the pool was written by an earlier step of this very Program, which writes it again in
         every replay before it is read here.
         """
         if type(tensor) is Tensor and self.device.in_pool(self.pool, tensor):
-            return self.device.borrow(tensor)
+            # Not inference tensors, whatever mode the forward is in: those refuse writes from other modes.
+            with torch.inference_mode(False):
+                return self.device.borrow(tensor)
         return tensor
 
-    def watch(self, cell: Cell) -> None:
-        """Let later breaks that are passed the cell's present value read the cell."""
+    def _watch(self, cell: Cell) -> None:
         self._cells[id(cell.value)] = cell
 
     def _break(
@@ -143,7 +142,7 @@ class SegmentRecorder:
         leaves: Sequence[Any],
         held: Sequence[Any],
     ) -> Break:
-        """The step that calls the function again, with what it was given or what stands for that."""
+        """Make the step that calls the function again, with its arguments or what stands for them."""
         args, kwargs = call
         values: list[Any] = []
         rebuilt = []
@@ -152,15 +151,12 @@ class SegmentRecorder:
         specs = [child for arguments in spec.children for child in arguments.children]
         for (place, value), child in zip(given, specs, strict=True):
             end = start + child.num_leaves
-            own = held[start:end]
-            if child.type is None and not isinstance(own[0], Cell):
-                values.append(own[0])
-            elif all(map(operator.is_, own, leaves[start:end])):
-                values.append(value)  # the very container, so that what is put into it later is seen
-            else:
-                values.append(None)  # the captured one would keep graph memory
-                rebuilt.append(RebuiltArgument(place, *_anew(value, child, own, leaves[start:end])))
+            nested, parts = _without_graph_memory(value, child, held[start:end], leaves[start:end])
             start = end
+            as_it_is = nested is LEAF and not isinstance(parts[0], Cell)
+            values.append(parts[0] if as_it_is else None)  # the captured one would keep graph memory
+            if not as_it_is:
+                rebuilt.append(RebuiltArgument(place, nested, parts))
         device_type = self.device.torch_device.type
         modes = Modes.now(device_type)
         named = dict(zip(kwargs, values[len(args) :], strict=True))
@@ -169,34 +165,26 @@ class SegmentRecorder:
         return Break(name, function, tuple(values[: len(args)]), named, rebuilt, inside)
 
 
-def _anew(value: Any, spec: TreeSpec, own: Sequence[Any], leaves: Sequence[Any]) -> tuple[TreeSpec, list[Any]]:
-    """How to put a container together anew: those in it without graph memory are leaves, and stay the very ones."""
+def _without_graph_memory(
+    value: Any, spec: TreeSpec, held: Sequence[Any], leaves: Sequence[Any]
+) -> tuple[TreeSpec, Sequence[Any]]:
+    """Say how to put a container together again from what replays hold.
+
+    Containers in it without graph memory are leaves: they stay the same objects, so that what is put into them
+    later is seen.
+    """
+    if spec.type is None:
+        return LEAF, held
     opened = opened_once(value)
-    if opened is None:
-        return spec, list(own)
-    if all(map(operator.is_, own, leaves)):
+    if opened is None or all(map(operator.is_, held, leaves)):
         return LEAF, [value]
-    children, parts, start = [], [], 0
+    children: list[TreeSpec] = []
+    parts: list[Any] = []
+    start = 0
     for item, child in zip(opened[1], spec.children, strict=True):
         end = start + child.num_leaves
-        nested, inside = _anew(item, child, own[start:end], leaves[start:end])
+        nested, inside = _without_graph_memory(item, child, held[start:end], leaves[start:end])
         children.append(nested)
         parts += inside
         start = end
     return dataclasses.replace(spec, children=tuple(children)), parts
-
-
-class _Capturing(NamedTuple):
-    """Where a break's stand-ins enter the capture."""
-
-    recorder: SegmentRecorder
-    leaves: Sequence[Any]
-    held: Sequence[Any]
-    entered: Sequence[tuple[Any, Accept]]
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            return self.recorder.keep(tensor)
-
-    def watch(self, cell: Cell) -> None:
-        self.recorder.watch(cell)

@@ -1,10 +1,10 @@
-"""A break: as a warmup met it, and as a step of a Program that calls the function at every replay."""
+"""Breaks: calls of them in a warmup, and steps of a Program that call the function at every replay."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,48 +22,42 @@ class Cell:
     value: Any
 
 
-class Place(Protocol):
-    """What a stand-in needs of the capture that it enters.
+class Place(NamedTuple):
+    """Where stand-ins for a break's results enter a capture.
 
     Attributes:
         leaves: the arguments of the break, taken apart, as the forward passed them.
         held: the same as every replay will pass them.
         entered: what stands in for the results before this one, and what takes them at a replay.
+        keep: returns a captured tensor as steps may hold it.
+        watch: lets later breaks that are passed a cell's present value read the cell.
     """
 
-    @property
-    def leaves(self) -> Sequence[Any]: ...
-
-    @property
-    def held(self) -> Sequence[Any]: ...
-
-    @property
-    def entered(self) -> Sequence[tuple[Any, Accept]]: ...
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """A captured tensor as steps may hold it."""
-
-    def watch(self, cell: Cell) -> None:
-        """Let later breaks that are passed the cell's present value read the cell."""
+    leaves: Sequence[Any]
+    held: Sequence[Any]
+    entered: list[tuple[Any, Accept]]
+    keep: Callable[[Tensor], Tensor]
+    watch: Callable[[Cell], None]
 
 
-class Result(Protocol):
-    """One leaf of what a break returns."""
+class Result(NamedTuple):
+    """One leaf of what a break returns.
 
-    @property
-    def any_size(self) -> bool:
-        """Whether it is the same for every batch size."""
+    Attributes:
+        enter: returns what the forward goes on with, and what takes a replay's value and says what is wrong with it.
+        any_size: True if it is the same for every batch size.
+    """
 
-    def enter(self, place: Place) -> tuple[Any, Accept]:
-        """What the forward goes on with, and what takes a replay's value; that one says what is wrong with it."""
+    enter: Callable[[Place], tuple[Any, Accept]]
+    any_size: bool = False
 
 
 class BreakCall(NamedTuple):
-    """What a warmup saw of one call of a break.
+    """Record what a warmup saw of one call of a break.
 
     Attributes:
         function: what was called.
-        made_here: for each leaf of the arguments, whether it is a tensor that the forward made.
+        made_here: for each leaf of the arguments, True if it is a tensor that the forward made.
         spec, results: how the result nests, and what its leaves are.
         problem: why no graph can have this break; None if it can.
     """
@@ -76,7 +70,7 @@ class BreakCall(NamedTuple):
 
     @property
     def any_size(self) -> bool:
-        """Whether it is known what the break returns at other batch sizes."""
+        """True if it is known what the break returns at other batch sizes."""
         return self.problem is None and all(result.any_size for result in self.results)
 
 
@@ -106,7 +100,7 @@ class RebuiltArgument(NamedTuple):
     leaves: Sequence[Any]
 
     def value(self) -> Any:
-        """What this replay passes."""
+        """Build what this replay passes."""
         return self.spec.unflatten([leaf.value if isinstance(leaf, Cell) else leaf for leaf in self.leaves])
 
 
@@ -167,7 +161,7 @@ class Break:
         return BreakError(
             f"eager break {self.name} returned {problem}.\n"
             "  The segments after it were captured for results of one structure, shape and dtype, and did not run. "
-            "Return the same each time, or capture anew with reset_graphs()."
+            "Return the same each time, or capture again with reset_graphs()."
         )
 
 

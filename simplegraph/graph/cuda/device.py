@@ -9,27 +9,27 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from simplegraph.errors import ConfigError
+from simplegraph.graph.cuda import forks
 from simplegraph.graph.cuda.driver import captured_nodes, new_stream, unjoined_operations
-from simplegraph.graph.cuda.forks import Forks
 from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
 
 logger = logging.getLogger("simplegraph")
 
 
-# Graphs that nobody uses any more. Destroying one takes it out of its generators' books, which another
+# Graphs that are no longer used. Destroying one takes it out of its generators' books, which another
 # thread's capture may be writing just then without the interpreter's lock: so that waits for CAPTURE_LOCK.
 _graveyard: collections.deque[torch.cuda.CUDAGraph] = collections.deque()
 
 
 class _Owned:
-    """A `torch.cuda.CUDAGraph`, and the way it ends: its memory at once, itself when no capture runs."""
+    """Ends a `torch.cuda.CUDAGraph`: its memory at once, the graph itself when no capture runs."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self.graph = graph
@@ -78,14 +78,14 @@ class _Pool:
     grown: bool = True
 
     def covers(self, address: int) -> bool:
-        """Whether an address lies in the ranges known so far."""
+        """True if an address lies in the ranges known so far."""
         for start, end in self.ranges:  # noqa: SIM110 (a generator would double the time, at every argument of a break)
             if start <= address < end:
                 return True
         return False
 
     def dropped(self, pool_id: tuple[int, int]) -> None:
-        """One of a pool's graphs is gone."""
+        """Count that one of a pool's graphs is gone."""
         self.segments[pool_id] -= 1
         self.retire(pool_id)
 
@@ -95,11 +95,10 @@ class _Pool:
             self.anchors.pop(pool_id).reset()
 
 
-@dataclasses.dataclass
-class _Capture:
+class _Capture(NamedTuple):
     graph: torch.cuda.CUDAGraph
     pool: _Pool
-    generators: list[torch.Generator]
+    generators: Sequence[torch.Generator]
 
 
 class CudaMark(NamedTuple):
@@ -128,7 +127,6 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._stream = _own_stream(self.torch_device)
         self._thread = threading.local()
-        self._forks = Forks(index)
         # On the path of every replay, so without a Python frame of their own.
         self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
@@ -141,7 +139,7 @@ class CudaDevice:
 
     @functools.cached_property
     def _scratch(self) -> Tensor:
-        """What a graph writes to that has nothing to do."""
+        """Scratch element that an empty graph writes to, since torch warns about empty graphs."""
         with torch.inference_mode(False):  # else it could only be written in that mode
             return torch.zeros(1, device=self.torch_device)
 
@@ -181,25 +179,18 @@ class CudaDevice:
                 caller.wait_stream(self._stream)
 
     def wait_for(self, stream: int) -> None:
-        current = torch.cuda.current_stream(self.torch_device)
-        current.wait_stream(self._stream_of(stream))
-
-    def _stream_of(self, handle: int) -> torch.cuda.Stream:
-        if handle == 0:  # the default stream, which cannot be had as an external one
-            return torch.cuda.default_stream(self.torch_device)
-        stream: torch.cuda.Stream = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
-            handle, device=self.torch_device
-        )
-        return stream
+        # The default stream cannot be had as an external one.
+        other = _external_stream(stream, device=self.torch_device) if stream else torch.cuda.default_stream(self.index)
+        torch.cuda.current_stream(self.torch_device).wait_stream(other)
 
     def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
         _graveyard.clear()
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        self._thread.capture = _Capture(graph, pool.handle, list(generators))
+        self._thread.capture = _Capture(graph, pool.handle, generators)
         pool.handle.grown = True
-        self._forks.start()
+        forks.start(self.current_stream())
         with torch._C._DisableTorchDispatch():  # torch sets its generators' tensors, which is no work of the forward
             graph.capture_begin(pool=pool.handle.id, capture_error_mode="thread_local")
 
@@ -209,33 +200,25 @@ class CudaDevice:
         try:
             with torch._C._DisableTorchDispatch():
                 if num_nodes == 0:
-                    self._scratch.zero_()  # torch warns of empty graphs
-                self._refuse_unjoined()
+                    self._scratch.zero_()
+                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                    _refuse_unjoined(unjoined_operations(self.current_stream()))
                 capture.graph.capture_end()
         except RuntimeError as error:
-            raise self._forks.explained(error) from error
-        self._forks.stop()
+            raise forks.explained(error) from error
+        forks.stop()
         self._thread.capture = None
         if num_nodes == 0:
             _Owned(capture.graph).reset()
             return None
         return CudaSegment(capture.graph, capture.pool, num_nodes)
 
-    def _refuse_unjoined(self) -> None:
-        """What CUDA refuses by itself, but for the collectives of NCCL."""
-        unjoined = unjoined_operations(self.current_stream()) if _communicates() else 0
-        if unjoined:
-            raise RuntimeError(
-                f"unjoined work: {unjoined} operations on other streams, such as a collective with async_op=True whose "
-                "work nobody waited for"
-            )
-
     def abandon(self) -> None:
         capture: _Capture | None = getattr(self._thread, "capture", None)
         if capture is None:
             return
         self._thread.capture = None
-        self._forks.stop()
+        forks.stop()
         with torch.cuda.stream(self._stream):  # wherever the work that failed has left us
             try:
                 capture.graph.capture_end()
@@ -280,11 +263,11 @@ class CudaDevice:
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
         handle: _Pool = pool.handle
         address = tensor.data_ptr()
-        if handle.covers(address) or not handle.grown:
-            return handle.covers(address)
-        handle.ranges = _segment_ranges(handle.anchors.keys())
-        handle.grown = False
-        return handle.covers(address)
+        found = handle.covers(address)
+        if not found and handle.grown:
+            handle.ranges, handle.grown = _segment_ranges(handle.anchors), False
+            found = handle.covers(address)
+        return found
 
     def borrow(self, tensor: Tensor) -> Tensor:
         if not _CAN_BORROW or tensor.is_conj() or tensor.is_neg():  # lazy bits that metadata does not carry
@@ -305,22 +288,28 @@ class CudaDevice:
         return result
 
 
+# Typed loosely because torch leaves it untyped.
+_external_stream: Callable[..., torch.cuda.Stream] = torch.cuda.ExternalStream
+_torch_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+
+
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nobody else gets.
+    """Make a stream of our own, where the driver can.
 
     Torch hands out its 32 in turn, and what others launched on ours would become part of a capture.
     """
     with torch.cuda.device(device):
         handle = new_stream()
-    if handle is None:
-        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return stream
-    own: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
-    return own
+    return _torch_stream(device) if handle is None else _external_stream(handle, device=device)
 
 
-def _communicates() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def _refuse_unjoined(operations: int) -> None:
+    """Raise as CUDA does by itself, but for the collectives of NCCL."""
+    if operations:
+        raise RuntimeError(
+            f"unjoined work: {operations} operations on other streams, such as a collective with async_op=True whose "
+            "work nobody waited for"
+        )
 
 
 # Private to torch, so owned memory stands in where they are absent.
@@ -330,7 +319,7 @@ _CAN_BORROW = hasattr(torch._C, "_construct_storage_from_data_pointer") and hasa
 
 
 def _segment_ranges(pool_ids: Container[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Address ranges (start, end) of some pools' memory."""
+    """List the address ranges (start, end) of some pools' memory."""
     # Of all pools: asked for one by id, torch 2.11 left the interpreter's heap corrupted after some hundred
     # pools (crashes anywhere later, as from a reference too few on the id's numbers).
     segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
@@ -343,5 +332,5 @@ def _segment_ranges(pool_ids: Container[tuple[int, int]]) -> list[tuple[int, int
 
 @functools.cache
 def cuda_device(index: int) -> CudaDevice:
-    """The one `CudaDevice` of a CUDA device, made at its first use."""
+    """Return the one `CudaDevice` of a CUDA device, made at its first use."""
     return CudaDevice(index)

@@ -1,9 +1,14 @@
-"""Side streams that a capture forked to and did not join, and the lines that did."""
+"""Find the side streams that a thread's capture forked to and did not join, and the lines that forked.
+
+Every way of ordering streams in Python ends in `torch.cuda.Event.record` and `wait`, which are watched
+while a capture runs.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,39 +17,28 @@ from simplegraph.graph import patches
 from simplegraph.graph.failures import current_user_location
 
 
-class Forks:
-    """Side streams that a thread's capture forked to, and has not joined yet.
+def start(stream: int) -> None:
+    """Begin to watch a capture of this thread, on a stream given by its raw handle."""
+    _watch_events()
+    _watching.open = _Open(stream)
 
-    Every way of ordering streams in Python ends in `torch.cuda.Event.record` and `wait`, which are watched
-    while a capture runs.
 
-    Args:
-        index: the CUDA device.
-    """
+def stop() -> None:
+    """Forget the thread's capture, which is over."""
+    _watching.open = None
 
-    def __init__(self, index: int) -> None:
-        self._index = index
 
-    def start(self) -> None:
-        """A capture begins in this thread, on the current stream."""
-        _watch_events()
-        _watching.open = _Open(torch._C._cuda_getCurrentRawStream(self._index))
-
-    def stop(self) -> None:
-        """The thread's capture is over."""
-        _watching.open = None
-
-    def explained(self, error: RuntimeError) -> RuntimeError:
-        """The error, with the lines that forked to streams which were not joined, if that is what it is about."""
-        opened: _Open | None = getattr(_watching, "open", None)
-        if opened is None or not opened.forked or "unjoined" not in str(error).lower():
-            return error
-        lines = ", ".join(opened.forked.values())
-        return RuntimeError(f"unjoined work on a side stream, forked at {lines}: {str(error).splitlines()[0]}")
+def explained(error: RuntimeError) -> RuntimeError:
+    """Name the lines that forked to streams which were not joined, if that is what the error is about."""
+    opened: _Open | None = getattr(_watching, "open", None)
+    if opened is None or not opened.forked or "unjoined" not in str(error).lower():
+        return error
+    lines = ", ".join(opened.forked.values())
+    return RuntimeError(f"unjoined work on a side stream, forked at {lines}: {str(error).splitlines()[0]}")
 
 
 class _Open:
-    """One capture: its stream, which streams it forked to and where, and on which stream each event was recorded."""
+    """A capture under way: its streams, where it forked to them, and on which stream each event was recorded."""
 
     def __init__(self, stream: int) -> None:
         self.streams = {stream}
@@ -76,22 +70,18 @@ def _handle(stream: Any) -> int:
 
 @patches.installer
 def _watch_events() -> None:
-    event: Any = torch.cuda.Event
-    record, wait = event.record, event.wait
+    _watch("record", _Open.record)
+    _watch("wait", _Open.wait)
 
-    @functools.wraps(record)
-    def watched_record(self: Any, stream: Any = None) -> Any:
+
+def _watch(name: str, note: Callable[[_Open, Any, Any], None]) -> None:
+    original = getattr(torch.cuda.Event, name)
+
+    @functools.wraps(original)
+    def watched(self: Any, stream: Any = None) -> Any:
         opened: _Open | None = getattr(_watching, "open", None)
         if opened is not None:
-            opened.record(self, stream)
-        return record(self, stream)
+            note(opened, self, stream)
+        return original(self, stream)
 
-    @functools.wraps(wait)
-    def watched_wait(self: Any, stream: Any = None) -> Any:
-        opened: _Open | None = getattr(_watching, "open", None)
-        if opened is not None:
-            opened.wait(self, stream)
-        return wait(self, stream)
-
-    patches.replace(event, "record", watched_record)
-    patches.replace(event, "wait", watched_wait)
+    patches.replace(torch.cuda.Event, name, watched)

@@ -5,10 +5,11 @@ flow, and are recorded. When the capture ends it looks as if nothing had run: ca
 undone, captured memory is poisoned and random generators are put back. A replay runs the recorded
 operators again, on the addresses seen at capture.
 
-    memory      what a capture touches, and how a replay finds it again
-    operators   which of them write, read back to Python, or do nothing on a device
-    segment     what was recorded, and the pool it lives in
-    recording   what happens between begin and end
+    memory      memory that a capture touches, as a replay finds it again, and its pool
+    operators   tells which of them write, read back to Python, or do nothing on a device
+    collectives launches them without sending
+    segment     a recorded segment and its replay
+    recording   sees, runs and records operators between begin and end
     device      the `GraphDevice` protocol on top of these
 """
 

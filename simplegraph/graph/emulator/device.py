@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ _ASSUMED_BYTES = 16 << 30  # where the system does not say
 
 
 class _Streams:
-    """Which work on which stream is known to come before which."""
+    """Knows which work on which stream comes before which."""
 
     def __init__(self) -> None:
         self._ticks: collections.Counter[int] = collections.Counter()
@@ -38,7 +38,7 @@ class _Streams:
         self._done: collections.Counter[int] = collections.Counter()
 
     def use(self, stream: int) -> tuple[int, int]:
-        """Queue work; what others need to wait for."""
+        """Queue work, and return what others need to wait for."""
         self._ticks[stream] += 1
         self._seen[stream][stream] = self._ticks[stream]
         return stream, self._ticks[stream]
@@ -66,9 +66,8 @@ _TORCH_IS_CAPTURING = torch.cuda.is_current_stream_capturing
 
 
 class _ThreadState(threading.local):
-    def __init__(self) -> None:
-        self.stream = DEFAULT_STREAM
-        self.recording: EmulatedCapture | None = None
+    stream = DEFAULT_STREAM
+    recording: EmulatedCapture | None = None
 
 
 class EmulatorDevice:
@@ -134,8 +133,8 @@ class EmulatorDevice:
         return self._thread.stream
 
     def wait_for(self, stream: int) -> None:
-        if self.is_capturing() and stream != self.current_stream():
-            self._break("the capture stream waited for work that is not captured")
+        if stream != self.current_stream():
+            self._refuse_in_capture("the capture stream waited for work that is not captured")
         self._wait(self.current_stream(), stream)
 
     def is_capturing(self) -> bool:
@@ -148,8 +147,7 @@ class EmulatorDevice:
             EmulatorError: this thread or the pool is recording already, the pool was released, or the
                 default stream is current.
         """
-        if self.is_capturing():
-            self._break("a capture was begun inside another")
+        self._refuse_in_capture("a capture was begun inside another")
         if self.current_stream() == DEFAULT_STREAM:
             raise EmulatorError("the default stream cannot be captured; begin inside on_capture_stream().")
         recording = EmulatedCapture(pool.handle, self.current_stream(), generators, self._captured)
@@ -190,8 +188,7 @@ class EmulatorDevice:
             recording.undo()
 
     def synchronize(self) -> None:
-        if self.is_capturing():
-            self._break("the device was synchronised, which a capture does not permit")
+        self._refuse_in_capture("the device was synchronised, which a capture does not permit")
         self.synchronizations += 1
         self._streams.wait_for_all()
 
@@ -205,7 +202,7 @@ class EmulatorDevice:
         return self.memory().free
 
     def memory(self) -> MemoryReading:
-        """As on a device that nobody else uses: exact, so that tests can tell what a capture takes."""
+        """Read it as on a device of its own: exact, so that tests can tell what a capture takes."""
         reserved = sum(memory.storage.nbytes() for memory in living(self._memories))
         return MemoryReading(_total_bytes() - reserved, _total_bytes(), reserved)
 
@@ -221,7 +218,7 @@ class EmulatorDevice:
             return MemoryView.of(tensor, memory).tensor()
 
     def _captured(self, tensor: Tensor) -> Memory | None:
-        """The captured memory that a tensor, owning or borrowed, lies in."""
+        """Find the captured memory that a tensor, owning or borrowed, lies in."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return None
         address = tensor.untyped_storage().data_ptr()
@@ -229,8 +226,7 @@ class EmulatorDevice:
 
     def _permit_replay(self, arena: Arena) -> None:
         """Check that the current stream may replay a graph of the pool now."""
-        if self.is_capturing():
-            self._break("a graph was replayed in a capture, which is not permitted")
+        self._refuse_in_capture("a graph was replayed in a capture, which is not permitted")
         stream = self.current_stream()
         if not self._streams.comes_after(stream, arena.used):
             raise EmulatorError(
@@ -243,10 +239,9 @@ class EmulatorDevice:
         self.waits.append((stream, other))
         self._streams.wait(stream, other)
 
-    def _break(self, found: str) -> NoReturn:
-        if self._thread.recording is None:
-            raise EmulatorError(f"{found}.")
-        self._thread.recording.fail(found)
+    def _refuse_in_capture(self, found: str) -> None:
+        if self._thread.recording is not None:
+            self._thread.recording.fail(found)
 
 
 @functools.cache
@@ -258,5 +253,5 @@ def _total_bytes() -> int:
 
 @functools.cache
 def emulator() -> EmulatorDevice:
-    """The emulator of this process, made at its first use, so that all wrappers share its streams."""
+    """Return the emulator of this process, made at its first use, so that all wrappers share its streams."""
     return EmulatorDevice()

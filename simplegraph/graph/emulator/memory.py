@@ -1,4 +1,4 @@
-"""What a capture touches and records, how a replay finds it again, and the pool that it lives in."""
+"""Memory that a capture touches, as a replay finds it again, and the pool that it lives in."""
 
 from __future__ import annotations
 
@@ -58,8 +58,12 @@ class Memory:
             return bytes_of(self.alias)
 
     def reusable(self) -> bool:
-        """Whether no tensor has this memory any more, so that what is captured next may get it."""
+        """True if no tensor has this memory any more, so that what is captured next may get it."""
         return _use_count(self.storage._cdata) == 1
+
+    def unowned(self) -> OutsideMemory:
+        """Refer to it without owning it."""
+        return OutsideMemory(_weak_reference(self.storage), self.address, self.seen_as)
 
     def save(self) -> None:
         """Remember what it holds before a captured write."""
@@ -98,7 +102,7 @@ class MemoryView(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, memory: Memory) -> MemoryView:
-        """How `tensor` lies in `memory`."""
+        """Describe how `tensor` lies in `memory`."""
         size, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
         return cls(memory, tensor.dtype, offset, size, stride, tensor.is_conj(), tensor.is_neg())
 
@@ -116,16 +120,11 @@ class OutsideMemory(NamedTuple):
     address: int
     seen_as: str
 
-    @classmethod
-    def of(cls, memory: Memory) -> OutsideMemory:
-        """A reference to `memory` that owns nothing."""
-        return cls(_weak_reference(memory.storage), memory.address, memory.seen_as)
-
     def lock(self) -> torch.UntypedStorage:
         """The memory, owned until the caller lets go of it.
 
         Raises:
-            EmulatorError: nobody owned it any more, or it was moved.
+            EmulatorError: it was freed or moved.
         """
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
         if storage is None or storage.data_ptr() != self.address:
@@ -134,12 +133,6 @@ class OutsideMemory(NamedTuple):
                 "A graph keeps nothing alive; whoever captured it must own what it reads."
             )
         return storage
-
-
-def from_outside(tensor: Tensor, func: Any) -> Memory:
-    """Memory that `func` is the first to use, and that the capture did not create."""
-    storage = tensor.untyped_storage()
-    return Memory(storage, f"{func} uses a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
 
 
 def bytes_of(storage: Any) -> Tensor:
@@ -166,11 +159,7 @@ def poison(memories: Iterable[Memory]) -> None:
             memory.bytes.fill_(memory.poison)
 
 
-def _use_count_unknown(cdata: int) -> int:
-    return -1
-
-
-_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _use_count_unknown)
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)  # -1: unknown
 
 
 class Output(NamedTuple):
@@ -195,7 +184,7 @@ class RecordedCall(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a capture leaves behind when it ends.
+    """Results of a capture.
 
     Attributes:
         calls: the operators, in order, on views of the memory that they use.
@@ -218,7 +207,7 @@ def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
 
 
 class Arena:
-    """What the emulator knows of a pool.
+    """Keeps what the emulator knows of a pool.
 
     Attributes:
         group: the run of segments under capture: those of one Program, which replay in order.

@@ -1,4 +1,4 @@
-"""Operators: which of them write, read back to Python, or do nothing on a device."""
+"""Tell which operators write, read back to Python, or do nothing on a device."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _UNINITIALISED |= {"aten::new_empty", "aten::new_empty_strided"}
 
 
 def name_of(func: Any) -> str:
-    """An operator's name without its overload, such as ``aten::add``."""
+    """Return an operator's name without its overload, such as ``aten::add``."""
     return str(func._schema.name)
 
 
 def shown(func: Any) -> str:
-    """An operator as a user knows it, such as ``aten.item``."""
+    """Name an operator as a user knows it, such as ``aten.item``."""
     return str(func.overloadpacket).replace("_local_scalar_dense", "item")
 
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Whether the operator is only made of others. Under inference_mode it is dispatched whole."""
+    """True if the operator is only made of others. Under inference_mode it is dispatched whole."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
 def reads_value(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the host needs a tensor's value to go on."""
+    """True if the host needs a tensor's value to go on."""
     if name_of(func) in _READS:
         return True
     if name_of(func) in _TAKES_MASK or kwargs.get("output_size") is not None:
@@ -49,14 +49,14 @@ def reads_value(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def masks(func: Any, args: Sequence[Any]) -> list[Tensor]:
-    """The boolean masks among the indices of an indexing operator."""
+    """List the boolean masks among the indices of an indexing operator."""
     if name_of(func) not in _TAKES_MASK:
         return []
     return [index for index in tensors(args[1]) if index.dtype in (torch.bool, torch.uint8)]
 
 
 def does_work(func: Any, written: Sequence[Tensor], created: Sequence[int]) -> bool:
-    """Whether a device would have to do anything for the operator."""
+    """True if a device would have anything to do for the operator."""
     if name_of(func) in _UNINITIALISED or torch.Tag.inplace_view in func.tags:
         return False
     return bool(written or created) or func.namespace != "aten" or "assert" in name_of(func)
@@ -68,7 +68,7 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 
 
 def waiting(func: Any) -> Callable[..., Any]:
-    """The operator as later work on its stream finds it; a collective has run by then."""
+    """Return the operator as later work on its stream finds it; a collective has run by then."""
     if not is_collective(func):
         return func  # type: ignore[no-any-return]
 
@@ -99,13 +99,13 @@ def run_for_shapes(func: Callable[..., Any], args: Any, kwargs: Any, written: Se
 
 
 def _harmless(tensor: Tensor) -> Tensor:
-    """Values that operators accept: 1.0, True and index 0."""
+    """Return values that operators accept: 1.0, True and index 0."""
     is_index = not tensor.is_floating_point() and tensor.dtype is not torch.bool
     return torch.zeros_like(tensor) if is_index else torch.ones_like(tensor)
 
 
 def map_tree(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with every instance of `kind` changed; lists, tuples and dicts are looked into."""
+    """Return `tree` with every instance of `kind` changed; lists, tuples and dicts are looked into."""
     if isinstance(tree, kind):
         return change(tree)
     if type(tree) in (list, tuple):
@@ -116,7 +116,7 @@ def map_tree(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """What lists, tuples and dicts hold, in order."""
+    """Yield what lists, tuples and dicts hold, in order."""
     if isinstance(tree, (list, tuple)):
         for item in tree:
             yield from leaves(item)
@@ -127,5 +127,5 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The tensors among the leaves."""
+    """List the tensors among the leaves."""
     return [tree] if isinstance(tree, Tensor) else [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,8 +1,9 @@
-"""What happens between begin and end: every operator of the thread is seen, run and recorded."""
+"""See, run and record every operator of a thread between begin and end."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -12,43 +13,18 @@ from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
+from simplegraph.graph.emulator import operators as ops
 from simplegraph.graph.emulator.collectives import Launches
-from simplegraph.graph.emulator.memory import (
-    Arena,
-    Memory,
-    MemoryView,
-    Output,
-    OutsideMemory,
-    Recorded,
-    RecordedCall,
-    from_outside,
-    poison_byte,
-)
-from simplegraph.graph.emulator.operators import (
-    FROM_HOST,
-    READ_BACK,
-    does_work,
-    is_composite,
-    leaves,
-    map_tree,
-    masks,
-    name_of,
-    reads_value,
-    run_for_shapes,
-    shown,
-    tensors,
-    waiting,
-    written_tensors,
-)
+from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, Output, Recorded, RecordedCall, poison_byte
 from simplegraph.graph.operators import OperatorMode, is_collective
-from simplegraph.graph.tensors import only_shapes, wrapper_class
+from simplegraph.graph.tensors import only_shapes, storage_key, wrapper_class
 
 # Typed loosely because torch leaves them untyped.
 _functions: Any = overrides
 _operators: Any = _python_dispatch
 
 _RESEEDED = "a random generator was reseeded in a capture; seed it before or after"
-# What a capture draws is thrown away, so it may start from a seed that nobody chooses: any other is a reseeding.
+# What a capture draws is thrown away, so it may start from an unlikely seed: any other is a reseeding.
 _CAPTURE_SEED = 0x5EED_CA97_0BE5_1DE5
 
 
@@ -66,7 +42,7 @@ class _RecordingMode(OperatorMode):
         if only_shapes():
             return func(*args, **kwargs)
         self._recording.check(func, args, kwargs)
-        if is_composite(func):
+        if ops.is_composite(func):
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if getattr(func, "_defined_in_python", False):
@@ -97,16 +73,16 @@ class _FunctionMode(overrides.TorchFunctionMode):
         # x.to(y.device) moves nothing, here or on a GPU; only the string asks for the host by its name.
         named = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, str)]
         if func in self.READS or (func is Tensor.to and "cpu" in named):
-            self._recording.fail(f"{READ_BACK} (Tensor.{func.__name__})")
+            self._recording.fail(f"{ops.READ_BACK} (Tensor.{func.__name__})")
         if func is Tensor.pin_memory or kwargs.get("pin_memory"):
             self._recording.fail("pinned memory was allocated, which a capture does not permit")
-        if func in self.FACTORIES and kwargs.get("device") is not None and not tensors(args[:1]):
-            self._recording.fail(f"{FROM_HOST} (torch.{func.__name__})")
+        if func in self.FACTORIES and kwargs.get("device") is not None and not ops.tensors(args[:1]):
+            self._recording.fail(f"{ops.FROM_HOST} (torch.{func.__name__})")
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """As on CUDA; the CPU operator reads the classes back to check them."""
         if num_classes == -1:
-            self._recording.fail(f"{READ_BACK} (torch.nn.functional.one_hot without num_classes)")
+            self._recording.fail(f"{ops.READ_BACK} (torch.nn.functional.one_hot without num_classes)")
         zeros = torch.zeros(*tensor.shape, num_classes, dtype=torch.long)
         return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
@@ -132,34 +108,30 @@ def _modes_lifted() -> Iterator[None]:
 
 
 def _identity(generator: Any) -> int:
-    """What stays the same when an operator's arguments are handed to Python in new wrappers."""
+    """Identify a generator also when an operator's arguments come to Python in new wrappers."""
     return int(generator._cdata)
 
 
+@dataclasses.dataclass(eq=False)
 class EmulatedCapture:
     """A capture under way: the calls so far, the memory they touched and what must be put back.
 
-    Args:
+    Attributes:
         arena: the pool that is captured into.
         stream: the current stream.
         generators: those beside the default one that may be drawn from.
         captured: finds the memory of a tensor that any pool has.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        stream: int,
-        generators: Sequence[torch.Generator],
-        captured: Callable[[Tensor], Memory | None],
-    ) -> None:
-        self.arena = arena
-        self.stream = stream
-        self._captured = captured
+    arena: Arena
+    stream: int
+    generators: Sequence[torch.Generator]
+    captured: Callable[[Tensor], Memory | None]
+
+    def __post_init__(self) -> None:
         self._broken: EmulatorError | None = None
-        generators = [torch.default_generator, *generators]
-        self._known_generators = {_identity(generator) for generator in generators}
-        self._random = [(generator, generator.get_state()) for generator in generators]
+        self._random = [(it, it.get_state()) for it in (torch.default_generator, *self.generators)]
+        self._known_generators = {_identity(generator) for generator, _ in self._random}
         self._calls: list[RecordedCall] = []
         self._launches = Launches()
         self._memories: dict[int, Memory] = {}
@@ -205,42 +177,42 @@ class EmulatedCapture:
         """Refuse what a capture on CUDA refuses."""
         if self._reseeded():
             self.fail(_RESEEDED)
-        for leaf in leaves([args, kwargs]):
+        for leaf in ops.leaves([args, kwargs]):
             if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
-                self.fail(f"{shown(func)} draws from a generator that the capture was not told of")
-        if reads_value(func, kwargs):
-            self.fail(f"{READ_BACK} ({shown(func)})")
-        if masks(func, args) and not self._fills_by_mask(args):
-            self.fail(f"{READ_BACK} ({shown(func)} with a boolean mask)")
-        if name_of(func) == "aten::lift_fresh" and self._is_host_array(args[0]):
-            self.fail(f"{FROM_HOST} (data of shape {tuple(args[0].shape)})")
+                self.fail(f"{ops.shown(func)} draws from a generator that the capture was not told of")
+        if ops.reads_value(func, kwargs):
+            self.fail(f"{ops.READ_BACK} ({ops.shown(func)})")
+        if ops.masks(func, args) and not self._fills_by_mask(args):
+            self.fail(f"{ops.READ_BACK} ({ops.shown(func)} with a boolean mask)")
+        if ops.name_of(func) == "aten::lift_fresh" and self._is_host_array(args[0]):
+            self.fail(f"{ops.FROM_HOST} (data of shape {tuple(args[0].shape)})")
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record it where it does work on a device."""
-        inputs = tensors([args, kwargs])
+        inputs = ops.tensors([args, kwargs])
         if any(tensor.is_meta for tensor in inputs):
             return func(*args, **kwargs)
         for tensor in inputs:
             memory = self._memory_of(tensor, func)
-            if name_of(func) == "aten::lift_fresh" and memory.pool is None:
+            if ops.name_of(func) == "aten::lift_fresh" and memory.pool is None:
                 memory.freeze()
-        written = written_tensors(func, args, kwargs)
+        written = ops.written_tensors(func, args, kwargs)
         for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
             memory.save()
-        call = waiting(func)
+        call = ops.waiting(func)
         if is_collective(func):
             result = self._launches.launch(func, args, kwargs)
         else:
-            result = run_for_shapes(call, args, kwargs, written)
-        results = tensors(result)
+            result = ops.run_for_shapes(call, args, kwargs, written)
+        results = ops.tensors(result)
         if any(tensor.is_meta for tensor in results):
             return result
         created = self._create(func, results)
-        if does_work(func, written, created):
+        if ops.does_work(func, written, created):
             view = functools.partial(self._view, func)
             outputs = tuple(Output(place, view(results[place])) for place in created)
             self._calls.append(
-                RecordedCall(call, map_tree(Tensor, view, args), map_tree(Tensor, view, kwargs), outputs)
+                RecordedCall(call, ops.map_tree(Tensor, view, args), ops.map_tree(Tensor, view, kwargs), outputs)
             )
         return result
 
@@ -261,7 +233,7 @@ class EmulatedCapture:
         for memory in constants:
             memory.adopt_value()
         outside = set(self._memories.values()) - self._created - constants
-        living = [OutsideMemory.of(memory) for memory in outside if memory.address]
+        living = [memory.unowned() for memory in outside if memory.address]
         return Recorded(self._calls, self._created, constants, living, self._reused)
 
     def undo(self) -> None:
@@ -294,36 +266,32 @@ class EmulatedCapture:
         storage = tensor.untyped_storage()
         memory = self._memories.get(storage._cdata)
         if memory is None:
-            memory = self._captured(tensor) or from_outside(tensor, func)
+            seen_as = f"{func} uses a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+            memory = self.captured(tensor) or Memory(storage, seen_as)
             self._memories[storage._cdata] = memory
             self._held.append(storage)
         return memory
 
     def _is_host_array(self, tensor: Tensor) -> bool:
-        """Whether this is Python data that is more than a number, and that a GPU would have to fetch."""
-        return tensor.dim() > 0 and tensor.numel() > 0 and tensor.untyped_storage()._cdata not in self._memories
+        """True if this is Python data that is more than a number, and that a GPU would have to fetch."""
+        return tensor.dim() > 0 and tensor.numel() > 0 and storage_key(tensor) not in self._memories
 
     def _view(self, func: Any, tensor: Tensor) -> MemoryView:
         return MemoryView.of(tensor, self._memory_of(tensor, func))
 
     def _create(self, func: Any, results: Sequence[Tensor]) -> list[int]:
-        """Take what an operator allocated into the pool; the places of those among its results."""
-        places, new = [], set()
-        for place, tensor in enumerate(results):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._memories:
-                memory = Memory(storage, str(func), self.arena, self.arena.group, poison_byte(tensor.dtype))
-                self._memories[storage._cdata] = memory
-                self._created.add(memory)
-                new.add(memory)
-            if self._memories[storage._cdata] in new:
-                places.append(place)
-        return places
+        """Take what an operator allocated into the pool; return the places of those among its results."""
+        keys = [storage_key(tensor) for tensor in results]
+        new = {key: tensor for key, tensor in zip(keys, results, strict=True) if key not in self._memories}
+        for key, tensor in new.items():
+            poison = poison_byte(tensor.dtype)
+            self._memories[key] = Memory(tensor.untyped_storage(), str(func), self.arena, self.arena.group, poison)
+            self._created.add(self._memories[key])
+        return [place for place, key in enumerate(keys) if key in new]
 
     def _fills_by_mask(self, args: Sequence[Any]) -> bool:
-        """Whether this is ``x[mask] = 0.0``, which is masked_fill_ on CUDA."""
-        return len(args) > 2 and len(tensors(args[1])) == 1 and self._is_constant(args[2])
-
-    def _is_constant(self, tensor: Tensor) -> bool:
-        memory = self._memories.get(tensor.untyped_storage()._cdata)
-        return memory is not None and memory.value is not None and tensor.numel() == 1
+        """True if this is ``x[mask] = 0.0``, which is masked_fill_ on CUDA."""
+        if len(args) <= 2 or len(ops.tensors(args[1])) != 1:
+            return False
+        memory = self._memories.get(storage_key(args[2]))
+        return memory is not None and memory.value is not None and args[2].numel() == 1

@@ -26,8 +26,7 @@ class EmulatorSegment:
         self._permit = permit
         self._calls: Sequence[RecordedCall] | None = _bind_tensors(recorded.calls)
         self._created = list(recorded.created)
-        self._constants = list(recorded.constants)
-        self._values = [memory.bytes.clone() for memory in self._constants]
+        self._constants = [(memory, memory.bytes.clone()) for memory in recorded.constants]
         self._outside = recorded.outside
         # From here on in the Program this segment may have written to it.
         self._undefined_before = recorded.reused
@@ -52,11 +51,14 @@ class EmulatorSegment:
             raise ReplayError("this graph was dropped; capture it again.")
         self._permit(self._arena)
         owned = [memory.lock() for memory in self._outside]
-        self._check_moved()
+        for memory in self._created:
+            if memory.storage.data_ptr() != memory.address:
+                raise EmulatorError(f"replay writes memory that was moved: a result of {memory.seen_as} was resized.")
         self._arena.enter(self._place, self._created)
         poison(self._undefined_before)
         with torch._C._DisableAutocast(), torch.inference_mode():
-            self._set_constants()
+            for memory, value in self._constants:
+                memory.bytes.copy_(value)
             for func, args, kwargs, outputs in self._calls:
                 result = func(*args, **kwargs)
                 if outputs:
@@ -73,21 +75,12 @@ class EmulatorSegment:
         self._calls = None
         self._arena.segments -= 1
         self._arena.retired.extend(self._created)
-        self._created, self._outside, self._constants, self._values = [], [], [], []
+        self._created, self._outside, self._constants = [], [], []
         self._undefined_before = self._undefined_after = []
 
     def __del__(self) -> None:
         if hasattr(self, "_place"):  # else it never came to life
             self.reset()
-
-    def _check_moved(self) -> None:
-        for memory in self._created:
-            if memory.storage.data_ptr() != memory.address:
-                raise EmulatorError(f"replay writes memory that was moved: a result of {memory.seen_as} was resized.")
-
-    def _set_constants(self) -> None:
-        for memory, value in zip(self._constants, self._values, strict=True):
-            memory.bytes.copy_(value)
 
 
 def _bind_tensors(calls: Sequence[RecordedCall]) -> list[RecordedCall]:

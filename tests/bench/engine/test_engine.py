@@ -58,6 +58,12 @@ def engine(llama: Llama, **changes: Any) -> Engine:
     return built
 
 
+@pytest.fixture(scope="module")
+def served(llama: Llama) -> Engine:
+    """For tests that leave it idle."""
+    return engine(llama)
+
+
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
@@ -190,15 +196,15 @@ def test_a_seed_gives_a_request_the_same_tokens_whatever_runs_beside_it(llama: L
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_and_the_others_go_on(
-    llama: Llama, reference: Any, prompt: list[int], params: dict[str, Any], words: str
+    served: Engine, reference: Any, prompt: list[int], params: dict[str, Any], words: str
 ) -> None:
-    served = engine(llama)
     other = served.add([1, 2, 3], SamplingParams(max_tokens=5))
     served.step()
     with pytest.raises(RequestError, match=words):
         served.add(prompt, SamplingParams(**params))
     list(served.stream())
     assert other.output == alone(reference, [1, 2, 3], 5)
+    assert served.idle
 
 
 def test_a_request_larger_than_the_cache_is_refused(llama: Llama) -> None:
@@ -206,8 +212,7 @@ def test_a_request_larger_than_the_cache_is_refused(llama: Llama) -> None:
         engine(llama, num_pages=6).add([1] * 30, SamplingParams(max_tokens=11))
 
 
-def test_one_bad_prompt_among_several_queues_none(llama: Llama) -> None:
-    served = engine(llama)
+def test_one_bad_prompt_among_several_queues_none(served: Engine) -> None:
     with pytest.raises(RequestError):
         served.generate([[1, 2], []])
     assert served.idle

@@ -14,7 +14,7 @@ from bench.arms.correctness import Mismatch
 from bench.arms.graphed import Piecewise
 from bench.models.workload import Workload
 from bench.piecewise import breaks, mixed_steps
-from bench.piecewise.mixed_llama import attending
+from bench.piecewise.mixed_llama import for_requests
 from bench.tools.measure import Timeline
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_mixed_batches_that_run_eagerly_are_refused(setup: Setup) -> None:
     graphed = mixed_steps.capture(setup, [4, 8])
     mix = mixed_steps.mixes(16, WORKLOAD)[0]  # above the largest size
     ids, positions, metadata = mixed_steps._batch(setup, mix, 0)
-    with attending(metadata):
+    with for_requests(metadata):
         graphed.piecewise(ids, positions)
     with pytest.raises(RuntimeError, match="ran eagerly"):
         mixed_steps._check_served(graphed)

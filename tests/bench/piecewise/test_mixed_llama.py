@@ -14,7 +14,7 @@ from bench.models import attention
 from bench.models.llama import Attention, Llama
 from bench.models.workload import PAGE_SIZE, Workload
 from bench.piecewise import mixed_llama
-from bench.piecewise.mixed_llama import AttentionMetadata, MixedLlama, attending, mixed_attention
+from bench.piecewise.mixed_llama import AttentionMetadata, MixedLlama, for_requests, mixed_attention
 from bench.piecewise.mixes import Chunk, MixedBatch, mixed_batch
 from simplegraph import wrap
 
@@ -74,7 +74,7 @@ def test_attention_of_mixed_requests_is_that_of_a_float64_reference(layer: Atten
     q, k, v = heads(layer, metadata.num_tokens + padding)
     expected = reference(q[: metadata.num_tokens], k, v, layer, metadata)
     out = torch.full_like(q, float("nan"))
-    with attending(metadata):
+    with for_requests(metadata):
         mixed_attention(q, k, v, out, layer)
     torch.testing.assert_close(out[: metadata.num_tokens], expected, rtol=1e-11, atol=1e-12)
     assert not out[metadata.num_tokens :].any()
@@ -100,7 +100,7 @@ def test_flash_attention_is_given_the_live_requests(layer: Attention, monkeypatc
     q, k, v = heads(layer, 12)
     for chunks in ((Chunk(4), Chunk(5, 7)), (Chunk(1, 3), Chunk(10, 20), Chunk(1))):
         metadata, out = mixed_batch(WORKLOAD, chunks, 512).metadata, torch.full_like(q, float("nan"))
-        with attending(metadata):
+        with for_requests(metadata):
             mixed_attention(q, k, v, out, layer)
         asked = flash.asked.pop()
         assert asked["max_seqlen_q"] == max(chunk.query for chunk in chunks)
@@ -125,7 +125,7 @@ def test_padding_leaves_the_cache_alone(layer: Attention) -> None:
     metadata = mixed_batch(WORKLOAD, [Chunk(3), Chunk(1, 20)], 512).metadata
     q, k, v = heads(layer, 9)
     before = layer.k_cache.clone().view(-1, layer.num_kv_heads, layer.head_dim)
-    with attending(metadata):
+    with for_requests(metadata):
         mixed_attention(q, k, v, torch.empty_like(q), layer)
     after = layer.k_cache.view_as(before)
     assert torch.equal(after[metadata.slots], k[:4])
@@ -134,13 +134,13 @@ def test_padding_leaves_the_cache_alone(layer: Attention) -> None:
 
 
 def test_attention_without_requests_says_what_to_do(llama: Llama) -> None:
-    with pytest.raises(RuntimeError, match=r"inside `with attending\(metadata\):`"):
+    with pytest.raises(RuntimeError, match=r"inside `with for_requests\(metadata\):`"):
         MixedLlama(llama)(torch.zeros(1).long(), torch.zeros(1).long())
 
 
 def test_a_forward_with_too_few_rows_says_so(llama: Llama) -> None:
     ids, positions, metadata = batch_of(llama, Chunk(4))
-    with attending(metadata), pytest.raises(RuntimeError, match="have 4 tokens, the forward 3 rows"):
+    with for_requests(metadata), pytest.raises(RuntimeError, match="have 4 tokens, the forward 3 rows"):
         MixedLlama(llama)(ids[:3], positions[:3])
 
 
@@ -156,7 +156,7 @@ def test_a_prompt_in_chunks_gives_what_decoding_it_token_by_token_gives(llama: L
     for begin, end in ((0, 20), (20, 21), (21, 37)):
         part = batch_of(llama, Chunk(end - begin, begin), start=begin)
         assert torch.equal(part.input_ids, ids[begin:end])
-        with attending(part.metadata):
+        with for_requests(part.metadata):
             found.append(chunked(part.input_ids, part.positions))
     torch.testing.assert_close(torch.cat(found), torch.cat(steps), rtol=1e-4, atol=1e-5)
 
@@ -166,7 +166,7 @@ def test_decodes_alone_give_what_the_decoding_model_gives(llama: Llama) -> None:
     chunks = [Chunk(1, cached) for cached in (0, 15, 16, 199)]
     ids, positions, metadata = batch_of(llama, *chunks)
     expected = llama(ids, positions, metadata.slots, metadata.seq_lens, metadata.block_table)
-    with attending(metadata):
+    with for_requests(metadata):
         torch.testing.assert_close(MixedLlama(llama)(ids, positions), expected)
 
 
@@ -183,11 +183,11 @@ def test_one_graph_serves_every_mixture_of_its_size(llama: Llama) -> None:
     eager = MixedLlama(llama)
     graphed = wrap(eager, mode="PIECEWISE", capture_sizes=[8, 16], capture="upfront", progress=False)
     ids, positions, metadata = batch_of(llama, *MIXTURES[0])
-    with attending(metadata):
+    with for_requests(metadata):
         graphed.capture_graphs(ids, positions)
     for index, chunks in enumerate(MIXTURES):
         ids, positions, metadata = batch_of(llama, *chunks, start=100 * index)
-        with attending(metadata):
+        with for_requests(metadata):
             expected = eager(ids, positions)
             torch.testing.assert_close(graphed(ids, positions), expected)
     assert graphed.graph_stats.replays == len(MIXTURES)

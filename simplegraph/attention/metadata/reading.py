@@ -1,0 +1,287 @@
+"""A step as an engine describes it, read into arrays and checked before anything is written."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from simplegraph.attention.metadata.bounds import Bounds
+from simplegraph.errors import CaptureSizeError, InputError
+
+Ints = Sequence[int] | Tensor | npt.NDArray[Any]
+Pages = Sequence[Ints] | Tensor | npt.NDArray[Any]
+
+_Int32s = npt.NDArray[np.int32]
+_Int64s = npt.NDArray[np.int64]
+_INT64 = np.dtype(np.int64)
+_INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+class StepArrays(NamedTuple):
+    """One step on the host, without padding.
+
+    Attributes:
+        slots: (num_tokens,) int64, where each token's key and value go.
+        query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
+        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included.
+        pages: (num_reqs, width) int32, page ids; 0 where a request needs no page.
+        max_query_len: the most tokens of a request.
+    """
+
+    slots: _Int64s
+    query_start_loc: _Int32s
+    seq_lens: _Int32s
+    pages: _Int32s
+    max_query_len: int
+
+    def check_pages(self, num_pages: int | None) -> None:
+        """Refuse page ids that the cache does not have.
+
+        Raises:
+            InputError: there is one.
+        """
+        pages, end = self.pages, _INT32_MAX if num_pages is None else num_pages
+        # Viewed as unsigned, negatives are huge, so one comparison catches both.
+        if np.maximum.reduce(pages.view(np.uint32), axis=None) >= end:
+            row, column = (int(i) for i in np.argwhere((pages < 0) | (pages >= end))[0])
+            last = "the cache's last" if num_pages is None else num_pages - 1
+            raise InputError(
+                f"block_table[{row}][{column}] is {pages[row, column]}; expected a page id from 0 to {last}."
+            )
+
+    def check_single_tokens(self) -> None:
+        """Refuse requests of several tokens: each of these sees another part of a rank's share.
+
+        Raises:
+            InputError: there is one.
+        """
+        if self.max_query_len > 1:
+            raise InputError(
+                f"query_lens[{int(np.argmax(np.diff(self.query_start_loc)))}] is {self.max_query_len}; context "
+                "parallel ranks take one token a request. Give a prompt's tokens as requests of their own, each with "
+                "the length up to itself and the same pages: keys and values are written before any of them attends."
+            )
+
+    def check_places(self, page_size: int) -> None:
+        """Refuse two requests of one token each that write to the same place; a prompt's may share their pages.
+
+        Raises:
+            InputError: there are two.
+        """
+        twice = _first_twice(self.slots)
+        if twice is not None:
+            page, place = divmod(int(self.slots[twice[0]]), page_size)
+            raise InputError(
+                f"requests {twice[0]} and {twice[1]} both write to place {place} of page {page}. Give each request "
+                "pages of its own, or each token of a prompt the length up to itself."
+            )
+
+    def check_written_once(self, bounds: Bounds, ahead: int) -> None:
+        """Refuse pages that two requests write to, and a request that has one twice, in this step or those ahead.
+
+        Args:
+            bounds: of the step.
+            ahead: tokens beyond the step's that each request has pages for.
+
+        Raises:
+            InputError: there is one.
+        """
+        starts = bounds.page_starts[: self.pages.shape[1]]
+        begun = starts + bounds.page_size > (self.seq_lens - np.diff(self.query_start_loc))[:, None]
+        owners, columns = np.nonzero(begun & (starts < (self.seq_lens + ahead)[:, None]))
+        pages = self.pages[owners, columns]
+        twice = _first_twice(pages)
+        if twice is None:
+            return
+        page, (first, second) = pages[twice[0]], owners[list(twice)]
+        if first == second:
+            raise InputError(f"a request has page {page} twice in its row of block_table; give it another one.")
+        raise InputError(
+            f"requests {first} and {second} both write to page {page}; pages may be shared for reading only. "
+            "Give each request pages of its own for what it writes."
+        )
+
+
+def read_step(query_lens: int | Ints, seq_lens: Ints, block_table: Pages, bounds: Bounds, ahead: int = 0) -> StepArrays:
+    """Read an engine's description of a step into arrays of its own; see `BatchMetadata.set`.
+
+    Raises:
+        CaptureSizeError: there is no request, or more tokens or requests than the bounds.
+        InputError: the lengths or pages do not fit each other.
+    """
+    # The least number of numpy calls: each costs a microsecond or two, thirty would be a tenth of a step.
+    lengths = int64s("seq_lens", seq_lens)
+    if type(query_lens) is int and 1 <= query_lens <= bounds.max_model_len:
+        reqs, most, before = len(lengths), query_lens, lengths - query_lens
+        # Viewed as unsigned, negatives are huge, so one comparison catches them and what is too long.
+        most_before = int(np.maximum.reduce(before.view(np.uint64))) if reqs else 0
+        if reqs == 0 or most_before > bounds.max_model_len - most:
+            _check_lengths(np.full(reqs, most, np.int64), lengths, bounds)
+        longest, num_tokens = most_before + most, reqs * most
+        bounds.check_shape(num_tokens, reqs)
+        starts = np.arange(0, num_tokens + 1, most, dtype=np.int32)
+    else:
+        # One number that does not fit is refused as several are.
+        queries = int64s("query_lens", [query_lens] * len(lengths) if isinstance(query_lens, int) else query_lens)
+        before, longest = _check_lengths(queries, lengths, bounds)
+        reqs, most = len(queries), int(np.maximum.reduce(queries))
+        ends = np.add.accumulate(queries)
+        num_tokens = int(ends[-1])
+        bounds.check_shape(num_tokens, reqs)
+        starts = np.zeros(reqs + 1, np.int32)
+        starts[1:] = ends
+    pages = _needed_pages(block_table, lengths, longest, bounds, ahead)
+    rows = bounds.numbers[:reqs] * pages.shape[1]
+    if most * reqs == num_tokens:
+        rows, position = rows[:, None], before[:, None] + bounds.numbers[:most]
+    else:
+        rows = np.repeat(rows, queries)
+        position = bounds.numbers[:num_tokens] + np.repeat(lengths - ends, queries)
+    page, slots = np.divmod(position, bounds.page_size)
+    page += rows
+    slots += np.multiply(pages.take(page), bounds.page_size, dtype=np.int64)
+    return StepArrays(slots.ravel(), starts, lengths.astype(np.int32), pages, most)
+
+
+def dummy_step(num_tokens: int, num_reqs: int, query_len: int | None, bounds: Bounds, ranks: int) -> StepArrays:
+    """Make up a step that reads page 0 and writes nothing; see `BatchMetadata.set_dummy`.
+
+    Raises:
+        CaptureSizeError: the shape is out of bounds.
+        InputError: the requests do not fit into the rows, or `query_len` into max_model_len.
+    """
+    bounds.check_shape(num_tokens, num_reqs)
+    most = bounds.max_model_len
+    if num_reqs > num_tokens or (query_len is not None and not 1 <= query_len <= min(most, num_tokens // num_reqs)):
+        raise InputError(
+            f"a dummy batch of {num_reqs} requests, query_len={query_len}, in {num_tokens} rows; expected "
+            f"num_reqs * query_len up to num_tokens, and query_len from 1 to max_model_len={most}."
+        )
+    even, rest = divmod(num_tokens, num_reqs) if query_len is None else (query_len, 0)
+    queries = np.full(num_reqs, even, np.int64)
+    queries[:rest] += 1
+    # A length above the model's limit would be scheduled out of bounds (vLLM #53658).
+    np.minimum(queries, most, out=queries)
+    starts = np.zeros(num_reqs + 1, np.int32)
+    np.cumsum(queries, out=starts[1:])
+    longest = int(queries[0])
+    return StepArrays(
+        slots=np.full(int(starts[-1]), -1, np.int64),
+        query_start_loc=starts,
+        # Something on every rank that shares the context, and no more than its pages hold.
+        seq_lens=(-(-queries // ranks)).astype(np.int32),
+        pages=np.zeros((num_reqs, -(-longest // bounds.page_size)), np.int32),
+        max_query_len=longest,
+    )
+
+
+def _first_twice(values: npt.NDArray[Any]) -> tuple[int, int] | None:
+    """Find the first two places of the least value that occurs twice."""
+    order = np.argsort(values, kind="stable")
+    twice = np.flatnonzero(values[order][1:] == values[order][:-1])
+    return (int(order[twice[0]]), int(order[twice[0] + 1])) if len(twice) else None
+
+
+def _check_lengths(queries: _Int64s, lengths: _Int64s, bounds: Bounds) -> tuple[_Int64s, int]:
+    """Check lengths; return the tokens that each request has in the cache before this step, and the longest length."""
+    if len(queries) == 0:
+        raise CaptureSizeError("the batch is empty; a step needs at least one request (set_dummy runs without).")
+    if len(queries) != len(lengths):
+        raise InputError(
+            f"query_lens has {len(queries)} entries and seq_lens {len(lengths)}; expected one for each request."
+        )
+    if np.minimum.reduce(queries) < 1:
+        worst = int(queries.argmin())
+        raise InputError(
+            f"query_lens[{worst}] is {queries[worst]}; a request in a batch has at least one token. Leave it out."
+        )
+    if np.logical_or.reduce(lengths < queries):
+        worst = int((lengths < queries).argmax())
+        raise InputError(
+            f"seq_lens[{worst}] is {lengths[worst]}, below query_lens[{worst}]={queries[worst]}; "
+            "seq_lens counts this step's tokens too."
+        )
+    longest = int(np.maximum.reduce(lengths))
+    if longest > bounds.max_model_len:
+        raise InputError(
+            f"seq_lens[{int(lengths.argmax())}] is {longest}, above max_model_len={bounds.max_model_len}; "
+            "end the request, or build BatchMetadata with a higher limit."
+        )
+    return lengths - queries, longest
+
+
+def _needed_pages(block_table: Pages, lengths: _Int64s, longest: int, bounds: Bounds, ahead: int) -> _Int32s:
+    """Copy the pages of each request's tokens and `ahead`: (num_reqs, as many as the longest needs), 0 elsewhere."""
+    table, counts = _table(block_table)
+    reqs, width = len(lengths), -(-min(longest + ahead, bounds.max_model_len) // bounds.page_size)
+    if len(table) != reqs:
+        raise InputError(f"block_table has {len(table)} rows for {reqs} requests; expected one for each.")
+    reach = lengths + ahead if ahead else lengths
+    if table.shape[1] < width or counts is not None:
+        counts = np.full(reqs, table.shape[1]) if counts is None else counts
+        missing = -(-np.minimum(reach, bounds.max_model_len) // bounds.page_size) - counts
+        if (missing > 0).any():
+            worst = int((missing > 0).argmax())
+            raise InputError(
+                f"request {worst} needs {counts[worst] + missing[worst]} pages of {bounds.page_size} tokens, but its "
+                f"row in block_table has {counts[worst]}; allocate pages before the step."
+            )
+    needed = table[:, :width]
+    if table.dtype.itemsize > 4 and (needed.astype(np.int32) != needed).any():
+        raise InputError("block_table has page ids beyond int32; expected ids of the cache's pages.")
+    # Engines keep -1 or what is left of other requests there, and some kernels read a row to its end.
+    used = bounds.page_starts[:width] < reach[:, None]
+    pages: _Int32s = np.multiply(needed, used, dtype=np.int32, order="C", casting="unsafe")
+    return pages
+
+
+def int64s(name: str, values: Ints) -> _Int64s:
+    """Convert whole numbers to int64; may return the caller's own array.
+
+    Raises:
+        InputError: they are none, or not a single row of them, or on a GPU.
+    """
+    if isinstance(values, np.ndarray) and values.dtype is _INT64 and values.ndim == 1:
+        return values
+    array = _array(name, values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise InputError(f"{name} is {array.dtype} of shape {array.shape}; expected one whole number a request.")
+    return array.astype(np.int64, copy=False)
+
+
+def _array(name: str, values: Any) -> npt.NDArray[Any]:
+    if isinstance(values, Tensor) and values.device.type != "cpu":
+        raise InputError(f"{name} is on {values.device}; keep it on the host, so that no device is waited for.")
+    try:
+        return np.asarray(values.detach() if isinstance(values, Tensor) else values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"{name} is no array of whole numbers: {error}.") from None
+
+
+def _table(block_table: Pages) -> tuple[npt.NDArray[Any], _Int64s | None]:
+    """Convert a block table to (num_reqs, n), and count the pages of each row; None where all have n."""
+    counts = None
+    if isinstance(block_table, (Tensor, np.ndarray)):
+        table = _array("block_table", block_table)
+    else:
+        try:
+            rows: list[Any] = [_array("block_table", row) if isinstance(row, Tensor) else row for row in block_table]
+            counts = np.fromiter(map(len, rows), np.int64, len(rows))
+            found = np.array(list(itertools.chain.from_iterable(rows)))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"block_table holds something else than rows of page ids: {error}.") from None
+        if found.size and found.dtype.kind not in "iu":
+            raise InputError(f"block_table holds {found.dtype} where page ids are expected.")
+        table = np.zeros((len(rows), int(counts.max(initial=0))), np.int64)
+        table[np.arange(table.shape[1]) < counts[:, None]] = found.astype(np.int64)
+    if table.ndim != 2 or table.dtype.kind not in "iu":
+        raise InputError(
+            f"block_table has shape {table.shape} and dtype {table.dtype}; expected page ids, (num_reqs, n) or a "
+            "sequence for each request."
+        )
+    return table, counts
