@@ -83,3 +83,12 @@ class Reason(str, enum.Enum):
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+class CannotBind(Exception):
+    """This call cannot be served by a graph; internal, becomes a counted eager call."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail

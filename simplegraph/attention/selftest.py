@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph import attention
 from simplegraph.attention.backend import AttentionBackend, BackendGroup, attend, attending
+from simplegraph.attention.backends.flash_attention import FlashAttention2Backend, FlashAttentionBackend
+from simplegraph.attention.backends.flashinfer import FlashInferBackend
+from simplegraph.attention.backends.sdpa import SDPABackend
+from simplegraph.attention.backends.triton_decode import TritonDecodeBackend
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.kernels.reference import reference_attention
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
@@ -21,11 +24,11 @@ from simplegraph.errors import ConfigError, VerificationError
 from simplegraph.manager.manager import CudaGraphManager
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (
-    attention.FlashAttentionBackend,
-    attention.FlashAttention2Backend,
-    attention.FlashInferBackend,
-    attention.TritonDecodeBackend,
-    attention.SDPABackend,
+    FlashAttentionBackend,
+    FlashAttention2Backend,
+    FlashInferBackend,
+    TritonDecodeBackend,
+    SDPABackend,
 )
 LAYERS = 2
 # Of the whole output, and of its worst row: what rounding to a dtype explains, and what only a wrong row does.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
 from simplegraph.graph.breaks.operators import name_of
 from simplegraph.manager.jobs import MemoryEstimate
+from simplegraph.module.mixin import wrap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +130,12 @@ def check(
     config = CudaGraphConfig(
         batch_dims=batch_dims or {}, break_ops=break_ops, on_capture_failure="raise", progress=False
     )
+    wrapped = functools.partial(wrap, module, config)
     with torch.no_grad():
         trials: list[ModuleTrial] = []
         for number, batch in enumerate([args, *others]):
             if not any(trial.also(number, batch, kwargs) for trial in trials):
-                trials.append(ModuleTrial(module, batch, kwargs, config, before or bool, number))
+                trials.append(ModuleTrial(module, batch, kwargs, config, wrapped, before or bool, number))
         return _report(trials, capture_sizes)
 
 

@@ -20,12 +20,11 @@ from simplegraph.graph.select import graph_device
 from simplegraph.graph.tensors import parts, storage_key, wait_collectives
 from simplegraph.manager.jobs import MemoryEstimate
 from simplegraph.module.compare import first_difference, random_state, set_random_state
-from simplegraph.module.mixin import wrap
 from simplegraph.module.outputs import unreturnable
-from simplegraph.module.signature import Arg, CallReader, CannotBind, TensorArg
+from simplegraph.module.signature import Arg, CallReader, TensorArg
 from simplegraph.module.state import HeldTensor, held_tensors, put_back
 from simplegraph.nested import TreeSpec, flatten
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 # What padding rows are real rows times, in turn: zeros, and more than any real row on either side.
 _FILLS = (0, 3, -3)
@@ -37,6 +36,7 @@ class ModuleTrial:
     Args:
         module, args, kwargs: the call to try.
         config: batch dimensions, and operators that break.
+        wrapped: wraps the module with that configuration and the settings that it is given.
         before: called with a batch's number before every run and replay of it; metadata is set there.
         number: the batch's own.
 
@@ -51,6 +51,7 @@ class ModuleTrial:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         config: CudaGraphConfig,
+        wrapped: Callable[..., Any],
         before: Callable[[int], object] = bool,
         number: int = 0,
     ):
@@ -71,6 +72,7 @@ class ModuleTrial:
         self._number = number
         self._batches = {number: self._leaves}
         self._config = config
+        self._wrap = wrapped
         self._observe()
 
     def _observe(self) -> None:
@@ -166,7 +168,7 @@ class ModuleTrial:
         """
         if self._unreturnable is not None:
             return f"{Reason.UNSUPPORTED_OUTPUT.text} ({self._unreturnable})."
-        wrapped: Any = wrap(self._module, self._config, mode=mode, capture_sizes=[self._rows], padding=False)
+        wrapped: Any = self._wrap(mode=mode, capture_sizes=[self._rows], padding=False)
         try:
             with inlining(inlined), outside_calls():
                 self._capture(wrapped)
@@ -185,7 +187,7 @@ class ModuleTrial:
         Raises:
             CaptureError: one of the two cannot be captured.
         """
-        wrapped: Any = wrap(self._module, self._config, capture_sizes=sorted(sizes)[-2:])
+        wrapped: Any = self._wrap(capture_sizes=sorted(sizes)[-2:])
         try:
             with outside_calls():
                 self._capture(wrapped)

@@ -23,10 +23,10 @@ from simplegraph.module.call import Call, CallLayout, invoke
 from simplegraph.module.compare import EagerComparison
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.plan import Plan
-from simplegraph.module.signature import CallReader, CannotBind, ConstantArg
+from simplegraph.module.signature import CallReader, ConstantArg
 from simplegraph.module.state import CapturedState, held_tensors, kept_in_graph, put_back
 from simplegraph.nested import TreeSpec, flatten
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
 

@@ -16,9 +16,9 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.inputs import InputSet, overlap, shared_rows
 from simplegraph.module.outputs import OutputShapes, unreturnable
-from simplegraph.module.signature import Arg, CannotBind, Signature, TensorArg, is_flat
+from simplegraph.module.signature import Arg, Signature, TensorArg, is_flat
 from simplegraph.nested import TreeSpec, flatten
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 
 class Graphed:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from simplegraph.graph.tensors import is_wrapper
-from simplegraph.module.signature import CannotBind
 from simplegraph.nested import TreeSpec
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 _RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 

@@ -26,8 +26,7 @@ from simplegraph.module.builder import GraphBuilder
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.known import KnownCalls
 from simplegraph.module.replay import MISS, replay_checked, transforming, try_replay, wants_grad
-from simplegraph.module.signature import CannotBind
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
 

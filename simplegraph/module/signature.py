@@ -11,22 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.errors import ConfigError, InputError
 from simplegraph.nested import ATOMS, LEAF, ById, TreeSpec, constant_key, flatten
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
-
-
-class CannotBind(Exception):
-    """This call cannot be served by a graph; internal, becomes a counted eager call."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +74,7 @@ class CallReader:
 
     def __init__(self, forward: Callable[..., Any], config: CudaGraphConfig) -> None:
         self._config = config
-        self._captures_one = 1 in mixed_sizes(config)
+        self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
         parameters = inspect.signature(forward).parameters.values()
         self._check_names(parameters)
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

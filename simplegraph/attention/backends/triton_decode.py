@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph import attention
 from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.backends.flash_attention import FlashAttentionBackend
+from simplegraph.attention.backends.flashinfer import FlashInferBackend
+from simplegraph.attention.backends.sdpa import SDPABackend
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
@@ -165,10 +167,10 @@ class TritonDecodeBackend(AttentionBackend):
 
 
 def _first_that_works(*arguments: Any, **options: Any) -> AttentionBackend:
-    for make in (attention.FlashAttentionBackend, attention.FlashInferBackend):
+    for make in (FlashAttentionBackend, FlashInferBackend):
         with contextlib.suppress(ConfigError):  # not installed, or not for this cache
             return make(*arguments, **options)
-    return attention.SDPABackend(*arguments, **options)
+    return SDPABackend(*arguments, **options)
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from simplegraph.module.signature import CannotBind
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 # Others hand the lengths of the rows to their kernel, which reads them back, or compile themselves.
 CAPTURABLE_ATTENTION = ("sdpa", "eager")

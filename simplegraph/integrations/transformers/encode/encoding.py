@@ -17,8 +17,7 @@ from simplegraph.integrations.transformers.graphed_model import GraphedModel, Mo
 from simplegraph.integrations.transformers.refusals import check_model
 from simplegraph.module.changes import Changes
 from simplegraph.module.mixin import CudaGraphWrapper, wrap
-from simplegraph.module.signature import CannotBind
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 
 class EncoderStep(ModelStep):

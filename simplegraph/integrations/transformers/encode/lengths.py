@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from simplegraph.module.compare import first_difference
-from simplegraph.module.signature import CannotBind
 from simplegraph.nested import flatten
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 _SEQUENCES = ("input_ids", "inputs_embeds")  # what says the batch and the length, the first one given
 _NEVER_PADDED = ("labels", "past_key_values", "encoder_hidden_states", "encoder_attention_mask")

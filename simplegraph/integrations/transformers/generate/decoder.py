@@ -16,8 +16,7 @@ from simplegraph.integrations.transformers.generate.store import CacheLayout, Ca
 from simplegraph.integrations.transformers.generate.token_step import masks_source
 from simplegraph.integrations.transformers.kernels.usable import triton_runs
 from simplegraph.module.compare import difference
-from simplegraph.module.signature import CannotBind
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 _SMALLEST_SPAN = 256  # positions; attending to fewer costs about the same
 _SMALLEST_SOURCE = 64

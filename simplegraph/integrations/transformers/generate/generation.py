@@ -18,8 +18,7 @@ from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, named
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
 from simplegraph.module.mixin import CudaGraphWrapper, wrap
-from simplegraph.module.signature import CannotBind
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 _MAX_SIGNATURES = 64  # spans times encoder lengths times flags
 

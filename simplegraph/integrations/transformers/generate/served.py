@@ -10,8 +10,7 @@ from torch import Tensor
 
 from simplegraph.errors import StaleGraphError
 from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder
-from simplegraph.module.signature import CannotBind
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 # Arguments that a step finds in the store instead.
 _CARRIED = frozenset({"past_key_values", "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"})

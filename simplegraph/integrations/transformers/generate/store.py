@@ -21,8 +21,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from simplegraph.module.signature import CannotBind
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 
 @dataclasses.dataclass(frozen=True)
