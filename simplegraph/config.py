@@ -268,7 +268,7 @@ def _check_choice(choices: tuple[str, ...], name: str, value: Any) -> Any:
     return _require(name, value, value in choices, " or ".join(map(repr, choices)))
 
 
-def _check_function(name: str, value: Any) -> Any:
+def _check_callable(name: str, value: Any) -> Any:
     return _require(name, value, callable(value), "a function of the module")
 
 
@@ -366,7 +366,7 @@ _KINDS: dict[Any, _Kind] = {
     Sequence[str]: _Kind(_check_names, _parse_names),
     Mapping[str, BatchDim]: _Kind(functools.partial(_check_mapping, _check_batch_dim)),
     Mapping[str, PadRule]: _Kind(functools.partial(_check_mapping, _check_pad_rule)),
-    Callable[[Any], Hashable]: _Kind(_check_function),
+    Callable[[Any], Hashable]: _Kind(_check_callable),
 }
 
 

@@ -69,7 +69,7 @@ class BatchDescriptor:
 
 
 def _int(descriptor: BatchDescriptor, name: str) -> int:
-    """The field as a Python int, numpy's included."""
+    """Store the field as a Python int, from numpy's too, and return it."""
     value = getattr(descriptor, name)
     if type(value) is not int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):

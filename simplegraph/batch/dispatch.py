@@ -81,8 +81,8 @@ class Dispatcher:
         support: what the attention backend can do inside a full graph. A mode beyond it is downgraded, and
             the log says so, with the cost.
         lora_cases: the counts of active LoRAs to capture; a batch takes the smallest that holds its own.
-        requests: whether full graphs for mixed batches have the number of requests in their key, as attention
-            metadata needs. None takes it that engines which set `max_num_seqs` do.
+        requests: True if full graphs for mixed batches have the number of requests in their key, as attention
+            metadata needs. None stands for True if `max_num_seqs` is set.
 
     Raises:
         ConfigError: `lora_cases` is empty, or holds something else than counts.
@@ -117,7 +117,7 @@ class Dispatcher:
         *,
         allow_full: bool = True,
     ) -> Dispatch:
-        """How a batch runs. Asking again for the same batch is one dictionary lookup.
+        """Decide how a batch runs. Asking again for the same batch is one dictionary lookup.
 
         Args:
             num_tokens: rows of the batch, or tokens of all its requests together.
@@ -142,7 +142,7 @@ class Dispatcher:
         return answer
 
     def agreed(self, mode: CudaGraphMode, size: int, num_active_loras: int, *, num_tokens: int) -> Dispatch:
-        """What ranks run that agreed on a mode and a size: the same key on each of them.
+        """Return what ranks run that agreed on a mode and a size: the same key on each of them.
 
         Args:
             mode: the lowest that a rank needs.
@@ -213,7 +213,7 @@ def _checked_lora_cases(cases: Iterable[int]) -> tuple[int, ...]:
 def resolve_mode(
     mode: CudaGraphMode, support: AttentionCGSupport, uniform_query_len: int = 1
 ) -> tuple[CudaGraphMode, str | None]:
-    """The mode to use with attention of the given support.
+    """Resolve the mode to use with attention of the given support.
 
     Returns:
         The mode, and None; or a lesser mode and a message saying what was lowered, why, what it costs and what
@@ -228,10 +228,8 @@ def resolve_mode(
 def _usable(mode: CudaGraphMode, support: AttentionCGSupport, uniform_query_len: int) -> CudaGraphMode:
     if support is AttentionCGSupport.ALWAYS or not mode.has_full():
         return mode
-    needed = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    if uniform_query_len > 1:
-        needed = AttentionCGSupport.UNIFORM_BATCH
-    if support < needed:
+    single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    if support < (AttentionCGSupport.UNIFORM_BATCH if uniform_query_len > 1 else single):
         return CudaGraphMode.PIECEWISE
     return CudaGraphMode.FULL_AND_PIECEWISE if mode is CudaGraphMode.FULL else mode
 

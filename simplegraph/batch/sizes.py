@@ -56,13 +56,11 @@ def uniform_decode_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
 
     Source: vLLM #57355.
     """
-    query_len = config.uniform_query_len
+    sizes: Iterable[int] | None = config.decode_capture_sizes
+    if sizes is None:  # rounded up
+        sizes = (-(-size // config.uniform_query_len) * config.uniform_query_len for size in mixed_sizes(config))
     limit = _largest_decode(config)
-    if config.decode_capture_sizes is not None:
-        chosen = set(config.decode_capture_sizes)
-        return tuple(sorted(chosen if limit is None else {min(size, limit) for size in chosen}))
-    rounded = {_round_up(size, query_len) for size in mixed_sizes(config)}
-    return tuple(sorted(rounded if limit is None else {min(size, limit) for size in rounded}))
+    return tuple(sorted({size if limit is None else min(size, limit) for size in sizes}))
 
 
 def _largest_decode(config: CudaGraphConfig) -> int | None:
@@ -76,40 +74,33 @@ def _largest_decode(config: CudaGraphConfig) -> int | None:
     return min(limits, default=None)
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class PaddingMap:
-    """From a batch size to the smallest captured size that holds it. Immutable.
+    """Maps a batch size to the smallest captured size that holds it. Immutable.
 
     >>> PaddingMap([1, 2, 4, 8]).padded(3)
     4
 
     Args:
-        sizes: the captured sizes, in rows or tokens, in any order.
+        sizes: the captured sizes, in rows or tokens, in any order; ascending once it is made.
 
     Raises:
         CaptureSizeError: there are no sizes, or one is no whole number of at least 1.
     """
 
-    __slots__ = ("_sizes", "_table")
+    sizes: Sequence[int]
+    _table: tuple[int, ...] = dataclasses.field(init=False, compare=False)
 
-    def __init__(self, sizes: Iterable[int]) -> None:
-        self._sizes = tuple(sorted({_require_size(size) for size in sizes}))
-        if not self._sizes:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(sorted({_require_size(size) for size in self.sizes})))
+        if not self.sizes:
             raise CaptureSizeError("there are no capture sizes to pad to; give at least one, such as [1, 2, 4, 8].")
-        self._table = _padding_table(self._sizes, min(self.largest, _TABLE_LIMIT))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The captured sizes, ascending."""
-        return self._sizes
+        object.__setattr__(self, "_table", _padding_table(self.sizes, min(self.largest, _TABLE_LIMIT)))
 
     @property
     def largest(self) -> int:
         """The largest captured size."""
-        return self._sizes[-1]
+        return self.sizes[-1]
 
     def padded(self, size: int) -> int | None:
         """The smallest captured size that holds `size`, or None when all are smaller.
@@ -119,20 +110,14 @@ class PaddingMap:
         """
         if 0 < size < len(self._table):
             return self._table[size]
-        index = bisect.bisect_left(self._sizes, _require_size(size))
-        return self._sizes[index] if index < len(self._sizes) else None
+        index = bisect.bisect_left(self.sizes, _require_size(size))
+        return self.sizes[index] if index < len(self.sizes) else None
 
     def __contains__(self, size: object) -> bool:
-        return size in self._sizes
-
-    def __eq__(self, other: object) -> bool:
-        return self._sizes == other._sizes if isinstance(other, PaddingMap) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._sizes)
+        return size in self.sizes
 
     def __repr__(self) -> str:
-        return f"PaddingMap({list(self._sizes)})"
+        return f"PaddingMap({list(self.sizes)})"
 
 
 def _padding_table(sizes: Sequence[int], last: int) -> tuple[int, ...]:
@@ -208,9 +193,9 @@ def plan_sizes(histogram: Mapping[int, float], num_graphs: int, *, always: Seque
     default = default_sizes(max(counts))
     return SizePlan(
         sizes=sizes,
-        waste_before=_plain(_waste(points, weights, default), scale),
-        waste_after=_plain(_waste(points, weights, sizes), scale),
-        tokens=_plain(sum(map(operator.mul, points, weights)), scale),
+        waste_before=_unscaled(_waste(points, weights, default), scale),
+        waste_after=_unscaled(_waste(points, weights, sizes), scale),
+        tokens=_unscaled(sum(map(operator.mul, points, weights)), scale),
         num_default_sizes=len(default),
     )
 
@@ -261,7 +246,7 @@ def _whole_weights(counts: Sequence[Fraction]) -> tuple[list[int], int]:
     return [int(count * scale) for count in counts], scale
 
 
-def _plain(total: int, scale: int) -> float:
+def _unscaled(total: int, scale: int) -> float:
     return total // scale if total % scale == 0 else total / scale
 
 
@@ -307,7 +292,7 @@ def _one_more_graph(
     count = tokens = 0
     for index, (point, weight) in enumerate(zip(points, weights, strict=True)):
         if index and points[index - 1] in forced:
-            hull.clear()  # No size may skip a forced one.
+            hull = _Hull()  # No size may skip a forced one.
         before = previous[index]
         if before is not None:
             hull.add(-count, before + tokens, index)
@@ -324,11 +309,8 @@ class _Hull:
     def __init__(self) -> None:
         self._lines: collections.deque[tuple[int, int, int]] = collections.deque()
 
-    def clear(self) -> None:
-        self._lines.clear()
-
     def add(self, slope: int, offset: int, label: int) -> None:
-        while len(self._lines) > 1 and _hidden(self._lines[-2], self._lines[-1], (slope, offset, label)):
+        while len(self._lines) > 1 and _never_lowest(self._lines[-2], self._lines[-1], (slope, offset, label)):
             self._lines.pop()
         self._lines.append((slope, offset, label))
 
@@ -344,6 +326,6 @@ def _value(line: tuple[int, int, int], position: int) -> int:
     return line[0] * position + line[1]
 
 
-def _hidden(first: tuple[int, int, int], middle: tuple[int, int, int], last: tuple[int, int, int]) -> bool:
-    """Whether `middle` is nowhere below both its neighbours."""
+def _never_lowest(first: tuple[int, int, int], middle: tuple[int, int, int], last: tuple[int, int, int]) -> bool:
+    """True if `middle` is nowhere below both its neighbours."""
     return (last[1] - first[1]) * (first[0] - middle[0]) <= (middle[1] - first[1]) * (first[0] - last[0])

@@ -17,7 +17,7 @@ _ORDER = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)
 
 
 class Vote(NamedTuple):
-    """How a rank could run its step, or how all will.
+    """A rank's proposal for a step, or what all ranks run.
 
     Attributes:
         mode: NONE, PIECEWISE or FULL.
@@ -34,7 +34,7 @@ class Consensus(Protocol):
     """Something that lets ranks agree; engines that have such an exchange already may bring their own."""
 
     def agree(self, vote: Vote) -> Vote:
-        """What all ranks run, the same on each: the lowest mode, the largest of the other numbers.
+        """Return what all ranks run, the same on each: the lowest mode, the largest of the other numbers.
 
         Raises:
             RankError: no agreement came about.
@@ -44,7 +44,7 @@ class Consensus(Protocol):
 class ShapeConsensus:
     """Agreement by one small all-reduce on the CPU; made on all ranks of the group, in the same order.
 
-    Pass it as `consensus` to `CudaGraphManager`, whose `dispatch` then asks all ranks. A group of one asks nobody.
+    Pass it as `consensus` to `CudaGraphManager`, whose `dispatch` then asks all ranks. A group of one asks none.
 
     Args:
         group: a `torch.distributed` process group of the ranks; None for all ranks.
@@ -75,7 +75,7 @@ class ShapeConsensus:
             )
 
     def agree(self, vote: Vote) -> Vote:
-        """What all ranks run; see `Consensus.agree`."""
+        """Return what all ranks run; see `Consensus.agree`."""
         if self.size == 1:
             return vote
         self._numbers[0] = -_ORDER.index(vote.mode)

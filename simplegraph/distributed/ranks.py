@@ -1,4 +1,4 @@
-"""Ranks that capture together, since their graphs hold collectives with each other.
+"""Keep ranks together in their captures, since their graphs hold collectives with each other.
 
 A collective that one rank replays and another runs eagerly hangs, or worse: NCCL asks that all ranks launch it
 from the graph of one and the same capture. So all ranks capture the same sizes, with the same settings, in the
@@ -32,7 +32,7 @@ class RankGroup:
         group: a `torch.distributed` process group of these ranks; None for all ranks.
         communicators: further groups whose collectives the graphs hold, if there are any beside `group`.
         timeout: seconds that a rank waits for the others around a capture, before all that came raise `RankError`.
-            What hangs in a collective of eager code, warmups included, is bound by that group's own timeout.
+            A hang in a collective of eager code, warmups included, ends at that group's own timeout.
 
     Raises:
         ConfigError: torch.distributed is not initialised, or this rank is not in a group.
@@ -57,13 +57,13 @@ class RankGroup:
         """Cheap enough for every replay.
 
         Raises:
-            ReplayError: a process group was destroyed, so a graph's collectives would have nobody to talk to.
+            ReplayError: a process group was destroyed, so a graph's collectives have no peers.
         """
         for group in self._groups:
             if group not in self._alive:
                 raise ReplayError(
                     "the process group that the graphs' collectives belong to was destroyed. Drop the graphs before "
-                    "the group (reset_graphs, or CudaGraphManager.reset), and capture anew with a new RankGroup."
+                    "the group (reset_graphs, or CudaGraphManager.reset), and capture again with a new RankGroup."
                 )
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class RankGroup:
             ) from error
 
     def failure(self, what: str, error: Exception | None) -> tuple[int, str] | None:
-        """The first rank on which `what` failed, and how; None where it went well on all of them.
+        """Return the first rank on which `what` failed, and how; None if it went well on all of them.
 
         Raises:
             RankError: a rank did not come, or came for something else.
@@ -119,7 +119,7 @@ class RankGroup:
         return next(((rank, word) for rank, word in enumerate(words) if word is not None), None)
 
     def any(self, what: str, flag: bool) -> bool:
-        """Whether it is so on any rank.
+        """True if it is so on any rank.
 
         Raises:
             RankError: a rank did not come, or came for something else.
@@ -139,7 +139,7 @@ class RankGroup:
 
 
 class SingleRank:
-    """What a `RankGroup` is where there is one rank and nobody to ask."""
+    """Stands in for a `RankGroup` where there is one rank."""
 
     rank, size = 0, 1
 

@@ -1,4 +1,4 @@
-"""Every rank's word on a question, within a bound, over the store that the process group was made with.
+"""Exchange answers of all ranks, within a time limit, over the store that the process group was made with.
 
 Not a collective: one that times out, or whose peer dies, breaks its group for good and cannot say who is
 missing. Here who is missing is named, the ranks agree whether all came, and the next question finds them in step.
@@ -22,7 +22,7 @@ _torch: Any = dist  # what torch leaves untyped; builds without distributed lack
 
 
 class Rendezvous:
-    """Where the ranks of a group meet, once for every question and in the same order.
+    """Lets the ranks of a group meet, once for every question and in the same order.
 
     Args:
         name: the same on all ranks, and no other rendezvous of this process group's.
@@ -103,9 +103,9 @@ class Rendezvous:
         return [json.loads(word) for word in words]
 
     def _lost(self, error: RuntimeError) -> RankError:
-        said = next(iter(str(error).splitlines()), "")
         return RankError(
-            f"rank {self.rank} lost the store of the process group; the rank that holds it is probably gone: {said}"
+            f"rank {self.rank} lost the store of the process group; the rank that holds it is probably gone: "
+            f"{next(iter(str(error).splitlines()), '')}"
         )
 
     def _refuse_disorder(self, question: str, words: list[dict[str, Any]]) -> None:

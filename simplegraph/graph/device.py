@@ -1,4 +1,4 @@
-"""What capture and replay need of a device. `cuda` and `emulator` are the two that have it."""
+"""Define what capture and replay need of a device. `cuda` and `emulator` implement it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from torch import Tensor
 CAPTURE_LOCK = threading.RLock()
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryReading:
+class MemoryReading(NamedTuple):
     """Bytes of device memory: free and total on the device, and reserved by this process's allocator."""
 
     free: int
@@ -81,7 +80,7 @@ class GraphDevice(Protocol):
         """True where graphs are imitated: right answers, no speed."""
 
     def new_pool(self) -> GraphPool:
-        """A pool that no graph uses yet."""
+        """Make a pool that no graph uses yet."""
 
     def release_pool(self, pool: GraphPool) -> None:
         """Give the pool's memory back. Every segment captured into it must have been reset."""
@@ -90,13 +89,13 @@ class GraphDevice(Protocol):
         """Make the process-wide capture stream current, ordered after and before the caller's stream."""
 
     def current_stream(self) -> int:
-        """The current stream's raw handle."""
+        """Return the current stream's raw handle."""
 
     def wait_for(self, stream: int) -> None:
         """Let the current stream wait for everything queued on `stream`, a raw handle, so far."""
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured, by this library or by anyone else."""
+        """True if the current stream is being captured, by this library or by anyone else."""
 
     def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
         """Start recording the current thread's work into a new segment instead of running it.
@@ -128,15 +127,15 @@ class GraphDevice(Protocol):
         """Note how far the current stream's work is; cheap, and waits for nothing."""
 
     def free_memory(self) -> int:
-        """Bytes of device memory that nobody has; cheaper than `memory`."""
+        """Return the free bytes of device memory; cheaper than `memory`."""
 
     def memory(self) -> MemoryReading: ...
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
-        """Whether a capture into `pool` allocated the memory of `tensor`."""
+        """True if a capture into `pool` allocated the memory of `tensor`."""
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """The same memory without owning it, or `tensor` itself where that is impossible.
+        """Return the same memory without owning it, or `tensor` itself where that is impossible.
 
         Only for memory of a live pool that every replay writes before it is read: later captures
         may then reuse it, and it is valid from one replay to the next.

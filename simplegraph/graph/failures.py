@@ -1,4 +1,4 @@
-"""The error that a user sees when a capture fails: which of their lines, why, and what to do."""
+"""Explain to a user why a capture failed: at which of their lines, why, and what to do."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def capture_error(error: Exception, label: str) -> CaptureError:
-    """The error a user sees: what failed, at which of their lines, why, and what to do."""
+    """Make the error a user sees: what failed, at which of their lines, why, and what to do."""
     location = user_location(error)
     said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     cause, remedy = said, "Fix it, or leave graphs alone here."

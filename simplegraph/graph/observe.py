@@ -1,4 +1,4 @@
-"""Which memory a forward reads and writes that is not its own."""
+"""Observe the memory that a forward reads and writes and that is not its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simplegraph.graph.tensors import only_shapes, storage_key, wrapper_class
 class MemoryObserver(OperatorMode):
     """Sees every operator while active, and collects the tensors that came from outside.
 
-    A CUDA graph keeps none of the memory it reads alive: who captures must own it, wherever the
+    A CUDA graph keeps none of the memory it reads alive: the owner of the graph must, wherever the
     forward found it (an attribute, a closure, a cache).
 
     Attributes:
@@ -40,7 +40,7 @@ class MemoryObserver(OperatorMode):
         self._made_inside: set[int] | None = None  # by the break that is running, if one is
 
     def made(self, tensor: Tensor) -> bool:
-        """Whether the observed run made this memory."""
+        """True if the observed run made this memory."""
         return tensor.layout is torch.strided and storage_key(tensor) in self._own
 
     def pass_on(self, tensors: Sequence[Any]) -> None:
@@ -52,7 +52,7 @@ class MemoryObserver(OperatorMode):
 
     @contextlib.contextmanager
     def inside_break(self) -> Iterator[set[int]]:
-        """In here the run reads what it likes: no graph will read it. What it writes still counts.
+        """Ignore what the run reads in here, since no graph will read it. What it writes still counts.
 
         Yields:
             The storage keys of what it makes.
@@ -65,7 +65,7 @@ class MemoryObserver(OperatorMode):
             self._made_inside = None
 
     def find(self, tensors: Iterable[Any], use: str) -> None:
-        """The forward does this with tensors; note where a break left them behind."""
+        """Note which of these tensors, that the forward uses in this way, a break left behind."""
         for tensor in _tensors(tensors) if self.left else ():
             number = self.left.get(storage_key(tensor))
             if number is not None:

@@ -33,7 +33,7 @@ class StepCost:
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """What one forward became. FULL is a Program of a single segment.
+    """A captured forward. FULL is a Program of a single segment.
 
     Attributes:
         device: where it was captured.
@@ -42,7 +42,7 @@ class Program:
         spec: how the leaves are nested.
         seconds: wall time of the capture.
         bytes: device memory the capture took, as the device's free memory saw it.
-        live: whether it can still be replayed.
+        live: True while it can be replayed.
         breaks: the steps that run eagerly.
         replay: runs the steps on the current stream; what it returns is in `outputs`.
     """
@@ -90,7 +90,7 @@ class Program:
         return tuple(step for step in self.steps if not isinstance(step, Break))
 
     def costs(self) -> list[StepCost]:
-        """Its steps, timed once if it was replayed twice; waits for that replay to be over."""
+        """List its steps, timed once if it was replayed twice; waits for that replay to be over."""
         times: Sequence[float | None] = [None] * len(self.steps)
         if self._marks:
             times = [after.ms_since(before) for before, after in zip(self._marks, self._marks[1:], strict=False)]
@@ -102,7 +102,7 @@ class Program:
         ]
 
     def result(self) -> Any:
-        """What the forward returned, nested as it was; tensors live until the pool's next replay."""
+        """Return what the forward returned, nested as it was; tensors live until the pool's next replay."""
         return self.spec.unflatten(self.outputs)
 
     def drop(self) -> None:

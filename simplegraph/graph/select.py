@@ -1,4 +1,4 @@
-"""Which `GraphDevice` serves a torch device."""
+"""Select the `GraphDevice` that serves a torch device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from simplegraph.graph.device import GraphDevice
 
 
 def graph_device(device: torch.device | str | GraphDevice) -> GraphDevice:
-    """The `GraphDevice` for a torch device: CUDA graphs on a GPU, the emulator on the CPU.
+    """Return the `GraphDevice` for a torch device: CUDA graphs on a GPU, the emulator on the CPU.
 
     Raises:
         ConfigError: it is another kind of device.
@@ -24,7 +24,7 @@ def graph_device(device: torch.device | str | GraphDevice) -> GraphDevice:
             raise ConfigError("device is 'cuda', but this machine or this torch has none; 'cpu' runs on the emulator.")
         return cuda_device(torch.cuda.current_device() if device.index is None else device.index)
     if device.type == "cpu":
-        from simplegraph.graph.emulator import emulator
+        from simplegraph.graph.emulator.device import emulator
 
         return emulator()
     raise ConfigError(f"device is {str(device)!r}; expected 'cuda' or 'cpu' (which is emulated).")

@@ -1,8 +1,9 @@
-"""Everything that holds while graphs are captured, and is put back afterwards, whatever happened."""
+"""Set up what must hold while graphs are captured, and put it back afterwards, whatever happened."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from simplegraph.graph.tensors import is_wrapper, wait_collectives
 from simplegraph.nested import flatten
 
 
+@dataclasses.dataclass(eq=False)
 class CaptureSession:
     """One or many captures into one pool, on the capture stream, with garbage collection paused.
 
@@ -35,11 +37,9 @@ class CaptureSession:
         thorough: see above.
     """
 
-    def __init__(self, device: GraphDevice, pool: GraphPool, *, thorough: bool) -> None:
-        self.device = device
-        self.pool = pool
-        self._thorough = thorough
-        self._stack = contextlib.ExitStack()
+    device: GraphDevice
+    pool: GraphPool
+    thorough: bool = dataclasses.field(kw_only=True)
 
     def __enter__(self) -> CaptureSession:
         if self.device.is_capturing():
@@ -48,8 +48,8 @@ class CaptureSession:
             # In this order everywhere: whoever serves a call holds its pool's lock already.
             stack.enter_context(self.pool.lock)
             stack.enter_context(CAPTURE_LOCK)
-            stack.enter_context(_collection_paused(self._thorough))
-            if self._thorough:
+            stack.enter_context(_collection_paused(self.thorough))
+            if self.thorough:
                 self.device.synchronize()
                 self.device.release_cached_memory()
             stack.callback(self._hand_over)
@@ -82,7 +82,7 @@ class CaptureSession:
             run: the forward, on inputs whose addresses stay valid.
             label: what is captured, for messages ("batch size 8").
             generators: random generators, beside the device's default one, that the run draws from.
-            trace: what a warmup learnt of the run's eager breaks, which split it; None captures them as part of it.
+            trace: what a warmup saw of the run's eager breaks, which split it; None captures them as part of it.
 
         Raises:
             CaptureError: the run cannot be captured; everything is as it was before the call.
@@ -91,14 +91,16 @@ class CaptureSession:
         free_before = self.device.free_memory()
         recorder = SegmentRecorder(self.device, self.pool, generators, trace)
         try:
-            with (
-                _reseeding_shows((_default_generator(self.device.torch_device), *generators)),
-                self._undone_on_failure(recorder),
-            ):
-                recorder.begin()
-                with recording_breaks(None if trace is None else recorder):
-                    result = wait_collectives(run())
-                steps = recorder.finish()
+            with _reseeding_shows((_default_generator(self.device.torch_device), *generators)):
+                try:
+                    recorder.begin()
+                    with recording_breaks(None if trace is None else recorder):
+                        result = wait_collectives(run())
+                    steps = recorder.finish()
+                except BaseException:
+                    self.device.abandon()
+                    recorder.drop()
+                    raise
         except (CaptureError, InputError):
             raise
         except Exception as error:
@@ -111,17 +113,8 @@ class CaptureSession:
         taken = max(0, free_before - self.device.free_memory())
         return Program(self.device, steps, outputs, spec, seconds, taken)
 
-    @contextlib.contextmanager
-    def _undone_on_failure(self, recorder: SegmentRecorder) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.device.abandon()
-            recorder.drop()
-            raise
-
     def _held(self, leaf: Any) -> Any:
-        """An output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""
+        """Return an output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""
         if isinstance(leaf, Tensor) and not is_wrapper(leaf) and self.device.in_pool(self.pool, leaf):
             return self.device.borrow(leaf)
         return leaf
@@ -157,14 +150,14 @@ def _autocast_cache_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reseeding_shows(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Give generators a seed that nobody else uses, for the time of a capture.
+    """Give generators an unlikely seed for the time of a capture.
 
     Capturing draws no numbers, and reseeding is refused, but not to the seed that is set already: eager
     would start over then, and replays go on.
     """
     states = [generator.get_state() for generator in generators]
     for generator in generators:
-        generator.manual_seed(_NOBODYS_SEED)
+        generator.manual_seed(_UNLIKELY_SEED)
     try:
         yield
     finally:
@@ -172,11 +165,8 @@ def _reseeding_shows(generators: Sequence[torch.Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-_NOBODYS_SEED = 0x5EED_0F_50AB0D1E5
+_UNLIKELY_SEED = 0x5EED_0F_50AB0D1E5
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    found: torch.Generator = torch.cuda.default_generators[device.index]
-    return found
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]

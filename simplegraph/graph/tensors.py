@@ -20,22 +20,22 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def wrapper_class(kind: type) -> bool:
-    """Whether tensors of this class have no memory of their own."""
+    """True if tensors of this class have no memory of their own."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 def only_shapes() -> bool:
-    """Whether operators now run on fake tensors: so DTensor reckons how its results are sharded."""
+    """True if operators now run on fake tensors, as when DTensor computes how its results are sharded."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether the tensor has no memory of its own, and only wraps others that have."""
+    """True if the tensor has no memory of its own, and only wraps others that have."""
     return type(tensor) not in _PLAIN and wrapper_class(type(tensor))
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors whose memory it is: those that it wraps, or itself."""
+    """Yield the tensors whose memory it is: those that it wraps, or itself."""
     if not is_wrapper(tensor):
         yield tensor
         return
@@ -47,7 +47,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def wait_collectives(value: Any) -> Any:
-    """The value with every AsyncCollectiveTensor in it waited for, and replaced by the tensor it stands for.
+    """Wait for every AsyncCollectiveTensor in a value, and replace it by the tensor it stands for.
 
     One that leaves a capture unwaited records its wait in whatever touches it first, outside the graph:
     "CUDA error: invalid argument", which engines report as DTensor models that cannot be captured.

@@ -113,7 +113,7 @@ def _hand_on(value: Any, place: Place) -> Entry:
     return value, partial(setattr, cell, "value")
 
 
-def _refused(why: str) -> Result:
+def _refusal(why: str) -> Result:
     def enter(place: Place) -> Entry:
         raise BreakError(why)
 
@@ -144,16 +144,16 @@ def classify_result(
     if not isinstance(leaf, Tensor):
         late = isinstance(leaf, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType))
         return (
-            _refused("returns a generator, whose body would run after it") if late else Result(partial(_hand_on, leaf))
+            _refusal("returns a generator, whose body would run after it") if late else Result(partial(_hand_on, leaf))
         )
     if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
-        return _refused(f"returns a {type(leaf).__name__} of layout {leaf.layout}; return plain strided tensors")
+        return _refusal(f"returns a {type(leaf).__name__} of layout {leaf.layout}; return plain strided tensors")
     if leaf.device != device:
-        return _refused(f"returns a tensor on {leaf.device}, which a graph on {device} cannot follow")
+        return _refusal(f"returns a tensor on {leaf.device}, which a graph on {device} cannot follow")
     shared = next((index for index, argument in enumerate(arguments) if _share_memory(argument, leaf)), None)
     if shared is not None:
         if arguments[shared].dtype is not leaf.dtype or leaf.is_conj() or leaf.is_neg():
-            return _refused("returns its argument seen as another dtype; return a clone")
+            return _refusal("returns its argument seen as another dtype; return a clone")
         offset = int(leaf.storage_offset() - arguments[shared].storage_offset())
         return Result(partial(_pass_back, shared, (leaf.shape, leaf.stride(), offset)))
     if not made_here(leaf):
@@ -163,7 +163,7 @@ def classify_result(
     if twice is not None:
         return Result(partial(_repeat, twice))
     if any(_overlap(before[index], leaf) for index in sharing):
-        return _refused("returns tensors that overlap in memory; return clones")
+        return _refusal("returns tensors that overlap in memory; return clones")
     return Result(partial(_bridge, torch.empty_like(leaf, device="meta"), leaf.device))
 
 

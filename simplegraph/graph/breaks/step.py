@@ -23,7 +23,7 @@ class Cell:
 
 
 class Place(NamedTuple):
-    """Where stand-ins for a break's results enter a capture.
+    """Describes a capture to the stand-ins for a break's results that enter it.
 
     Attributes:
         leaves: the arguments of the break, taken apart, as the forward passed them.

@@ -1,4 +1,4 @@
-"""The run before a piecewise capture, which tells what each break is passed and returns."""
+"""Trace the run before a piecewise capture: what each break is passed and returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BreakTracer:
         device: where the forward runs.
 
     Attributes:
-        trace: what was learnt so far.
+        trace: what was seen so far.
     """
 
     def __init__(self, operators: frozenset[Any], observer: MemoryObserver, device: torch.device) -> None:
@@ -64,21 +64,20 @@ class BreakTracer:
         return result
 
     def finish(self, outputs: Any = None) -> BreakTrace:
-        """The trace of the run, which returned these outputs and is over."""
+        """Return the trace of the run, which returned these outputs and is over."""
         if self._observer is not None:
             self._observer.find(flatten(outputs)[0], "returns it")
             for number, use in self._observer.found.items():
                 # A replay would go on with the tensor that the warmup's call of the break made.
-                problem = f"makes a tensor without returning it, and the forward {use}; return it"
-                self.trace.calls[number] = self.trace.calls[number]._replace(
-                    problem=self.trace.calls[number].problem or problem
-                )
+                call = self.trace.calls[number]
+                problem = call.problem or f"makes a tensor without returning it, and the forward {use}; return it"
+                self.trace.calls[number] = call._replace(problem=problem)
         self._observer = None
         return self.trace
 
 
 def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:
-    """Whether containers among the arguments hold something else than they did."""
+    """True if containers among the arguments hold something else than they did."""
     after, now = flatten(passed)
     return now != nesting or any(leaf is not before for leaf, before in zip(after, leaves, strict=True))
 

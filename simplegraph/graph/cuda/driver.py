@@ -1,4 +1,4 @@
-"""Driver calls that torch does not offer: a stream of our own, and what a capture holds and waits for."""
+"""Make driver calls that torch does not offer: a stream of our own, and what a capture holds and waits for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COMPUTES = (0, 1, 2, 4)  # CU_GRAPH_NODE_TYPE_KERNEL, MEMCPY, MEMSET and GRAPH;
 
 
 def captured_nodes(stream: int) -> int | None:
-    """Operations captured so far on a stream (a raw handle); None where the driver does not say."""
+    """Count the operations captured so far on a stream (a raw handle); None where the driver does not say."""
     driver = _driver()
     if driver is None:
         return None
@@ -28,10 +28,10 @@ def captured_nodes(stream: int) -> int | None:
 
 
 def unjoined_operations(stream: int) -> int:
-    """Operations captured so far that a stream (a raw handle) does not wait for; 0 where the driver does not say.
+    """Count operations captured so far that a stream (a raw handle) does not wait for; 0 where the driver is silent.
 
     To end a capture that has some is an error of CUDA's, but not if a library has set what its streams wait for, as
-    NCCL does: a collective on a stream of its own that nobody waited for would run beside what reads its result.
+    NCCL does: a collective on a stream of its own that was not waited for would run beside what reads its result.
     """
     driver = _driver()
     if driver is None or not hasattr(driver, "cuStreamGetCaptureInfo_v3") or not hasattr(driver, "cuGraphGetEdges_v2"):
@@ -50,7 +50,7 @@ def unjoined_operations(stream: int) -> int:
 
 
 def reaching(ends: Iterable[Any], starts: Sequence[Any], targets: Sequence[Any]) -> set[Any]:
-    """The nodes from which a path leads to one of `ends`, these included.
+    """Find the nodes from which a path leads to one of `ends`, these included.
 
     Args:
         ends: nodes.
@@ -77,7 +77,7 @@ def _nodes(driver: Any, graph: Any) -> list[int]:
 
 
 def _edges(driver: Any, graph: Any) -> tuple[list[int], list[int]]:
-    """The start of each edge, and its target."""
+    """List the start of each edge, and its target."""
     count = ctypes.c_size_t()
     driver.cuGraphGetEdges_v2(graph, None, None, None, ctypes.byref(count))
     # The third are 8 bytes of data, without a place for which the driver refuses edges that have some.
@@ -93,7 +93,7 @@ def _computes(driver: Any, node: int) -> bool:
 
 
 def new_stream() -> int | None:
-    """A new stream's raw handle, on the current device; None where the driver does not give one."""
+    """Make a stream, and return its raw handle, on the current device; None where the driver does not give one."""
     driver, handle = _driver(), ctypes.c_void_p()
     failed = driver is None or driver.cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
     return None if failed else handle.value
@@ -101,7 +101,7 @@ def new_stream() -> int | None:
 
 @functools.cache
 def _driver() -> Any:
-    """The CUDA driver, which torch has loaded already; None where it is another one."""
+    """Load the CUDA driver, which torch has loaded already; None where it is another one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         _ = driver.cuStreamCreate, driver.cuStreamGetCaptureInfo_v2, driver.cuGraphGetNodes

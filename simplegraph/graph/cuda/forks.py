@@ -70,11 +70,11 @@ def _handle(stream: Any) -> int:
 
 @patches.installer
 def _watch_events() -> None:
-    _watch("record", _Open.record)
-    _watch("wait", _Open.wait)
+    _watch_method("record", _Open.record)
+    _watch_method("wait", _Open.wait)
 
 
-def _watch(name: str, note: Callable[[_Open, Any, Any], None]) -> None:
+def _watch_method(name: str, note: Callable[[_Open, Any, Any], None]) -> None:
     original = getattr(torch.cuda.Event, name)
 
     @functools.wraps(original)

@@ -43,7 +43,7 @@ class Memory:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where it lies. Final: read it only when the capture has ended."""
+        """Its address. Final: read it only when the capture has ended."""
         return self.storage.data_ptr()
 
     @functools.cached_property

@@ -22,12 +22,12 @@ _UNINITIALISED = {f"aten::{name}" for name in ("empty", "empty_like", "empty_str
 _UNINITIALISED |= {"aten::new_empty", "aten::new_empty_strided"}
 
 
-def name_of(func: Any) -> str:
+def operator_name(func: Any) -> str:
     """Return an operator's name without its overload, such as ``aten::add``."""
     return str(func._schema.name)
 
 
-def shown(func: Any) -> str:
+def operator_label(func: Any) -> str:
     """Name an operator as a user knows it, such as ``aten.item``."""
     return str(func.overloadpacket).replace("_local_scalar_dense", "item")
 
@@ -41,25 +41,25 @@ def is_composite(func: Any) -> bool:
 
 def reads_value(func: Any, kwargs: dict[str, Any]) -> bool:
     """True if the host needs a tensor's value to go on."""
-    if name_of(func) in _READS:
+    if operator_name(func) in _READS:
         return True
-    if name_of(func) in _TAKES_MASK or kwargs.get("output_size") is not None:
+    if operator_name(func) in _TAKES_MASK or kwargs.get("output_size") is not None:
         return False  # Only a mask makes an index dynamic, and repeat_interleave may be told its size.
     return not _READING_TAGS.isdisjoint(func.tags)
 
 
 def masks(func: Any, args: Sequence[Any]) -> list[Tensor]:
     """List the boolean masks among the indices of an indexing operator."""
-    if name_of(func) not in _TAKES_MASK:
+    if operator_name(func) not in _TAKES_MASK:
         return []
     return [index for index in tensors(args[1]) if index.dtype in (torch.bool, torch.uint8)]
 
 
 def does_work(func: Any, written: Sequence[Tensor], created: Sequence[int]) -> bool:
     """True if a device would have anything to do for the operator."""
-    if name_of(func) in _UNINITIALISED or torch.Tag.inplace_view in func.tags:
+    if operator_name(func) in _UNINITIALISED or torch.Tag.inplace_view in func.tags:
         return False
-    return bool(written or created) or func.namespace != "aten" or "assert" in name_of(func)
+    return bool(written or created) or func.namespace != "aten" or "assert" in operator_name(func)
 
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -179,12 +179,12 @@ class EmulatedCapture:
             self.fail(_RESEEDED)
         for leaf in ops.leaves([args, kwargs]):
             if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
-                self.fail(f"{ops.shown(func)} draws from a generator that the capture was not told of")
+                self.fail(f"{ops.operator_label(func)} draws from a generator that the capture was not told of")
         if ops.reads_value(func, kwargs):
-            self.fail(f"{ops.READ_BACK} ({ops.shown(func)})")
+            self.fail(f"{ops.READ_BACK} ({ops.operator_label(func)})")
         if ops.masks(func, args) and not self._fills_by_mask(args):
-            self.fail(f"{ops.READ_BACK} ({ops.shown(func)} with a boolean mask)")
-        if ops.name_of(func) == "aten::lift_fresh" and self._is_host_array(args[0]):
+            self.fail(f"{ops.READ_BACK} ({ops.operator_label(func)} with a boolean mask)")
+        if ops.operator_name(func) == "aten::lift_fresh" and self._is_host_array(args[0]):
             self.fail(f"{ops.FROM_HOST} (data of shape {tuple(args[0].shape)})")
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -194,7 +194,7 @@ class EmulatedCapture:
             return func(*args, **kwargs)
         for tensor in inputs:
             memory = self._memory_of(tensor, func)
-            if ops.name_of(func) == "aten::lift_fresh" and memory.pool is None:
+            if ops.operator_name(func) == "aten::lift_fresh" and memory.pool is None:
                 memory.freeze()
         written = ops.written_tensors(func, args, kwargs)
         for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
