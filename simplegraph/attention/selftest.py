@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend, BackendGroup, attend, attending
-from simplegraph.attention.backends.flash_attention import FlashAttention2Backend, FlashAttentionBackend
-from simplegraph.attention.backends.flashinfer import FlashInferBackend
-from simplegraph.attention.backends.sdpa import SDPABackend
-from simplegraph.attention.backends.triton_decode import TritonDecodeBackend
+from simplegraph.attention.backends import BACKENDS
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.kernels.reference import reference_attention
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
@@ -23,13 +20,6 @@ from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, VerificationError
 from simplegraph.manager.manager import CudaGraphManager
 
-BACKENDS: tuple[type[AttentionBackend], ...] = (
-    FlashAttentionBackend,
-    FlashAttention2Backend,
-    FlashInferBackend,
-    TritonDecodeBackend,
-    SDPABackend,
-)
 LAYERS = 2
 # Of the whole output, and of its worst row: what rounding to a dtype explains, and what only a wrong row does.
 _ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}

@@ -1,1 +1,18 @@
 """Attention over the paged cache, a file for each library or kernel; the class they share is `attention.backend`'s."""
+
+from __future__ import annotations
+
+from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.backends.flash_attention import FlashAttention2Backend, FlashAttentionBackend
+from simplegraph.attention.backends.flashinfer import FlashInferBackend
+from simplegraph.attention.backends.sdpa import SDPABackend
+from simplegraph.attention.backends.triton_decode import TritonDecodeBackend
+
+BACKENDS: tuple[type[AttentionBackend], ...] = (
+    FlashAttentionBackend,
+    FlashAttention2Backend,
+    FlashInferBackend,
+    TritonDecodeBackend,
+    SDPABackend,
+)
+TritonDecodeBackend.fallbacks = (FlashAttentionBackend, FlashInferBackend, SDPABackend)

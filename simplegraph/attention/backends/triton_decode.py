@@ -10,15 +10,12 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
-from simplegraph.attention.backends.flash_attention import FlashAttentionBackend
-from simplegraph.attention.backends.flashinfer import FlashInferBackend
-from simplegraph.attention.backends.sdpa import SDPABackend
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
@@ -44,6 +41,7 @@ class TritonDecodeBackend(AttentionBackend):
             FlashAttention-3, FlashInfer and SDPA that works here.
 
     Attributes:
+        fallbacks: backends of mixed batches, tried in this order where `mixed` is not given; the room lists them.
         mixed: the backend of all other batches, and of decode with more than 64 queries to a key head: tokens of a
             request times the query heads that share the key head.
 
@@ -57,6 +55,7 @@ class TritonDecodeBackend(AttentionBackend):
 
     support = AttentionCGSupport.UNIFORM_BATCH
     name = "Triton decode"
+    fallbacks: ClassVar[tuple[type[AttentionBackend], ...]]
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class TritonDecodeBackend(AttentionBackend):
         from simplegraph.attention.kernels import decode as decode_kernel
 
         self._kernel = decode_kernel
-        make = _first_that_works if mixed is None else mixed
+        make = self._fallback if mixed is None else mixed
         self.mixed = make(cache, metadata, num_heads=num_heads, scale=scale)
         self._group = num_heads // cache.num_kv_heads
         # Of single tokens, which are what follows each other in a graph.
@@ -90,6 +89,14 @@ class TritonDecodeBackend(AttentionBackend):
         self._parts = torch.empty(size, dtype=torch.float32, device=cache.device)
         self._query_len: int | None = None
         self._compiled: set[tuple[int, bool]] = set()
+
+    def _fallback(self, *arguments: Any, **options: Any) -> AttentionBackend:
+        """Make the first of `fallbacks` that works here."""
+        *others, last = self.fallbacks
+        for make in others:
+            with contextlib.suppress(ConfigError):  # not installed, or not for this cache
+                return make(*arguments, **options)
+        return last(*arguments, **options)
 
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
         self._query_len = self._uniform(mode, descriptor, metadata)
@@ -164,13 +171,6 @@ class TritonDecodeBackend(AttentionBackend):
     def _num_splits(self, num_reqs: int) -> int:
         """The bound for a shape. It follows from the shape alone, so that capture and every replay agree."""
         return max(1, min(_MAX_SPLITS, self._programs // (num_reqs * self.cache.num_kv_heads)))
-
-
-def _first_that_works(*arguments: Any, **options: Any) -> AttentionBackend:
-    for make in (FlashAttentionBackend, FlashInferBackend):
-        with contextlib.suppress(ConfigError):  # not installed, or not for this cache
-            return make(*arguments, **options)
-    return SDPABackend(*arguments, **options)
 
 
 def _multiprocessors(device: torch.device) -> int:
