@@ -20,14 +20,8 @@ ROOMS = [
 DOORS = {"__init__", "__main__", "_version"}
 
 
-def parsed(path: Path) -> ast.Module:
-    """A file, and the stub beside it that says what it imports at the first use of a name."""
-    both = (path, path.with_suffix(".pyi"))
-    return ast.parse("\n".join(file.read_text(encoding="utf-8") for file in both if file.exists()))
-
-
 TREES = {
-    path.relative_to(ROOT): parsed(path)
+    path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
     for package in ("simplegraph", "bench")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
@@ -43,6 +37,13 @@ def file_of(module: str) -> Path | None:
     """The package's file that a dotted name stands for; None if it is no module of the package."""
     path = Path(*module.split("."))
     return next((found for found in (path.with_suffix(".py"), path / "__init__.py") if found in PACKAGE), None)
+
+
+def home_of(door: str, name: str) -> Path | None:
+    """The file that a door imports a name from at its first use; None for the door's own names."""
+    stub = ROOT.joinpath(*door.split("."), "__init__.pyi")
+    lines = imported_names(ast.parse(stub.read_text(encoding="utf-8"))) if stub.exists() else []
+    return next((file_of(module) for module, known in lines if known == name), None)
 
 
 def imported_names(tree: ast.AST) -> list[tuple[str, str]]:
@@ -61,7 +62,7 @@ def imported_names(tree: ast.AST) -> list[tuple[str, str]]:
 def imported_files(path: Path) -> frozenset[Path]:
     """The package's other files that a file imports."""
     names = imported_names(TREES[path])
-    files = (file_of(f"{module}.{name}") or file_of(module) for module, name in names)
+    files = (file_of(f"{module}.{name}") or home_of(module, name) or file_of(module) for module, name in names)
     return frozenset(file for file in files if file not in (None, path))
 
 
