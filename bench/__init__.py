@@ -1,1 +1,1 @@
-"""Benchmarks: how soon a model is ready, what its graphs cost, and how fast they then run."""
+"""Benchmarks, and the models and the reference engine that they measure; nothing that simplegraph itself needs."""

@@ -1,4 +1,4 @@
-"""The ways to run a model that are compared; each is loaded only when it runs."""
+"""The ways to run the Llama that are compared, each loaded only when it runs; not those of other models."""
 
 from __future__ import annotations
 

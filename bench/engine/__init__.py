@@ -1,4 +1,4 @@
-"""A small continuous-batching engine on simplegraph's public API: benchmark, example and template.
+"""A small continuous-batching engine on simplegraph's public API, to read and to copy; nothing here measures it.
 
 Example:
     >>> engine = Engine(model, EngineConfig(max_num_seqs=64, num_pages=2000))
