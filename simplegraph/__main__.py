@@ -35,13 +35,15 @@ class Finding:
 
 
 def doctor() -> list[Finding]:
-    """Try capture and replay, and everything else this library leans on, on this machine."""
+    """Try capture and replay, and everything else that this library needs, on this machine."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     logging.getLogger("simplegraph").setLevel(logging.ERROR)
-    findings = [_versions(), _gpu()]
-    for name, trial in _TRIALS:
+    versions = f"simplegraph {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    findings = [Finding("versions", True, versions), _gpu()]
+    for name, trial in _TRIALS.items():
         try:
-            findings.append(Finding(name, True, trial(device)))
+            with torch.inference_mode():
+                findings.append(Finding(name, True, trial(device)))
         except Exception as error:
             findings.append(Finding(name, False, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     findings += [_package(name) for name in _OPTIONAL]
@@ -49,7 +51,7 @@ def doctor() -> list[Finding]:
 
 
 def attention_findings() -> list[Finding]:
-    """What each attention backend does in a full graph, at lengths that it was not captured with."""
+    """Try each attention backend in a full graph, at lengths that it was not captured with."""
     from simplegraph.attention.selftest import self_test
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -61,12 +63,6 @@ def attention_findings() -> list[Finding]:
     return findings
 
 
-def _versions() -> Finding:
-    return Finding(
-        "versions", True, f"simplegraph {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    )
-
-
 def _gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("GPU", True, "none: graphs run on the emulator, which checks CUDA's rules and gives no speed")
@@ -75,45 +71,37 @@ def _gpu() -> Finding:
     return Finding("GPU", True, f"{properties.name}, {gigabytes:.0f} GiB, CUDA {torch.version.cuda}")
 
 
-class _Doubler(nn.Module):
-    """The smallest module worth capturing; `synchronise` makes it one that cannot be."""
+class _Function(nn.Module):
+    """The smallest module worth capturing: it calls a function."""
 
-    def __init__(self, *, synchronise: bool = False, random: bool = False) -> None:
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._synchronise = synchronise
-        self._random = random
+        self._function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._random:
-            return x + torch.rand_like(x)
-        if self._synchronise and x.sum().item() < 0:
-            return x
-        return x * 2
+        return self._function(x)
 
 
-def _graphed(device: torch.device, module: nn.Module) -> Any:
+def _graphed(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     from simplegraph.module.mixin import wrap
 
-    return wrap(module.to(device).eval(), capture_sizes=[2, 4], progress=False)
+    return wrap(_Function(function).eval(), capture_sizes=[2, 4], progress=False)
 
 
 def _try_replay(device: torch.device) -> str:
-    model = _graphed(device, _Doubler())
+    model = _graphed(lambda x: x * 2)
     x = torch.randn(3, 5, device=device)
-    with torch.inference_mode():
-        model.capture_graphs(x)
-        right = torch.equal(model(x), x * 2)
-    if not right or model.graph_stats.replays != 1:
+    model.capture_graphs(x)
+    if not torch.equal(model(x), x * 2) or model.graph_stats.replays != 1:
         raise RuntimeError("a replay did not give eager's answer")
     return "captured two sizes, replayed one padded: equal to eager"
 
 
 def _try_recovery(device: torch.device) -> str:
-    model = _graphed(device, _Doubler(synchronise=True))
+    model = _graphed(lambda x: x if x.sum().item() < 0 else x * 2)
     x = torch.ones(4, 5, device=device)  # sums to more than 0: the forward doubles it
-    with torch.inference_mode():
-        answers = [model(x) for _ in range(3)]
-        good = _try_replay(device)
+    answers = [model(x) for _ in range(3)]
+    good = _try_replay(device)
     torch.rand(1, device=device)
     if not all(torch.equal(answer, x * 2) for answer in answers) or not model.graph_stats.failures:
         raise RuntimeError("a capture that should fail did not, or its calls went wrong")
@@ -121,15 +109,13 @@ def _try_recovery(device: torch.device) -> str:
 
 
 def _try_random(device: torch.device) -> str:
-    model = _graphed(device, _Doubler(random=True))
+    model = _graphed(lambda x: x + torch.rand_like(x))
     x = torch.zeros(4, 5, device=device)
-    with torch.inference_mode():
-        model.capture_graphs(x)
-        torch.manual_seed(1)
-        replayed = [model(x) for _ in range(2)]
-        torch.manual_seed(1)
-        eager = [torch.rand_like(x) for _ in range(2)]
-    if not all(torch.equal(*pair) for pair in zip(replayed, eager, strict=True)):
+    model.capture_graphs(x)
+    torch.manual_seed(1)
+    replayed = torch.stack([model(x) for _ in range(2)])
+    torch.manual_seed(1)
+    if not torch.equal(replayed, torch.stack([torch.rand_like(x) for _ in range(2)])):
         raise RuntimeError("random numbers in a replay are not eager's")
     return "replays draw the numbers that eager would"
 
@@ -144,12 +130,12 @@ def _try_borrowing(device: torch.device) -> str:
     return "outputs of all sizes share the pool's memory"
 
 
-_TRIALS: tuple[tuple[str, Callable[[torch.device], str]], ...] = (
-    ("capture and replay", _try_replay),
-    ("recovery from a failed capture", _try_recovery),
-    ("random numbers", _try_random),
-    ("memory sharing between sizes", _try_borrowing),
-)
+_TRIALS = {
+    "capture and replay": _try_replay,
+    "recovery from a failed capture": _try_recovery,
+    "random numbers": _try_random,
+    "memory sharing between sizes": _try_borrowing,
+}
 _OPTIONAL = {
     "flashinfer": "pip install 'simplegraph[flashinfer]'",
     "transformers": "pip install 'simplegraph[bench]'",
@@ -168,7 +154,7 @@ def _package(name: str) -> Finding:
 
 
 def _flash_attention() -> Finding:
-    """Which flash-attention was found, and which versions of its kernels it has."""
+    """Find flash-attention, and say which versions of its kernels it has."""
     name = "flash-attention"
     if importlib.util.find_spec("numpy") is None:
         return Finding(name, True, "not tried, for want of numpy: pip install 'simplegraph[attention]'")
@@ -177,7 +163,7 @@ def _flash_attention() -> Finding:
     supports = {3: "any batch in full graphs (Hopper)", 2: "uniform decode in full graphs"}
     found = {module: [v for v in supports if problem_of(module, v) is None] for module in MODULES}
     said = [
-        f"{module}: " + ", ".join(f"version {version}, {supports[version]}" for version in versions)
+        f"{module}: " + ", ".join(f"version {v}, {supports[v]}" for v in versions)
         for module, versions in found.items()
         if versions
     ]
@@ -218,10 +204,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for finding in findings:
             print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}: {finding.detail}")
     return 0 if all(finding.ok for finding in findings) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 if __name__ == "__main__":

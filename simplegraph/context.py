@@ -1,4 +1,4 @@
-"""What is unusual about the calls of a thread at the moment: run eagerly, or described further."""
+"""The context of a thread's calls: whether they run eagerly, and what `describe` says of their batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNDESCRIBED: tuple[int | None, int | None, int] = (None, None, 0)
 
 
 class CallContext(NamedTuple):
-    """What is unusual about calls in this thread at the moment.
+    """The context of calls in this thread.
 
     Attributes:
         bypass: why they run eagerly; None if they need not.
@@ -48,12 +48,12 @@ def bypassed(reason: Reason) -> Iterator[None]:
 
 
 def outside_calls() -> contextlib.AbstractContextManager[None]:
-    """Forget in here what is unusual about the calls around: wrapped modules run as outside of them."""
+    """Forget the context in here: wrapped modules run as outside of the calls around."""
     return _calling(None)
 
 
 def described_batch() -> tuple[int | None, int | None, int]:
-    """What `describe` said of the batches of this thread."""
+    """Return what `describe` says of the batches of this thread."""
     return CALLS.context.batch if CALLS.context is not None else _UNDESCRIBED
 
 

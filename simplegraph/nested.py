@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 
 @dataclasses.dataclass(frozen=True)
 class TreeSpec:
-    """How leaves are nested. Equal specs nest alike; a spec without a type is one leaf.
+    """The nesting of leaves. Equal specs nest alike; a spec without a type is one leaf.
 
     Containers are lists, tuples, named tuples, dicts, dataclasses that hold nothing beside their fields,
     and whatever is registered as a pytree node (transformers' ModelOutput, for one). Everything else is a leaf.
@@ -26,7 +26,7 @@ class TreeSpec:
     context: Any = dataclasses.field(default=None, hash=False)  # a registered node's own, often a list of keys
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
-        """The nested value these leaves stand for."""
+        """Rebuild the nested value from its leaves."""
         return self._build(iter(leaves))
 
     def _build(self, leaves: Iterator[Any]) -> Any:
@@ -44,15 +44,19 @@ class TreeSpec:
             return unflatten(children, self.context[1])
         if issubclass(self.type, tuple):
             return self.type._make(children)  # type: ignore[attr-defined]
-        return _build_dataclass(self.type, zip(self.keys, children, strict=True))
+        # Not through __init__: it may validate, convert or copy what must stay the very same tensors.
+        value = object.__new__(self.type)
+        for name, item in zip(self.keys, children, strict=True):
+            object.__setattr__(value, name, item)
+        return value
 
     @property
     def num_leaves(self) -> int:
-        """How many leaves there are."""
+        """Count the leaves."""
         return 1 if self.type is None else sum(child.num_leaves for child in self.children)
 
     def names(self, prefix: str) -> list[str]:
-        """A dotted name for every leaf: ``states.0``, ``batch.mask``."""
+        """Return a dotted name for every leaf: ``states.0``, ``batch.mask``."""
         if self.type is None:
             return [prefix]
         return [
@@ -63,11 +67,11 @@ class TreeSpec:
 
 
 LEAF = TreeSpec()
-_PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})  # told at once
+_PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})  # the common ones
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a nested value, in order, and how they were nested."""
+    """Take a nested value apart: its leaves in order, and their nesting."""
     leaves: list[Any] = []
     return leaves, _flatten_into(value, leaves)
 
@@ -83,7 +87,7 @@ def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
 
 
 def opened_once(value: Any) -> tuple[Iterable[Any], Iterable[Any], Any] | None:
-    """The keys and the values of a container, and what a registered node needs to come back; None for a leaf."""
+    """Open a container: its keys, its values, and what a registered node is rebuilt with; None for a leaf."""
     kind = type(value)
     if kind is list or kind is tuple:
         return range(len(value)), value, None
@@ -95,24 +99,12 @@ def opened_once(value: Any) -> tuple[Iterable[Any], Iterable[Any], Any] | None:
         return range(len(values)), values, (node.unflatten_fn, context)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return kind._fields, value, None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _only_fields(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        return names, [getattr(value, name) for name in names], None
+        # Only one that holds its fields and nothing else can be rebuilt from them.
+        if set(names).issuperset(getattr(value, "__dict__", ())) and all(hasattr(value, name) for name in names):
+            return names, [getattr(value, name) for name in names], None
     return None
-
-
-def _only_fields(value: Any) -> bool:
-    """Whether a dataclass holds its fields and nothing else, so that they make it up again."""
-    names = {field.name for field in dataclasses.fields(value)}
-    return names.issuperset(getattr(value, "__dict__", ())) and all(hasattr(value, name) for name in names)
-
-
-def _build_dataclass(kind: type, items: Iterable[tuple[str, Any]]) -> Any:
-    # Not through __init__: it may validate, convert or copy what must stay the very same tensors.
-    value: Any = object.__new__(kind)
-    for name, item in items:
-        object.__setattr__(value, name, item)
-    return value
 
 
 ATOMS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, range)
@@ -120,12 +112,12 @@ ATOMS += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Si
 
 
 def constant_key(value: Any) -> Hashable:
-    """What tells a value from others of its type: 0.0 from -0.0, and not one NaN from another."""
+    """Return a key that tells a value from others of its type: 0.0 from -0.0, but not one NaN from another."""
     return repr(value) if isinstance(value, (float, complex, slice)) else value
 
 
 class ById:
-    """An object as part of a key: equal to itself alone, and kept alive, so that no id is reused."""
+    """Puts an object into a key: equal to itself alone, and kept alive, so that its id is not reused."""
 
     def __init__(self, value: Any) -> None:
         self.leaf = value

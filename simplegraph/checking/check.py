@@ -20,7 +20,7 @@ from simplegraph.module.mixin import wrap
 
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
-    """What `check` found. True in a condition if the module can be captured and padded as it is.
+    """The findings of `check`. True in a condition if the module can be captured and padded as it is.
 
     Attributes:
         capturable: the forward was captured as one full graph, its eager breaks inline, and its replays equal eager
@@ -52,20 +52,15 @@ class CheckReport:
         return self.capturable and self.rows_independent is not False
 
     def __str__(self) -> str:
-        lines = self._capture_lines()
-        if self.rows_independent is None:
-            lines.append("rows independent: cannot be said, since two eager runs on the same inputs differ")
-        elif self.rows_independent:
-            lines.append("rows independent: yes, padding is safe")
-        else:
-            lines.append(f"rows independent: no ({self.mixing}); use padding=False, which captures exact sizes only")
-        for title, names in (
-            ("writes its own state", self.state_written),
-            ("writes its inputs", self.inputs_written),
-            ("outputs that alias", self.output_aliases),
-        ):
-            if names:
-                lines.append(f"{title}: {', '.join(names)}")
+        independent = {
+            None: "cannot be said, since two eager runs on the same inputs differ",
+            True: "yes, padding is safe",
+            False: f"no ({self.mixing}); use padding=False, which captures exact sizes only",
+        }
+        lines = [*self._capture_lines(), f"rows independent: {independent[self.rows_independent]}"]
+        lists = self.state_written, self.inputs_written, self.output_aliases
+        titles = "writes its own state", "writes its inputs", "outputs that alias"
+        lines += [f"{title}: {', '.join(names)}" for title, names in zip(titles, lists, strict=True) if names]
         if self.memory is not None:
             lines.append(f"memory of {self.memory.graphs} graphs: about {self.memory.bytes / 2**20:.1f} MiB")
         return "\n".join(lines)
@@ -163,6 +158,6 @@ def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None
 
 
 def _problem(trials: Sequence[ModuleTrial], mode: str = "FULL", inlined: Collection[Any] = ()) -> str | None:
-    """The first batch's problem, if any has one."""
+    """Find the first batch's problem, if any has one."""
     found = (trial.problem(mode, inlined) for trial in trials)
     return next((problem for problem in found if problem is not None), None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.tensors import parts, storage_key, wait_collectives
 from simplegraph.manager.jobs import MemoryEstimate
-from simplegraph.module.compare import first_difference, random_state, set_random_state
+from simplegraph.module.compare import cloned, first_difference, random_state, set_random_state
 from simplegraph.module.outputs import unreturnable
-from simplegraph.module.signature import Arg, CallReader, TensorArg
-from simplegraph.module.state import HeldTensor, held_tensors, put_back
+from simplegraph.module.signature import CallReader, batch_dim_of
+from simplegraph.module.state import HeldTensor, has_address, held_tensors, put_back
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -80,21 +81,23 @@ class ModuleTrial:
         observer = MemoryObserver()
         operators = breaking_operators(self._config.break_ops)
         tracer = BreakTracer(operators, observer, self._device.torch_device)
-        leaves = self._fresh(self._leaves)
+        leaves = cloned(self._leaves)
         try:
             with observer, recording_breaks(tracer):
                 outputs, _ = self._run(leaves)
         finally:
             self._restore()
         own = {storage_key(tensor): name for name, tensor in self._state.items()}
-        inputs = {storage_key(leaf): name for leaf, name in zip(leaves, self._names, strict=True) if _is_tensor(leaf)}
+        named = zip(leaves, self._names, strict=True)
+        inputs = {storage_key(leaf): name for leaf, name in named if isinstance(leaf, Tensor)}
         self.breaks = list(dict.fromkeys(call.function for call in tracer.finish(outputs).calls))
-        self.state_written = tuple(sorted(own[key] for key in observer.written if key in own))
-        self.inputs_written = tuple(sorted(inputs[key] for key in observer.written if key in inputs))
+        self.state_written, self.inputs_written = (
+            tuple(sorted(names[key] for key in observer.written if key in names)) for names in (own, inputs)
+        )
         self.output_aliases = tuple(
             f"output {index} ({(own | inputs)[storage_key(leaf)]})"
             for index, leaf in enumerate(outputs)
-            if _is_tensor(leaf) and storage_key(leaf) in own | inputs
+            if isinstance(leaf, Tensor) and storage_key(leaf) in own | inputs
         )
         self._unreturnable = unreturnable(outputs)
 
@@ -106,8 +109,8 @@ class ModuleTrial:
             self._batches[number] = leaves
         return alike
 
-    def _run(self, leaves: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
-        self._before(self._number)
+    def _run(self, leaves: Sequence[Any], number: int | None = None) -> tuple[list[Any], TreeSpec]:
+        self._before(self._number if number is None else number)
         args, kwargs = self._spec.unflatten(leaves)
         with bypassed(Reason.NESTED):  # wrapped modules, this one among them, run eagerly
             return flatten(wait_collectives(self._module(*args, **kwargs)))
@@ -120,20 +123,17 @@ class ModuleTrial:
         set_random_state(self._device.torch_device, self._random)
 
     def _eager(self, leaves: Sequence[Any]) -> list[Any]:
-        """What eager returns, but for objects that cannot be compared; nothing that it changed stays changed."""
+        """Return eager's outputs, but for objects that cannot be compared; nothing that it changed stays changed."""
         try:
-            outputs, _ = self._run(leaves)
-            return self._fresh([leaf for leaf in outputs if unreturnable([leaf]) is None])
+            outputs, _ = self._run(cloned(leaves))
+            return cloned([leaf for leaf in outputs if unreturnable([leaf]) is None])
         finally:
             self._restore()
 
-    def _fresh(self, leaves: Sequence[Any]) -> list[Any]:
-        return [leaf.clone() if _is_tensor(leaf) else leaf for leaf in leaves]
-
     def mixing(self) -> str | None:
-        """'' if padding rows leave real rows alone, what differs if not, None if eager differs from eager."""
-        alone = self._eager(self._fresh(self._leaves))
-        if first_difference(self._eager(self._fresh(self._leaves)), alone) is not None:
+        """Return '' if padding rows leave real rows alone, else what differs; None if eager differs from eager."""
+        alone = self._eager(self._leaves)
+        if first_difference(self._eager(self._leaves), alone) is not None:
             return None
         fill: list[list[Any]] = []
         for factor in _FILLS:
@@ -146,21 +146,22 @@ class ModuleTrial:
         return next((difference for difference in found if difference), "")
 
     def _padded(self, factor: int) -> list[Any]:
-        """The inputs with as many rows again: the real ones in another order, numbers times `factor`.
+        """Append as many rows again to the inputs: the real ones in another order, numbers times `factor`.
 
         Indices and masks stay valid: they are zero, or as they were.
         """
         leaves = []
         for leaf, arg in zip(self._leaves, self._args, strict=True):
-            if isinstance(arg, TensorArg) and isinstance(arg.batch_dim, int):
+            dim = batch_dim_of(arg)
+            if dim is not None:
                 number = leaf.is_floating_point() or leaf.is_complex()
-                rest = leaf.flip(arg.batch_dim) * (factor if number else bool(factor))
-                leaf = torch.cat([leaf, rest.to(leaf.dtype)], arg.batch_dim)
-            leaves.append(leaf.clone() if _is_tensor(leaf) else leaf)
+                rest = leaf.flip(dim) * (factor if number else bool(factor))
+                leaf = torch.cat([leaf, rest.to(leaf.dtype)], dim)
+            leaves.append(leaf)
         return leaves
 
     def problem(self, mode: str = "FULL", inlined: Collection[Any] = ()) -> str | None:
-        """What is in the way of a capture, or wrong about its replays; None if nothing is.
+        """Say what is in the way of a capture, or wrong about its replays; None if nothing is.
 
         Args:
             mode: FULL captures one graph, with its breaks inline; PIECEWISE honours them.
@@ -170,16 +171,13 @@ class ModuleTrial:
             return f"{Reason.UNSUPPORTED_OUTPUT.text} ({self._unreturnable})."
         wrapped: Any = self._wrap(mode=mode, capture_sizes=[self._rows], padding=False)
         try:
-            with inlining(inlined), outside_calls():
-                self._capture(wrapped)
-                return self._compare(wrapped)
+            with inlining(inlined), self._captured(wrapped):
+                rounds = itertools.product(range(3), self._batches)
+                return next(filter(None, (self._difference(wrapped, *each) for each in rounds)), None)
         except (CaptureError, InputError) as error:
             return str(error)
         except Exception as error:
             return f"{type(error).__name__} at {user_location(error)}: {error}"
-        finally:
-            wrapped.reset_graphs()
-            self._restore()
 
     def memory(self, sizes: Collection[int]) -> MemoryEstimate:
         """Capture the two largest sizes, measure, and drop them again.
@@ -188,48 +186,37 @@ class ModuleTrial:
             CaptureError: one of the two cannot be captured.
         """
         wrapped: Any = self._wrap(capture_sizes=sorted(sizes)[-2:])
-        try:
-            with outside_calls():
-                self._capture(wrapped)
+        with self._captured(wrapped):
             graphs = wrapped.graph_stats.graphs.values()
             first, second = [*(graph.bytes for graph in graphs), 0][:2]
             return MemoryEstimate(len(set(sizes)), first, second)
+
+    @contextlib.contextmanager
+    def _captured(self, wrapped: Any) -> Iterator[None]:
+        """Capture the wrapped module; its graphs and what they changed are gone afterwards."""
+        try:
+            with outside_calls():
+                self._before(self._number)
+                args, kwargs = self._spec.unflatten(cloned(self._leaves))
+                wrapped.capture_graphs(*args, **kwargs)
+                self._restore()
+                yield
         finally:
             wrapped.reset_graphs()
             self._restore()
 
-    def _capture(self, wrapped: Any) -> None:
-        self._before(self._number)
-        args, kwargs = self._spec.unflatten(self._fresh(self._leaves))
-        wrapped.capture_graphs(*args, **kwargs)
+    def _difference(self, wrapped: Any, turn: int, number: int) -> str | None:
+        """Say how a replay differs from eager on one batch, its rows rolled by `turn`."""
+        pairs = [(leaf, batch_dim_of(arg)) for leaf, arg in zip(self._batches[number], self._args, strict=True)]
+        values = [leaf if dim is None else leaf.roll(turn, dim) for leaf, dim in pairs]
         self._restore()
-
-    def _compare(self, wrapped: Any) -> str | None:
-        """Compare replays with eager on the inputs, and on their rows in another order."""
-        first = self._number
-        try:
-            for turn, number in itertools.product(range(3), self._batches):
-                self._number = number
-                found = self._difference(wrapped, turn)
-                if found is not None:
-                    return found
-        finally:
-            self._number = first
-        return None
-
-    def _difference(self, wrapped: Any, turn: int) -> str | None:
-        """How a replay differs from eager on one batch, rolled by some rows."""
-        leaves = self._batches[self._number]
-        values = [_rolled(leaf, arg, turn) for leaf, arg in zip(leaves, self._args, strict=True)]
+        expected, _ = self._run(cloned(values), number)
+        expected, expected_state = cloned(expected), cloned(list(self._state.values()))
         self._restore()
-        expected, _ = self._run(self._fresh(values))
-        expected = self._fresh(expected)
-        expected_state = {name: tensor.clone() for name, tensor in self._state.items()}
-        self._restore()
-        self._before(self._number)
+        self._before(number)
         stats = wrapped.graph_stats
         replays = stats.replays
-        args, kwargs = self._spec.unflatten(self._fresh(values))
+        args, kwargs = self._spec.unflatten(cloned(values))
         outputs, _ = flatten(wrapped(*args, **kwargs))
         if stats.replays == replays:
             reasons = ", ".join(reason.text for reason in stats.eager)
@@ -237,46 +224,31 @@ class ModuleTrial:
         found = first_difference(outputs, expected)
         if found is not None:
             return f"a replay does not equal eager: {found}. Python state that changes from call to call is frozen."
-        for name, tensor in self._state.items():
-            found = first_difference([tensor], [expected_state[name]])
+        for (name, tensor), expected_tensor in zip(self._state.items(), expected_state, strict=True):
+            found = first_difference([tensor], [expected_tensor])
             if found is not None:
                 return f"after a replay {name} is not what eager leaves: {found}."
         return None
 
 
 def _held(module: nn.Module) -> list[HeldTensor]:
-    """The module's tensors that have an address: parameters, buffers and what ordinary attributes hold."""
-    return [
-        entry for entry in held_tensors(module) if entry.tensor.layout is torch.strided and not entry.tensor.is_meta
-    ]
+    """List the module's tensors that have an address: parameters, buffers and what ordinary attributes hold."""
+    return [entry for entry in held_tensors(module) if has_address(entry.tensor)]
 
 
 def _named_parts(entry: HeldTensor) -> list[tuple[str, Tensor]]:
-    """The tensors whose memory an entry's is, under its name; numbered where there are several."""
+    """Name the tensors whose memory an entry's is by the entry; numbered where there are several."""
     found = list(parts(entry.tensor))
     return [(entry.name if len(found) == 1 else f"{entry.name}.{index}", part) for index, part in enumerate(found)]
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _rolled(leaf: Any, arg: Arg, by: int) -> Any:
-    if isinstance(arg, TensorArg) and isinstance(arg.batch_dim, int):
-        return leaf.roll(by, arg.batch_dim)
-    return leaf
-
-
 def _form(leaf: Any) -> Any:
-    """What one graph fixes about an argument."""
+    """Return what one graph fixes about an argument."""
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 def _head(leaf: Any, like: Any) -> Any:
-    """The leading part of `leaf` that has the shape of `like`."""
-    if not _is_tensor(leaf) or not _is_tensor(like) or leaf.dim() != like.dim():
+    """Return the leading part of `leaf` that has the shape of `like`."""
+    if not isinstance(leaf, Tensor) or not isinstance(like, Tensor) or leaf.dim() != like.dim():
         return leaf
-    for dim, size in enumerate(like.shape):
-        if leaf.shape[dim] > size:
-            leaf = leaf.narrow(dim, 0, size)
-    return leaf
+    return leaf[tuple(map(slice, like.shape))]

@@ -48,6 +48,7 @@ def run_observed(table: ProgramTable, run: Callable[[], Any], traced: Key | None
     return outputs, observer
 
 
+@dataclasses.dataclass(eq=False)
 class GraphCapture:
     """Captures jobs in one session; their Programs go into the table.
 
@@ -65,14 +66,16 @@ class GraphCapture:
             smallest size read the same memory, the others are taken to do so too.
     """
 
-    def __init__(
-        self, table: ProgramTable, jobs: Sequence[CaptureJob], settings: dict[str, Any], *, lazy: bool = False
-    ) -> None:
-        self.observers: list[MemoryObserver] = []
-        self._table, self._jobs, self._settings, self._lazy = table, jobs, settings, lazy
-        self._ranks = table.ranks
-        self._failed: dict[str, CaptureError] = {}
-        self._traced: list[MemoryObserver] = []  # of warmups that only told what breaks return
+    table: ProgramTable
+    jobs: Sequence[CaptureJob]
+    settings: dict[str, Any]
+    lazy: bool = False
+    observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
+    _failed: dict[str, CaptureError] = dataclasses.field(default_factory=dict)
+    _traced: list[MemoryObserver] = dataclasses.field(default_factory=list)  # of warmups for what breaks return
+
+    def __post_init__(self) -> None:
+        self._ranks = self.table.ranks
 
     def run(self, num_warmups: int = 0) -> CaptureSummary:
         """Run the first job eagerly `num_warmups` times, then capture them all.
@@ -80,7 +83,7 @@ class GraphCapture:
         Raises:
             ConfigError: `break_ops` names an operator that does not exist, or ranks differ in their settings.
         """
-        table, jobs, ranks = self._table, self._jobs, self._ranks
+        table, jobs, ranks = self.table, self.jobs, self._ranks
         breaking_operators(table.config.break_ops)
         started = time.perf_counter()
         with ranks.together():
@@ -88,7 +91,7 @@ class GraphCapture:
         if not jobs:
             return CaptureSummary(0, self._failed, 0.0, 0)
         free_before, before = table.device.free_memory(), table.stats.captures
-        with ranks.together(), CaptureSession(table.device, table.pool, thorough=not self._lazy) as session:
+        with ranks.together(), CaptureSession(table.device, table.pool, thorough=not self.lazy) as session:
             for _ in range(num_warmups):
                 if self._warm_up(jobs[0]) is not None:
                     break  # its capture will say why, and smaller sizes may do better
@@ -102,7 +105,7 @@ class GraphCapture:
 
     def _capture_each(self, session: CaptureSession) -> None:
         """Observe the largest and the smallest; the others too, where these two read other memory."""
-        jobs, table = self._jobs, self._table
+        jobs, table = self.jobs, self.table
         show = table.config.progress and len(jobs) > 1 and self._ranks.rank == 0
         # A warmup shows what the first one reads, but for hooks, which it does not run.
         first = len(jobs) - 1 if self.observers and not table.hooks else 0
@@ -114,7 +117,7 @@ class GraphCapture:
                 observed = index in (first, len(jobs) - 1)
                 unseen += [] if observed else [job]
                 error = self._capture_one(session, job, observed=observed)
-                if error is not None and not self._lazy and self._warm_up(job) is None:
+                if error is not None and not self.lazy and self._warm_up(job) is None:
                     error = self._capture_one(session, job)
                 if error is not None:
                     self._failed[job.label] = error
@@ -127,7 +130,7 @@ class GraphCapture:
                 self._failed |= {label: error for label, error in errors.items() if error is not None}
 
     def _capture_one(self, session: CaptureSession, job: CaptureJob, *, observed: bool = True) -> CaptureError | None:
-        """Capture a job into the table; what went wrong on any rank."""
+        """Capture a job into the table; return what went wrong on any rank."""
         failed = None
         try:
             trace = self._trace(job)
@@ -137,17 +140,17 @@ class GraphCapture:
                     lambda: self._run_captured(job, observed), label=job.label, generators=job.generators, trace=trace
                 )
             self._check_breaks(job, program)
-            self._table.add(job, program)
+            self.table.add(job, program)
         except CaptureError as error:
             failed = error
         return self._on_all_ranks("capturing", job, failed)
 
     def _run_captured(self, job: CaptureJob, observed: bool) -> Any:
-        """The forward as it is recorded, hooks included."""
+        """Run the forward as it is recorded, hooks included."""
         observer = MemoryObserver()
         with observer if observed else contextlib.nullcontext():
             outputs = job.run()
-            for hooks in self._table.hooks:
+            for hooks in self.table.hooks:
                 hooks.end_of_forward(job.mode, job.descriptor)
         self.observers += [observer] if observed else []
         return outputs
@@ -155,28 +158,26 @@ class GraphCapture:
     def _announce(self, job: CaptureJob) -> None:
         """Let the hooks get ready; this comes last before the capture."""
         try:
-            for hooks in self._table.hooks:
+            for hooks in self.table.hooks:
                 hooks.before_capture(job.mode, job.descriptor)
         except Exception as error:
             raise capture_error(error, job.label) from error
 
     def _warm_up(self, job: CaptureJob) -> CaptureError | None:
-        """Run a job eagerly, so that its capture finds everything set up; what went wrong on any rank."""
-        error = self._warm_up_here(job, self.observers)
-        failed = None if error is None else capture_error(error, job.label)
-        return self._on_all_ranks("warming up", job, failed)
+        """Run a job eagerly, so that its capture finds everything set up; return what went wrong on any rank."""
+        return self._on_all_ranks("warming up", job, self._warm_up_here(job, self.observers))
 
-    def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> Exception | None:
+    def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
         traced = job.key if job.mode is CudaGraphMode.PIECEWISE else None
         try:
-            _, observer = run_observed(self._table, job.run, traced)
+            _, observer = run_observed(self.table, job.run, traced)
             if self._ranks.size > 1:
-                self._table.device.synchronize()  # no collective may be in flight when a capture begins
+                self.table.device.synchronize()  # no collective may be in flight when a capture begins
         except InputError:
             raise
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)
-            return error
+            return capture_error(error, job.label)
         observers.append(observer)
         return None
 
@@ -184,15 +185,15 @@ class GraphCapture:
         """Find what is known of the job's breaks, from a warmup of its own where another size's does not tell."""
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
-        if self._table.trace(job.key) is None:
+        if self.table.trace(job.key) is None:
             error = self._warm_up_here(job, self._traced)
             if error is not None:
-                raise capture_error(error, job.label)
-        return self._table.trace(job.key)
+                raise error
+        return self.table.trace(job.key)
 
     def _check_breaks(self, job: CaptureJob, program: Program) -> None:
         """Refuse a piecewise graph that holds attention which cannot be in one."""
-        support = self._table.support
+        support = self.table.support
         if job.mode is CudaGraphMode.PIECEWISE and support < AttentionCGSupport.ALWAYS and not program.breaks:
             program.drop()
             cause = f"the attention declares {support.name}, but the forward met no eager break"
@@ -203,20 +204,19 @@ class GraphCapture:
             )
 
     def _on_all_ranks(self, what: str, job: CaptureJob, error: CaptureError | None) -> CaptureError | None:
-        """The error, or that of another rank: a graph that one rank does not have, no rank may replay."""
+        """Return the error, or another rank's: a graph that one rank does not have, no rank may replay."""
         failure = self._ranks.failure(f"{what} {job.label}", error)
         if failure is None or error is not None:
             return error
         rank, found = failure
-        self._table.forget([job])
+        self.table.forget([job])
         cause = f"it failed on rank {rank}, and its collectives need all ranks"
         said = found.replace("\n", "\n  ")
         return CaptureError(f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}", cause=cause)
 
     def _shared_settings(self, num_warmups: int) -> dict[str, str]:
-        """What must be the same on ranks that capture together."""
-        config = self._table.config
+        """Return what must be the same on ranks that capture together."""
+        config, support = self.table.config, self.table.support.name
         names = (field.name for field in dataclasses.fields(config) if field.name != "progress")
-        settings = {name: repr(getattr(config, name)) for name in names}
-        more = {"support": self._table.support.name, **self._settings, "warmups": num_warmups}
-        return settings | {name: str(value) for name, value in (more | {"torch": torch.__version__}).items()}
+        more = {"support": support, **self.settings, "warmups": num_warmups, "torch": torch.__version__}
+        return {name: repr(getattr(config, name)) for name in names} | {name: str(more[name]) for name in more}

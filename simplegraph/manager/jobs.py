@@ -44,7 +44,7 @@ class CaptureJob:
 
 @dataclasses.dataclass(frozen=True)
 class CaptureSummary:
-    """What a capture of several sizes did.
+    """The result of capturing several sizes.
 
     Attributes:
         captured: how many graphs were captured.
@@ -61,7 +61,7 @@ class CaptureSummary:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """What capturing everything would take: the largest graph, and what each further one adds.
+    """The memory that capturing everything would take: the largest graph, and what each further one adds.
 
     Attributes:
         graphs: how many there would be.
@@ -78,7 +78,7 @@ class MemoryEstimate:
 
 
 def bind_forward(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Callable[[], Any]:
-    """An engine's forward for one descriptor, refusing what a capture cannot hold."""
+    """Bind an engine's forward to one descriptor, and refuse what a capture cannot hold."""
 
     def run() -> Any:
         outputs = forward(mode, descriptor)

@@ -10,6 +10,7 @@ hidden = manager.run(batch, run_model)          # replays; runs eagerly where no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,17 +33,17 @@ from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.reasons import Reason
 
 
+@dataclasses.dataclass(eq=False)
 class RankHooks(GraphHooks):
     """Refuses a replay whose process group is gone or which, with `debug`, is not the other ranks' replay."""
 
-    def __init__(self, ranks: RankGroup, *, debug: bool) -> None:
-        self._ranks = ranks
-        self._debug = debug
+    ranks: RankGroup
+    debug: bool
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        self._ranks.check_alive()
-        if self._debug:
-            self._ranks.any(f"a {mode.name} replay of {descriptor}", True)
+        self.ranks.check_alive()
+        if self.debug:
+            self.ranks.any(f"a {mode.name} replay of {descriptor}", True)
 
 
 class CudaGraphManager:
@@ -54,7 +55,7 @@ class CudaGraphManager:
         pool: memory to share with other managers, whose graphs then never run at the same time.
         support: what the attention inside the forward can do in a full graph.
         lora_cases: the counts of active LoRAs to capture.
-        requests: whether full graphs for mixed batches are keyed by their number of requests; see `Dispatcher`.
+        requests: True if full graphs for mixed batches are keyed by their number of requests; see `Dispatcher`.
         name: what messages and the report call it.
         ranks: those whose graphs hold collectives with this one's; they capture together.
         consensus: lets ranks agree on every step's mode and size; `dispatch` then asks all of them. Give `ranks` too,
@@ -91,7 +92,7 @@ class CudaGraphManager:
             raise ConfigError("padding is False, but ranks that agree on a size pad to the largest; allow padding.")
         alone = isinstance(consensus, ShapeConsensus) and consensus.size == 1
         self.consensus = None if alone else consensus
-        shared = pool is not None and not pool.managers  # somebody else made it, and may use it in other ways
+        shared = pool is not None and not pool.managers  # not made by a manager: may have other uses
         self.pool = pool or self.device.new_pool()
         if not shared:
             self.pool.managers.add(self)
@@ -101,7 +102,7 @@ class CudaGraphManager:
         self.table = ProgramTable(self.config, self.device, self.pool, self.ranks, support, self.stats)
         self.failures, self.hooks = self.table.failures, self.table.hooks
         if ranks is not None:
-            self.hooks.append(RankHooks(ranks, debug=self.config.debug))
+            self.hooks.append(RankHooks(ranks, self.config.debug))
         self._kept_alive: list[Any] = []  # what engines' graphs read
 
     @property
@@ -135,7 +136,7 @@ class CudaGraphManager:
         *,
         allow_full: bool = True,
     ) -> Dispatch:
-        """How to run a batch; see `Dispatcher.dispatch`.
+        """Say how to run a batch; see `Dispatcher.dispatch`.
 
         With a `consensus` it is how all ranks run this step, eagerly too: each must ask, once a step. A rank with
         nothing to run asks for 0 tokens, and runs a batch of padding.
@@ -155,7 +156,7 @@ class CudaGraphManager:
         return self.dispatcher.agreed(*agreed, num_tokens=num_tokens)
 
     def _vote(self, own: Dispatch | None) -> Vote:
-        """How this rank could run: a graph that it does not have, nobody may replay."""
+        """Return how this rank could run: a graph that it does not have, no rank may replay."""
         if own is None:
             return Vote(CudaGraphMode.FULL, 0)
         captured = (own.mode, own.descriptor) in self.table.graphs
@@ -163,7 +164,7 @@ class CudaGraphManager:
         return Vote(mode, own.descriptor.num_tokens, own.descriptor.num_active_loras)
 
     def _eager(self, own: Dispatch) -> Dispatch:
-        """The batch in its padded shape, run eagerly for want of a graph."""
+        """Return the batch in its padded shape, run eagerly for want of a graph."""
         return own._replace(mode=CudaGraphMode.NONE, reason=self._why_uncaptured((own.mode, own.descriptor)))
 
     def _why_uncaptured(self, key: Key) -> Reason:
@@ -174,7 +175,7 @@ class CudaGraphManager:
         return [key for key in self.descriptors() if key not in known]
 
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
-        """Everything that `capture` captures, largest first."""
+        """Return everything that `capture` captures, largest first."""
         return self.dispatcher.descriptors()
 
     def needs_capture(self) -> bool:
@@ -262,7 +263,7 @@ class CudaGraphManager:
         return MemoryEstimate(len(todo), *[*sizes, 0, 0][:2])
 
     def report(self) -> GraphReport:
-        """What was captured, replayed and run eagerly; print it, or ask it for JSON."""
+        """Report captures, replays and eager calls; print it, or ask it for JSON."""
         return GraphReport(self.stats, str(self.device.torch_device), emulated=self.device.emulated)
 
     def reset(self) -> None:

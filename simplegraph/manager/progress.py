@@ -20,25 +20,19 @@ class CaptureBar:
         self._started = False
 
     def next(self, size: int, device: GraphDevice) -> None:
-        """The next size is about to be captured."""
-        if self._bar is None:
-            return
-        if self._started:
-            self._bar.update()
-        self._started = True
-        self._bar.set_postfix(size=size, free=f"{device.free_memory() / 2**30:.1f} GiB", refresh=False)
+        """Show the size that is captured next."""
+        if self._bar is not None:
+            self._bar.update(self._started)
+            self._bar.set_postfix(size=size, free=f"{device.free_memory() / 2**30:.1f} GiB", refresh=False)
+            self._started = True
 
 
 @contextlib.contextmanager
 def capture_bar(total: int, show: bool) -> Iterator[CaptureBar]:
-    """A bar over `total` captures, on the first rank only."""
-    if not show or not _first_rank():
+    """Show a bar over `total` captures, on the first rank only."""
+    if not show or os.environ.get("RANK", "") not in ("", "0"):
         yield CaptureBar(None)
         return
     with tqdm(total=total, desc="Capturing CUDA graphs", unit="graph", leave=True) as bar:
         yield CaptureBar(bar)
         bar.update(total - bar.n)
-
-
-def _first_rank() -> bool:
-    return os.environ.get("RANK", "") in ("", "0")

@@ -9,64 +9,55 @@ from typing import Any
 
 from simplegraph.manager.stats import GraphCounters, GraphStats
 
+_TOTALS = ("captures", "capture_seconds", "graph_bytes", "replays", "padded_tokens", "recaptures", "flushes")
+_COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded")
 
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class GraphReport:
-    """What was captured, replayed and run eagerly, and why. ``print(report)`` shows a table.
+    """Captures, replays and eager calls with their reasons. ``print(report)`` shows a table.
 
     Args:
         stats: the counters.
         device: where the graphs are.
-        emulated: whether these are imitated graphs, without speed.
+        emulated: True if these are imitated graphs, without speed.
     """
 
-    def __init__(self, stats: GraphStats, device: str, *, emulated: bool = False) -> None:
-        self._stats = stats
-        self._device = device
-        self._emulated = emulated
+    stats: GraphStats
+    device: str
+    emulated: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in the report as plain values; seconds, bytes, rows."""
-        stats = self._stats
+        """Return everything in the report as plain values; seconds, bytes, rows."""
+        stats = self.stats
         return {
             "name": stats.name,
-            "device": self._device,
-            "emulated": self._emulated,
-            "captures": stats.captures,
-            "capture_seconds": stats.capture_seconds,
-            "graph_bytes": stats.graph_bytes,
-            "replays": stats.replays,
-            "padded_tokens": stats.padded_tokens,
-            "recaptures": stats.recaptures,
-            "flushes": stats.flushes,
+            "device": self.device,
+            "emulated": self.emulated,
+            **{name: getattr(stats, name) for name in _TOTALS},
             "eager": {reason.value: count for reason, count in stats.eager.most_common()},
             "failures": dict(stats.failures),
             "graphs": [_as_dict(graph) for graph in self._graphs()],
         }
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def _graphs(self) -> list[Any]:
-        return sorted(self._stats.graphs.values(), key=lambda graph: (graph.mode, graph.size))
+        return sorted(self.stats.graphs.values(), key=lambda graph: (graph.mode, graph.size))
 
     def __str__(self) -> str:
-        stats = self._stats
-        where = f"{self._device}, emulated: no speed" if self._emulated else self._device
+        stats = self.stats
+        where = f"{self.device}, emulated: no speed" if self.emulated else self.device
         lines = [
             f"{stats.name} ({where}): {len(stats.graphs)} graphs, {stats.capture_seconds:.3f} s, "
             f"{_mib(stats.graph_bytes)} MiB; {stats.replays} replays, {stats.padded_tokens} padded tokens, "
             f"{sum(stats.eager.values())} eager calls"
         ]
-        rows = [("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded")]
-        for graph in self._graphs():
-            nodes = "-" if graph.nodes is None else str(graph.nodes)
-            costs = (f"{graph.seconds * 1e3:.1f}", _mib(graph.bytes))
-            counts = (str(graph.replays), str(graph.padded_tokens))
-            rows.append((graph.mode, str(graph.size), str(graph.segments), str(graph.breaks), nodes, *costs, *counts))
-        if len(rows) > 1:
-            lines += _table(rows)
-        lines += [_shares(graph) for graph in self._graphs() if graph.breaks]
+        graphs = self._graphs()
+        lines += _table([_COLUMNS, *map(_row, graphs)]) if graphs else []
+        lines += [_shares(graph) for graph in graphs if graph.breaks]
         lines += [f"  eager {count:>6} x {reason.value}: {reason.text}" for reason, count in stats.eager.most_common()]
         if stats.flushes:
             lines.append(f"  flushed {stats.flushes} x: more call signatures than max_signatures")
@@ -76,18 +67,23 @@ class GraphReport:
     __repr__ = __str__
 
 
+def _row(graph: GraphCounters) -> tuple[str, ...]:
+    what = (graph.size, graph.segments, graph.breaks, "-" if graph.nodes is None else graph.nodes)
+    costs = f"{graph.seconds * 1e3:.1f}", _mib(graph.bytes)
+    return graph.mode, *map(str, what), *costs, str(graph.replays), str(graph.padded_tokens)
+
+
 def _as_dict(graph: GraphCounters) -> dict[str, Any]:
-    """A graph's counters as plain values; `steps` only where there are several."""
+    """Return a graph's counters as plain values; `steps` only where there are several."""
     fields = {field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)}
     costs = fields.pop("costs")
     return fields | ({"steps": [dataclasses.asdict(cost) for cost in costs()]} if graph.breaks else {})
 
 
 def _shares(graph: GraphCounters) -> str:
-    """Where a piecewise replay's time goes: the segments together, and every break function."""
-    costs = graph.costs()
+    """Share out a piecewise replay's time: to the segments together, and to every break function."""
     parts: dict[str, list[float | None]] = {}
-    for cost in costs:
+    for cost in graph.costs():
         parts.setdefault(cost.name or "segments", []).append(cost.ms)
     times = {name: sum(ms) for name, known in parts.items() if (ms := [t for t in known if t is not None])}
     total = sum(times.values())
@@ -100,7 +96,7 @@ def _shares(graph: GraphCounters) -> str:
 
 
 def _cause(message: str) -> str:
-    """What failed, where and why: the first two lines of an error, without the advice after them."""
+    """Return the first two lines of an error: what failed, where and why, without the advice after them."""
     return ": ".join(line.strip() for line in message.splitlines()[:2])
 
 

@@ -1,4 +1,4 @@
-"""What was captured, replayed and run eagerly, counted; every fallback has its reason here."""
+"""Counters of captures, replays and eager calls; every fallback has its reason here."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class GraphCounters:
     costs: Callable[[], Sequence[Any]] = tuple
 
 
+@dataclasses.dataclass(eq=False)
 class GraphStats:
     """Counters of one wrapper or manager.
 
@@ -55,17 +56,15 @@ class GraphStats:
         flushes: how often they were dropped because there were more signatures than `max_signatures`.
     """
 
-    def __init__(self, name: str = "model") -> None:
-        self.name = name
-        self.graphs: dict[Hashable, GraphCounters] = {}
-        self.eager: collections.Counter[Reason] = collections.Counter()
-        self.captures = 0
-        self.failures: dict[str, str] = {}
-        self.recaptures = 0
-        self.flushes = 0
-        self._dropped_replays = 0
-        self._dropped_padding = 0
-        self._logged: set[Reason] = set()
+    name: str = "model"
+    graphs: dict[Hashable, GraphCounters] = dataclasses.field(default_factory=dict)
+    eager: collections.Counter[Reason] = dataclasses.field(default_factory=collections.Counter)
+    captures: int = 0
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    recaptures: int = 0
+    flushes: int = 0
+    _dropped_replays: int = 0
+    _dropped_padding: int = 0
 
     @property
     def replays(self) -> int:
@@ -89,9 +88,9 @@ class GraphStats:
 
     def ran_eagerly(self, reason: Reason, detail: str = "") -> None:
         """Count an eager call; the first of each reason is logged, as a warning if it costs speed."""
+        first = reason not in self.eager
         self.eager[reason] += 1
-        if reason not in self._logged:
-            self._logged.add(reason)
+        if first:
             level = logging.DEBUG if reason in _EXPECTED else logging.WARNING
             logger.log(level, "%s runs eagerly: %s%s", self.name, reason.text, f" ({detail})" if detail else "")
 

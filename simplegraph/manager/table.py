@@ -93,7 +93,7 @@ class ProgramTable:
         if program.breaks or _profiler_enabled():
             with self._around(graph):
                 replay()
-        else:  # a context that does nothing would cost a microsecond
+        else:  # an empty context would cost a microsecond
             replay()
         counters = graph.counters
         counters.replays += 1
@@ -102,7 +102,7 @@ class ProgramTable:
 
     @contextlib.contextmanager
     def _around(self, graph: CapturedGraph) -> Any:
-        """A profiler's range; and wrapped modules that the breaks call belong to the replay, and run eagerly."""
+        """Set a profiler's range, and run wrapped modules that the breaks call eagerly: they belong to the replay."""
         with contextlib.ExitStack() as stack:
             if _profiler_enabled():  # under ``emit_nvtx`` an NVTX range, too
                 label = f"simplegraph.replay {graph.counters.label}"
@@ -123,17 +123,10 @@ class ProgramTable:
     def add(self, job: CaptureJob, program: Program) -> None:
         """Take in a new Program; a failure of its key is forgotten."""
         nodes = [segment.num_nodes for segment in program.segments]
-        known = [count for count in nodes if count is not None]
+        total = None if None in nodes else sum(filter(None, nodes))
+        what = job.label, job.mode.name, job.descriptor.num_tokens
         counters = GraphCounters(
-            job.label,
-            job.mode.name,
-            job.descriptor.num_tokens,
-            program.seconds,
-            program.bytes,
-            len(nodes),
-            len(program.breaks),
-            sum(known) if len(known) == len(nodes) else None,
-            costs=program.costs,
+            *what, program.seconds, program.bytes, len(nodes), len(program.breaks), total, costs=program.costs
         )
         if self.failures.pop(job.key, None) is not None:
             self.stats.failures.pop(job.label, None)
@@ -158,11 +151,10 @@ class ProgramTable:
     def refuse(self, jobs: Sequence[CaptureJob], cause: str, remedy: str) -> dict[str, CaptureError]:
         """Drop these jobs' programs for a cause that shows only after the capture; the errors by label."""
         self.forget(jobs)
-        failed = {}
+        text = "capturing {} failed\n  {}.\n  {}"
+        failed = {job.label: CaptureError(text.format(job.label, cause, remedy), cause=cause) for job in jobs}
         for job in jobs:
-            error = CaptureError(f"capturing {job.label} failed\n  {cause}.\n  {remedy}", cause=cause)
-            failed[job.label] = error
-            self.add_failure(job, error)
+            self.add_failure(job, failed[job.label])
         return failed
 
     def raise_failure(self, failed: dict[str, CaptureError]) -> None:
@@ -177,7 +169,7 @@ class ProgramTable:
             self._trace_of_any_size = trace
 
     def trace(self, key: Key) -> BreakTrace | None:
-        """The key's own trace, or one whose breaks return the same for every batch size."""
+        """Return the key's own trace, or one whose breaks return the same for every batch size."""
         return self._traces.get(key) or self._trace_of_any_size
 
     def has_own_trace(self, key: Key) -> bool:

@@ -31,6 +31,7 @@ from simplegraph.reasons import CannotBind, Reason
 logger = logging.getLogger("simplegraph")
 
 
+@dataclasses.dataclass(eq=False)
 class GraphBuilder:
     """Builds the graphs of one module on one device.
 
@@ -43,12 +44,11 @@ class GraphBuilder:
         state: what the programs read of the module; None before the first capture.
     """
 
-    def __init__(self, manager: CudaGraphManager, reader: CallReader) -> None:
-        self.manager = manager
-        self._reader = reader
-        self._external: dict[int, Tensor] = {}
-        self.inputs_of: dict[Hashable, InputSet] = {}
-        self.state: CapturedState | None = None
+    manager: CudaGraphManager
+    reader: CallReader
+    inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
+    state: CapturedState | None = None
+    _external: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
     def drop(self) -> None:
         """Drop the programs and what they own."""
@@ -70,7 +70,7 @@ class GraphBuilder:
         call.binding.note_written(observer, memory)
         self._keep_external(observer, set(memory.values()))
         call.binding.learn_outputs(call.batch, outputs, spec)
-        self._reader.learn(call.batch, call.leaves, call.names, call.spec)
+        self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.called = True
         call.binding.warm[call.padded] += exact
         return spec.unflatten(outputs)
@@ -78,7 +78,10 @@ class GraphBuilder:
     def run_padded(self, call: Call) -> Any:
         """Run eagerly on the padded static inputs, as will be captured; the caller gets its rows."""
         self.manager.stats.ran_eagerly(Reason.WARMUP)
-        comparison = self._eager_first(call) if self.manager.config.verify else None
+        device, comparison = self.manager.device.torch_device, None
+        if self.manager.config.verify:  # what eager gives for the call as it is; padding is compared with that
+            comparison = EagerComparison(f"the padded warmup of batch size {call.padded}", device)
+            comparison.run_eager(call.module, call.args, call.kwargs)
         inputs, binding = self._inputs(call), call.binding
         inputs.load(call.tensors, call.batch, call.padded)
         args, kwargs = call.spec.unflatten(inputs.leaves(call.layout.args, call.padded))
@@ -100,15 +103,6 @@ class GraphBuilder:
             if name in binding.written:
                 leaf.copy_(inputs.inputs[name].part(call.padded, 0, call.batch))
         return spec.unflatten(outputs)
-
-    def _eager_first(self, call: Call) -> EagerComparison:
-        """With `verify`, what eager gives for the call as it is; padding is compared with that."""
-        comparison = EagerComparison(f"the padded warmup of batch size {call.padded}", self.manager.device.torch_device)
-        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
-        args, kwargs = call.spec.unflatten(copies)
-        with bypassed(Reason.NESTED):
-            comparison.expect(flatten(invoke(call.module, args, kwargs))[0])
-        return comparison
 
     def needs_warmup(self, call: Call) -> bool:
         """True if the call's size must run eagerly once more before its capture."""
@@ -137,11 +131,8 @@ class GraphBuilder:
 
     def _inputs(self, call: Call) -> InputSet:
         known = self.inputs_of.get(call.key)
-        largest = max((d.num_tokens for _, d in self.descriptors()), default=call.padded)
+        largest = max((d.num_tokens for _, d in self.manager.descriptors()), default=call.padded)
         return known or call.binding.inputs_for(call.padded, largest, call.layout.args, call.leaves)
-
-    def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
-        return self.manager.dispatcher.descriptors()
 
     # What graphs there are.
 
@@ -155,9 +146,9 @@ class GraphBuilder:
         return plan
 
     def static_inputs(self, layout: CallLayout, size: int | None) -> dict[str, Tensor]:
-        """Views of a size's static inputs, the largest size's if None."""
+        """View a size's static inputs, the largest size's if None."""
         if size is None:
-            size = self.descriptors()[0][1].num_tokens
+            size = self.manager.descriptors()[0][1].num_tokens
         found = self.manager.dispatch(size, *described_batch())
         inputs = self.inputs_of.get((layout.binding.signature, found.mode, found.descriptor))
         if inputs is None:
@@ -186,13 +177,13 @@ class GraphBuilder:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
         inputs.tile(call.tensors, call.batch, call.padded)
-        jobs = self._jobs(call, inputs, self.descriptors())
+        jobs = self._jobs(call, inputs, self.manager.descriptors())
         jobs = [job for job in jobs if job.key not in table.graphs]
         summary = self._capture(call, inputs, jobs, lazy=False)
         self._note_captured(call, inputs, jobs)
         binding.called = True
         self._learn_second_size(call, inputs)
-        self._reader.learn(call.batch, call.leaves, call.names, call.spec)
+        self.reader.learn(call.batch, call.leaves, call.spec)
         table.raise_failure(summary.failed)
         return summary
 
@@ -233,7 +224,7 @@ class GraphBuilder:
         try:
             summary = capture.run(num_warmups)
         except BaseException:
-            manager.table.forget(jobs)  # nobody noted what they read, so they must not be replayed
+            manager.table.forget(jobs)  # what they read was not noted, so they must not be replayed
             raise
         finally:
             for observer in capture.observers:
@@ -255,7 +246,7 @@ class GraphBuilder:
         self.state = CapturedState(call.module, self._external)
 
     def _learn_second_size(self, call: Call, inputs: InputSet) -> None:
-        """With a single captured size, run another one eagerly once: outputs can then be cut to their rows."""
+        """Run another size eagerly if only one is captured: outputs can then be cut to their rows."""
         binding = call.binding
         if binding.outputs.known or binding.unsliceable or binding.unsupported or call.padded == 1:
             return
@@ -274,12 +265,12 @@ class GraphBuilder:
 
 
 def _traced_key(call: Call) -> Key | None:
-    """The key under which a warmup of this call keeps what breaks return; None if its graph has no breaks."""
+    """Return the key by which a warmup of this call keeps what breaks return; None if its graph has no breaks."""
     return call.key if call.dispatch.mode is CudaGraphMode.PIECEWISE else None
 
 
 def _forward(call: Call, inputs: InputSet, descriptor: BatchDescriptor) -> Callable[[], Any]:
-    """The forward on the static inputs of a size."""
+    """Make the forward on the static inputs of a size."""
     args, kwargs = call.spec.unflatten(inputs.leaves(call.layout.args, descriptor.num_tokens))
 
     def run() -> Any:
@@ -290,7 +281,7 @@ def _forward(call: Call, inputs: InputSet, descriptor: BatchDescriptor) -> Calla
 
 
 def _generators(call: Call) -> tuple[torch.Generator, ...]:
-    """Random generators that the module holds or is passed: a capture must know them beforehand."""
+    """Find the random generators that the module holds or is passed: a capture must know them beforehand."""
     module: nn.Module = call.module
     held = [value for child in module.modules() for value in vars(child).values()]
     passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]

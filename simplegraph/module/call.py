@@ -16,8 +16,8 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.inputs import InputSet, overlap, shared_rows
 from simplegraph.module.outputs import OutputShapes, unreturnable
-from simplegraph.module.signature import Arg, Signature, TensorArg, is_flat
-from simplegraph.nested import TreeSpec, flatten
+from simplegraph.module.signature import Arg, Signature, TensorArg, batch_dim_of
+from simplegraph.nested import LEAF, TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
 
@@ -32,14 +32,14 @@ def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 @dataclasses.dataclass(eq=False)
 class Binding:
-    """What is known of the calls of one signature.
+    """Everything known of the calls of one signature.
 
     Attributes:
         inputs: static inputs, one set unless sizes have their own.
         outputs: how outputs follow the batch size; unsliceable: why they do not.
-        called: whether a call went through eagerly, as it was.
+        called: True once a call went through eagerly, as it was.
         warm: warmup runs by padded size.
-        writes: whether the forward was seen to write to an input; written: the names of those it writes to.
+        written: names of the inputs that the forward was seen to write to.
     """
 
     signature: Signature
@@ -49,11 +49,10 @@ class Binding:
     unsupported: CannotBind | None = None
     called: bool = False
     warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    writes: bool = False
     written: set[str] = dataclasses.field(default_factory=set)
 
     def inputs_for(self, padded: int, largest: int, args: Sequence[Arg], leaves: Sequence[Any]) -> InputSet:
-        """The static inputs of a padded size; `args` and `leaves` in the order of the call that asks."""
+        """Find or make the static inputs of a padded size; `args` and `leaves` in the order of the call that asks."""
         for known in self.inputs:
             if known.rows >= padded:
                 return known
@@ -64,7 +63,6 @@ class Binding:
     def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
         """Remember which inputs a run wrote to; `memory` has their storage keys by name."""
         self.written |= {name for name, key in memory.items() if key in observer.written}
-        self.writes = self.writes or bool(self.written)
 
     def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""
@@ -78,6 +76,7 @@ class Binding:
             self.unsliceable = error
 
 
+@dataclasses.dataclass(eq=False)
 class CallLayout:
     """One way of passing the arguments of a signature (positional, keyword, nested), and its plans.
 
@@ -89,26 +88,24 @@ class CallLayout:
         plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`).
     """
 
-    def __init__(
-        self, spec: TreeSpec, args: Sequence[Arg], autocast: torch.dtype | None, state: Hashable, binding: Binding
-    ) -> None:
-        self.spec = spec
-        self.args = list(args)
-        self.autocast = autocast
-        self.state = state
-        self.binding = binding
-        self.plans: dict[Any, Any] = {}
-        self._flat = is_flat(spec)
-        self._num_args = len(spec.children[0].children)
-        self._keywords = spec.children[1].keys
+    spec: TreeSpec
+    args: Sequence[Arg]
+    autocast: torch.dtype | None
+    state: Hashable
+    binding: Binding
+    plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        positional, keyword = self.spec.children
+        self._flat = all(child == LEAF for child in (*positional.children, *keyword.children))
+        self._num_args, self._keywords = len(positional.children), keyword.keys
         # The number of arguments if all of them are leaves, passed by position: then they are the leaves.
         self.positional = self._num_args if self._flat and not self._keywords else -1
-        batched = [(index, arg) for index, arg in enumerate(args) if isinstance(arg, TensorArg)]
-        self.anchor, anchor = next((i, a) for i, a in batched if isinstance(a.batch_dim, int))
-        self.anchor_dim = int(anchor.batch_dim)  # type: ignore[arg-type]
+        dims = enumerate(map(batch_dim_of, self.args))
+        self.anchor, self.anchor_dim = next((index, dim) for index, dim in dims if dim is not None)
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
-        """The call's leaves in the order of `args`, or None if it passes its arguments another way."""
+        """Return the call's leaves in the order of `args`, or None if it passes its arguments another way."""
         if not self._flat:
             leaves, spec = flatten((args, kwargs))
             return leaves if spec == self.spec else None

@@ -24,7 +24,7 @@ class Changes:
     """Counts, for the whole process, writes that can put other memory behind a watched name.
 
     Attributes:
-        watched: ids of the tensors and modules that any graph reads; of others nobody needs to know. An id
+        watched: ids of the tensors and modules that any graph reads; others do not matter. An id
             that is used again costs a look, no more.
     """
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from simplegraph.context import bypassed
 from simplegraph.errors import VerificationError
+from simplegraph.module.call import invoke
+from simplegraph.nested import flatten
+from simplegraph.reasons import Reason
 
 # Largest difference allowed, as a share of the largest value: rounding, and other kernels for other sizes.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -16,7 +20,7 @@ TOLERANCE |= {torch.complex128: 1e-9, torch.complex64: 1e-3}
 
 
 def difference(actual: Any, expected: Any) -> str | None:
-    """What is different between two leaves beyond rounding, in words, or None."""
+    """Say how two leaves differ beyond rounding, or None."""
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
         return None if actual is expected or actual == expected else f"is {actual!r}, eager gives {expected!r}"
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -38,7 +42,7 @@ def difference(actual: Any, expected: Any) -> str | None:
 
 
 def first_difference(actual: Sequence[Any], expected: Sequence[Any]) -> str | None:
-    """The first of several leaves that differs, in words, or None."""
+    """Say how the first of several leaves that differs does, or None."""
     if len(actual) != len(expected):
         return f"{len(actual)} values, eager gives {len(expected)}"
     for index, pair in enumerate(zip(actual, expected, strict=True)):
@@ -62,9 +66,16 @@ class EagerComparison:
         self._random = random_state(device)
         self._expected: list[Any] = []
 
+    def run_eager(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Call a wrapped module eagerly on copies of its inputs, and expect what it returns."""
+        leaves, spec = flatten((args, dict(kwargs)))
+        args, kwargs = spec.unflatten(cloned(leaves))
+        with bypassed(Reason.NESTED), torch.no_grad():
+            self.expect(flatten(invoke(module, args, kwargs))[0])
+
     def expect(self, leaves: Sequence[Any]) -> None:
-        """What eager returned; the random generator goes back to where it started."""
-        self._expected = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        """Keep what eager returned; the random generator goes back to where it started."""
+        self._expected = cloned(leaves)
         set_random_state(self._device, self._random)
 
     def compare(self, leaves: Sequence[Any]) -> None:
@@ -82,8 +93,13 @@ class EagerComparison:
             )
 
 
+def cloned(leaves: Sequence[Any]) -> list[Any]:
+    """Clone the tensors among leaves."""
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
 def random_state(device: torch.device) -> Tensor:
-    """The state of the device's default generator."""
+    """Return the state of the device's default generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

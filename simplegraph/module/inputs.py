@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from simplegraph.graph.tensors import storage_key
-from simplegraph.module.signature import Arg, ConstantArg, TensorArg
-from simplegraph.nested import constant_key
+from simplegraph.module.signature import Arg, ConstantArg, TensorArg, batch_dim_of
 
 # Static inputs are made for the largest size at once, so that all sizes share them, unless that would
 # take more than this; then a size gets its own when it is captured.
@@ -34,9 +33,10 @@ class StaticInput:
         self._reference = like if arg.batch_dim == "reference" else None
         # Not an inference tensor, whatever mode the caller is in: those refuse writes from other modes.
         with torch.inference_mode(False), torch.no_grad():
-            self._buffer = self._allocate(self._shape(rows))
+            count = torch.Size(self._shape(rows)).numel() if self._reference is None else 0
+            self._buffer = torch.full((count,), self.pad_number, dtype=arg.dtype, device=arg.device)
             self.pad_value = torch.full((), self.pad_number, dtype=arg.dtype, device=arg.device)
-        # Views are made once per size; slicing anew would cost as much as a replay.
+        # Views are made once per size; slicing again would cost as much as a replay.
         self.view = functools.lru_cache(maxsize=None)(self._view)
         self.part = functools.lru_cache(maxsize=8192)(self._part)
 
@@ -46,21 +46,15 @@ class StaticInput:
 
     @property
     def rows_first(self) -> bool:
-        """Whether the views of all sizes are the first rows of one buffer."""
+        """True if the views of all sizes are the first rows of one buffer."""
         return self.arg.batch_dim == 0 and self.arg.order[:1] in ((), (0,))
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         return tuple(rows if size == -1 else size for size in self.arg.shape)
 
-    def _allocate(self, shape: tuple[int, ...]) -> Tensor:
-        if self._reference is not None:
-            return self._reference
-        buffer = torch.empty(torch.Size(shape).numel(), dtype=self.arg.dtype, device=self.arg.device)
-        return buffer.fill_(self.pad_number)
-
     @property
     def pads_with_number(self) -> bool:
-        """Whether padding rows hold one number, whatever the real rows are."""
+        """True if padding rows hold one number, whatever the real rows are."""
         return self.batched and self.pad not in ("keep", "repeat-last")
 
     @property
@@ -68,7 +62,7 @@ class StaticInput:
         return self.pad if not isinstance(self.pad, str) else 0
 
     def _view(self, padded: int) -> Tensor:
-        """The whole input of a captured size, padding rows included."""
+        """View the whole input of a captured size, padding rows included."""
         if self._reference is not None:
             return self._reference
         shape = self._shape(padded)
@@ -79,7 +73,7 @@ class StaticInput:
             return flat.view(ordered).permute(places)
 
     def _part(self, padded: int, start: int, end: int) -> Tensor:
-        """Rows `start` to `end` of the input of a captured size."""
+        """View rows `start` to `end` of the input of a captured size."""
         view = self.view(padded)
         if not isinstance(self.arg.batch_dim, int):
             return view
@@ -118,7 +112,7 @@ class InputSet:
         self._ranges = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
 
     def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
-        """What the forward of a captured size is passed: views of the buffers, and constants as they were."""
+        """Return what the forward of a captured size is passed: views of the buffers, and constants as they were."""
         return [arg.leaf if isinstance(arg, ConstantArg) else self.inputs[arg.name].view(padded) for arg in args]
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
@@ -152,11 +146,9 @@ class InputSet:
         self.dirty = start
 
     def detached(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """The sources, copied where they lie in these buffers: one copied in would overwrite another, still to come."""
-        return [source.clone() if self._hold(source.data_ptr()) else source for source in sources]
-
-    def _hold(self, address: int) -> bool:
-        return any(start <= address < end for start, end in self._ranges)
+        """Copy the sources that lie in these buffers: copying one in would overwrite another, still to come."""
+        ranges = self._ranges
+        return [s.clone() if any(start <= s.data_ptr() < end for start, end in ranges) else s for s in sources]
 
     @property
     def memory(self) -> dict[str, int]:
@@ -170,7 +162,7 @@ class InputSet:
 
 
 def overlap(tensors: Iterable[Tensor]) -> bool:
-    """Whether any two tensors share memory, or might: what lies between the first and last element counts as theirs."""
+    """True if any two tensors share memory, or might: what lies between the first and last element counts as theirs."""
     spans = sorted(_span(tensor) for tensor in tensors if tensor.numel())
     return any(start < end for (_, end), (start, _) in itertools.pairwise(spans))
 
@@ -181,40 +173,39 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def shared_rows(args: Sequence[Arg], largest: int, padded: int) -> int:
-    """How many rows the static inputs get: the largest size's, or, where that is much memory, this one's."""
-    row_bytes = sum(
-        arg.dtype.itemsize * abs(torch.Size(arg.shape).numel())
-        for arg in args
-        if isinstance(arg, TensorArg) and isinstance(arg.batch_dim, int)
-    )
+    """Return the rows that static inputs get: the largest size's, or, where that is much memory, this one's."""
+    batched = [arg for arg in args if isinstance(arg, TensorArg) and batch_dim_of(arg) is not None]
+    row_bytes = sum(arg.dtype.itemsize * abs(torch.Size(arg.shape).numel()) for arg in batched)
     return max(largest, padded) if row_bytes * largest <= _SHARED_LIMIT_BYTES else padded
 
 
-class Slot:
-    """One argument of a plan: what a call must bring, and where it goes."""
+class Slot(NamedTuple):
+    """One argument of a plan: what a call must bring, and where it goes.
 
-    def __init__(self, arg: Arg, static: StaticInput | None, padded: int, rows: int) -> None:
-        self.view: Tensor | None = None
-        self.shape: torch.Size | None = None
-        self.dtype: torch.dtype | None = None
-        self.stride: tuple[int, ...] = ()
-        self.device_index = -1
-        self.address = self.end = 0
-        self.reference = False
-        self.constant: ConstantArg | None = None
-        if isinstance(arg, ConstantArg):
-            self.constant = arg
-        elif static is not None:
-            self.view = static.part(padded, 0, rows)
-            self.shape, self.dtype, self.stride = self.view.shape, arg.dtype, self.view.stride()
-            self.device_index = -1 if arg.device.type == "cpu" else arg.device.index
-            self.address = self.view.data_ptr()
-            self.end = self.address + max(1, static.view(padded).untyped_storage().nbytes())
-            self.reference = arg.batch_dim == "reference"
+    Attributes:
+        view: what a tensor is copied into; of a constant its `arg`, which no call passes.
+        shape: None for a constant, which has no address either.
+        address, end: the memory of the static input.
+        reference: True for a tensor that is taken by address and never copied.
+    """
 
-    def holds(self, leaf: Any) -> bool:
-        """Whether a non-tensor leaf has the value that was captured."""
-        constant = self.constant
-        if constant is None or leaf is constant.leaf:
-            return constant is not None
-        return type(leaf) is constant.kind and bool(constant.key == constant_key(leaf))
+    view: Any
+    arg: Arg
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    device_index: int = -1
+    address: int = 0
+    end: int = 0
+    stride: tuple[int, ...] = ()
+    reference: bool = False
+
+
+def slot(arg: Arg, inputs: InputSet, padded: int, rows: int) -> Slot:
+    """Make the slot of an argument in a plan for `rows` real rows of `padded`."""
+    if isinstance(arg, ConstantArg):
+        return Slot(arg, arg)
+    static = inputs.inputs[arg.name]
+    view = static.part(padded, 0, rows)
+    address, index = view.data_ptr(), -1 if arg.device.type == "cpu" else arg.device.index
+    end = address + max(1, static.view(padded).untyped_storage().nbytes())
+    return Slot(view, arg, view.shape, arg.dtype, index, address, end, view.stride(), arg.batch_dim == "reference")

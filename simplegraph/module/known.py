@@ -1,9 +1,9 @@
-"""What is known of a module's calls: how they are passed, which signatures there are, which switches are set."""
+"""The known calls of a module: their layouts, their signatures, and the switches that are set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -11,22 +11,11 @@ from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
 from simplegraph.module.call import Binding, CallLayout
 from simplegraph.module.changes import Changes
-from simplegraph.module.signature import Arg, CallReader, Signature
+from simplegraph.module.signature import CallReader
 from simplegraph.module.switches import known_switches
 from simplegraph.nested import TreeSpec
 
 StateKey = Callable[[Any], Hashable]
-
-
-class CallForm(NamedTuple):
-    """Everything about a call that decides its layout, and its batch size."""
-
-    batch: int
-    spec: TreeSpec
-    args: Sequence[Arg]
-    signature: Signature
-    autocast: torch.dtype | None
-    state: Hashable
 
 
 class KnownCalls:
@@ -36,7 +25,7 @@ class KnownCalls:
         config: how arguments are read, and how many signatures there may be.
 
     Attributes:
-        layouts: by form; bindings: by signature; last: the layout of the latest call.
+        layouts: by nesting and signature; bindings: by signature; last: the layout of the latest call.
         state_key: reads the module's Python state that is part of the key; None if there is none.
     """
 
@@ -50,15 +39,15 @@ class KnownCalls:
         self._reader: CallReader | None = None
 
     def reader(self, module: Any) -> CallReader:
-        """What names the leaves of the module's calls."""
+        """Return what names the leaves of the module's calls."""
         if self._reader is None:
             self._reader = CallReader(module.forward, self._config)
         return self._reader
 
     def read(
         self, module: Any, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec, autocast: torch.dtype | None
-    ) -> CallForm:
-        """The form of a call.
+    ) -> tuple[int, CallLayout]:
+        """Find the batch size and the layout of a call; a new layout is kept once it is in `use`.
 
         Raises:
             CannotBind: a graph cannot serve the call.
@@ -66,24 +55,21 @@ class KnownCalls:
         """
         state = self._state_of(module)
         size, args, signature = self.reader(module).read(leaves, names, spec, (autocast, state))
-        return CallForm(size, spec, args, signature, autocast, state)
+        binding = self.bindings.get(signature) or Binding(signature)
+        return size, self.layouts.get((spec, signature)) or CallLayout(spec, args, autocast, state, binding)
 
-    def is_full(self, form: CallForm) -> bool:
-        """True if the call would be one signature too many."""
-        return form.signature not in self.bindings and len(self.bindings) >= self._config.max_signatures
+    def is_full(self, layout: CallLayout) -> bool:
+        """True if the layout would be of one signature too many."""
+        return layout.binding.signature not in self.bindings and len(self.bindings) >= self._config.max_signatures
 
-    def layout(self, form: CallForm) -> CallLayout:
-        """The layout of a call, which is the latest from now on."""
-        binding = self.bindings.setdefault(form.signature, Binding(form.signature))
-        key = form.spec, form.signature
-        known = self.layouts.get(key)
-        if known is None:
-            known = self.layouts[key] = CallLayout(form.spec, form.args, form.autocast, form.state, binding)
-        self.last = known
-        return known
+    def use(self, layout: CallLayout) -> None:
+        """Keep a layout, and note that it is the latest."""
+        signature = layout.binding.signature
+        self.bindings[signature] = layout.binding
+        self.layouts[layout.spec, signature] = self.last = layout
 
     def _state_of(self, module: Any) -> Hashable:
-        """The Python state that is part of the key: of known switches, unless `state_key` says which."""
+        """Read the Python state that is part of the key: of known switches, unless `state_key` says which."""
         if self._config.state_key is None and self._looked_at != Changes.count:
             self.state_key, self._looked_at = known_switches(module), Changes.count
         state = None if self.state_key is None else self.state_key(module)

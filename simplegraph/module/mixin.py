@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, overload
 
 import torch
@@ -69,7 +69,7 @@ class CudaGraphWrapper(Graphed):
         return runner
 
     def configure_graphs(self, **settings: Any) -> None:
-        """Change settings of this instance; its graphs are dropped and captured anew as calls come.
+        """Change settings of this instance; its graphs are dropped and captured again as calls come.
 
         Raises:
             ConfigError: a setting is unknown or invalid; nothing is changed.
@@ -77,14 +77,14 @@ class CudaGraphWrapper(Graphed):
         self._graph_runner.configure(self._graph_runner.settings.replace(**settings))
 
     def use_graph_pool(self, pool: GraphPool) -> None:
-        """Share graph memory with other wrappers; this one's graphs are dropped and captured anew.
+        """Share graph memory with other wrappers; this one's graphs are dropped and captured again.
 
         Graphs that share a pool never run at the same time, and a replay of any overwrites static outputs of all.
         """
         self._graph_runner.configure(self._graph_runner.settings, pool)
 
     def use_ranks(self, ranks: RankGroup) -> None:
-        """Capture together with other ranks from now on; this one's graphs are dropped and captured anew."""
+        """Capture together with other ranks from now on; this one's graphs are dropped and captured again."""
         self._graph_runner.configure(self._graph_runner.settings, ranks=ranks)
 
     def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
@@ -103,7 +103,7 @@ class CudaGraphWrapper(Graphed):
         return self._graph_runner.capture_all(self, args, kwargs)
 
     def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
-        """The static input buffers by argument name: write into them and pass them on, and nothing is copied.
+        """Return the static input buffers by argument name: write into them and pass them on, and nothing is copied.
 
         Args:
             batch_size: rows of the views; the largest size if None.
@@ -115,11 +115,11 @@ class CudaGraphWrapper(Graphed):
         return self._graph_runner.static_inputs(batch_size)
 
     def reset_graphs(self) -> None:
-        """Drop all graphs and their memory; later calls capture anew."""
+        """Drop all graphs and their memory; later calls capture again."""
         self._graph_runner.reset()
 
     def graph_report(self) -> GraphReport:
-        """Captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``."""
+        """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``."""
         return self._graph_runner.report()
 
     @property
@@ -183,7 +183,7 @@ def wrap(
     ranks: RankGroup | None = None,
     **settings: Any,
 ) -> ModuleType:
-    """Graphs around an existing module, which itself stays as it is.
+    """Put graphs around an existing module, which itself stays as it is.
 
     The result shares everything with the module (parameters, buffers, children, attributes, mode), is
     an instance of its class and of `CudaGraphWrapper`, has the same ``state_dict`` keys, and can be
@@ -208,24 +208,23 @@ def wrap(
             f"wrap got {config!r} as its config; expected a CudaGraphConfig. Give settings by name: "
             "wrap(module, capture_sizes=[1, 2, 4])."
         )
-    base = config if config is not None else CudaGraphConfig()
-    if isinstance(module, CudaGraphWrapper):
-        base = config if config is not None else module._graph_runner.settings
-        module = unwrap(module)
-    config = base.replace(**settings)
+    if config is None:
+        config = module._graph_runner.settings if isinstance(module, CudaGraphWrapper) else CudaGraphConfig()
+    runner = GraphRunner(config.replace(**settings), pool, ranks)
+    module = unwrap(module)
     wrapped: ModuleType = _share(module, _graphed(type(module)))  # type: ignore[arg-type]
-    wrapped._graph_runner = GraphRunner(config, pool, ranks)  # type: ignore[assignment]
+    wrapped._graph_runner = runner  # type: ignore[assignment]
     return wrapped
 
 
 def unwrap(module: ModuleType) -> ModuleType:
-    """The module that `wrap` was given, sharing everything with `module`; other modules as they are."""
+    """Return the module that `wrap` was given, sharing everything with `module`; other modules as they are."""
     original = getattr(type(module), "_simplegraph_original", None)
     return module if original is None else _share(module, original)
 
 
 def _share(module: Any, kind: type[Any]) -> Any:
-    """An instance of another class with the very same attributes: whatever is set on one, both have."""
+    """Make an instance of another class with the very same attributes: whatever is set on one, both have."""
     other = object.__new__(kind)
     object.__setattr__(other, "__dict__", vars(module))
     return other
@@ -233,10 +232,10 @@ def _share(module: Any, kind: type[Any]) -> Any:
 
 @functools.cache
 def _graphed(original: Any) -> type[nn.Module]:
-    """A subclass that calls through graphs. Its runner is in a slot, outside the shared attributes."""
+    """Make a subclass that calls through graphs. Its runner is in a slot, outside the shared attributes."""
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # ``type(self)(...)``, as slicing a Sequential does: another module, and one that nobody wrapped.
+        # ``type(self)(...)``, as slicing a Sequential does, makes another module, which is not wrapped.
         return original(*args, **kwargs)
 
     def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
@@ -252,28 +251,23 @@ def _graphed(original: Any) -> type[nn.Module]:
         "__reduce_ex__": reduce,
         "_simplegraph_original": original,
     }
-    graphed: type[nn.Module] = subclass(
-        original, members, *(() if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,))
-    )
+    mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
+    graphed: type[nn.Module] = subclass(original, members, *mixins)
     return graphed
 
 
 def _insert_base(target: Any) -> None:
     # A subclass decorated earlier lists CudaGraphWrapper before this class, which it could not inherit from then.
-    for child in _subclasses(target):
+    children = target.__subclasses__()
+    for child in children:
+        children += child.__subclasses__()  # seen by this very loop, later
         if CudaGraphWrapper in child.__bases__:
             child.__bases__ = tuple(base for base in child.__bases__ if base is not CudaGraphWrapper)
     target.__bases__ = (CudaGraphWrapper, *target.__bases__)
 
 
-def _subclasses(target: Any) -> Iterator[Any]:
-    for child in target.__subclasses__():
-        yield child
-        yield from _subclasses(child)
-
-
 def graph_pool(device: torch.device | str = "cuda") -> GraphPool:
-    """Graph memory for several wrappers or managers to share: their graphs then reuse each other's.
+    """Make graph memory for several wrappers or managers to share: their graphs then reuse each other's.
 
     Right where they never run at the same time and none needs another's static output after it ran.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ _RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.
 
 
 class OutputShapes:
-    """How a forward's output follows its batch size, learnt from two different sizes.
+    """Learns from two different batch sizes how a forward's output follows them.
 
     A dimension that is the same at both is fixed; one that grew in proportion is a batch dimension.
     Anything else cannot be cut out of a padded output, and only exact sizes are replayed then.
@@ -46,7 +45,7 @@ class OutputShapes:
         self._seen[batch] = described
 
     def _rules_between(self, batch: int, described: Sequence[Any]) -> list[tuple[tuple[int, int], ...]]:
-        """How the output follows the batch, from this size and the one seen first."""
+        """Find how the output follows the batch, from this size and the one seen first."""
         other, then = next(iter(self._seen.items()))
         return [_rule(batch, now, other, before) for now, before in zip(described, then, strict=True)]
 
@@ -55,11 +54,11 @@ class OutputShapes:
         return self._rules is not None
 
     def can_cut(self, padded: int) -> bool:
-        """Whether, once seen at the size `padded` too, outputs can be cut to the real rows."""
+        """True if outputs can be cut to the real rows once they were seen at the size `padded` too."""
         return self.known or any(size != padded for size in self._seen)
 
     def cut(self, leaves: Sequence[Any], rows: int, padded: int) -> list[Any]:
-        """Views of the real rows of a padded output.
+        """View the real rows of a padded output.
 
         Raises:
             CannotBind: two different sizes have not been seen yet.
@@ -74,7 +73,8 @@ class OutputShapes:
 
 
 def _described(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else _Constant(leaf) for leaf in leaves)
+    """Describe leaves as (shape, None) of a tensor or (None, value) of a constant."""
+    return tuple((tuple(leaf.shape), None) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves)
 
 
 def _cut(leaf: Any, rule: tuple[tuple[int, int], ...], rows: int) -> Any:
@@ -83,21 +83,14 @@ def _cut(leaf: Any, rule: tuple[tuple[int, int], ...], rows: int) -> Any:
     return leaf
 
 
-@dataclasses.dataclass(frozen=True)
-class _Constant:
-    value: Any
-
-    def same(self, other: object) -> bool:
-        return isinstance(other, _Constant) and (self.value is other.value or bool(self.value == other.value))
-
-
 def _rule(batch: int, now: Any, other: int, before: Any) -> tuple[tuple[int, int], ...]:
-    """The (dimension, rows per batch row) pairs of one output, from its shapes at two batch sizes."""
-    if isinstance(now, _Constant):
-        if now.same(before):
+    """Find the (dimension, rows per batch row) pairs of one output, from its descriptions at two batch sizes."""
+    (now, value), (before, value_before) = now, before
+    if now is None:
+        if before is None and (value is value_before or bool(value == value_before)):
             return ()
-        raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, f"the output holds {now.value!r}, which follows the batch size")
-    if isinstance(before, _Constant) or len(now) != len(before):
+        raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, f"the output holds {value!r}, which follows the batch size")
+    if before is None or len(now) != len(before):
         raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, "an output's rank changes with the batch size")
     rule = []
     for dim, (size, size_before) in enumerate(zip(now, before, strict=True)):
@@ -113,14 +106,11 @@ def _rule(batch: int, now: Any, other: int, before: Any) -> tuple[tuple[int, int
 
 
 def unreturnable(leaves: Sequence[Any]) -> str | None:
-    """The first leaf of an output that a replay cannot return, in words, or None."""
+    """Name the first leaf of an output that a replay cannot return, or None."""
     for leaf in leaves:
         if isinstance(leaf, (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
             return f"a {type(leaf).__name__}, whose body would run after the capture; return its values instead"
-        if not isinstance(leaf, _RETURNABLE) or (isinstance(leaf, Tensor) and not _is_plain(leaf)):
+        opaque = isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or is_wrapper(leaf))
+        if opaque or not isinstance(leaf, _RETURNABLE):
             return f"a {type(leaf).__name__}"
     return None
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_wrapper(tensor)

@@ -12,7 +12,7 @@ from simplegraph.errors import StaleGraphError
 from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.call import Call
-from simplegraph.module.inputs import InputSet, Slot, StaticInput, overlap
+from simplegraph.module.inputs import InputSet, StaticInput, overlap, slot
 from simplegraph.module.signature import PLAIN_TENSORS
 from simplegraph.module.state import CapturedState, kept_in_graph
 
@@ -22,7 +22,7 @@ _copy_all = torch._foreach_copy_
 
 
 class Plan:
-    """How calls of one layout and one batch size are served by one captured graph.
+    """Serves calls of one layout and one batch size by one captured graph.
 
     Args:
         call: one of them.
@@ -59,28 +59,15 @@ class Plan:
 
     def _prepare_inputs(self, call: Call) -> None:
         args, inputs = call.layout.args, self.inputs
-        statics = [inputs.inputs.get(arg.name) for arg in args]
-        self.slots = [Slot(arg, static, self.padded, self.rows) for arg, static in zip(args, statics, strict=True)]
-        # A slot without a view is a constant's; None would be taken for the value of an argument that is None.
-        self._bindings = [
-            (
-                slot.view if slot.constant is None else slot,
-                slot.shape,
-                slot.dtype,
-                slot.device_index,
-                slot.address,
-                slot.end,
-                slot,
-            )
-            for slot in self.slots
-        ]
-        self._prepare_padding([static for static in statics if static is not None and static.batched])
+        self.slots = [slot(arg, inputs, self.padded, self.rows) for arg in args]
+        self._bindings = [tuple(slot) for slot in self.slots]  # a plain tuple is unpacked faster than a named one
+        self._prepare_padding([static for static in inputs.inputs.values() if static.batched])
         written = call.binding.written
         self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
         self._addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
 
     def _prepare_outputs(self, call: Call) -> None:
-        """Which outputs are graph memory, and hence cloned for the caller."""
+        """Find the outputs that are graph memory, and hence cloned for the caller."""
         program, inputs, table = self.program, self.inputs, self.table
         tensors = {index: leaf for index, leaf in enumerate(program.outputs) if isinstance(leaf, Tensor)}
         clone = {index for index, leaf in tensors.items() if storage_key(leaf) in inputs.storages}
@@ -95,35 +82,26 @@ class Plan:
         self._single = len(self.outputs) == 1 and not program.spec.children and program.spec.type is None
 
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
-        """Views of the padding rows, and what goes into them."""
+        """View the padding rows, and prepare what goes into them."""
         rows, padded = self.rows, self.padded
-        padded_statics = statics if self.padding else []
-        tails = [(s, s.part(padded, rows, padded)) for s in padded_statics if s.pads_with_number]
-        self._pad_targets = [tail for _, tail in tails]
-        self._pad_sources = [s.pad_value.expand(tail.shape) for s, tail in tails]
+        tails = [(s, s.part(padded, rows, padded)) for s in statics] if self.padding else []
+        numbers = [(s, tail) for s, tail in tails if s.pads_with_number]
+        self._pads = _pads(numbers)
         # Views of inputs whose rows are not first overlap between sizes: padding must be set every time.
-        overlapping = [(s, tail) for s, tail in tails if not s.rows_first]
-        self._overlapping = overlapping and (
-            [s.pad_value.expand(tail.shape) for s, tail in overlapping],
-            [tail for _, tail in overlapping],
-        )
-        self._repeated = [
-            (tail, s.part(padded, rows - 1, rows).expand_as(tail))
-            for s in padded_statics
-            if s.pad == "repeat-last"
-            for tail in [s.part(padded, rows, padded)]
-        ]
+        self._overlapping = _pads([(s, tail) for s, tail in numbers if not s.rows_first])
+        repeated = [(s, tail) for s, tail in tails if s.pad == "repeat-last"]
+        self._repeated = [(tail, s.part(padded, rows - 1, rows).expand_as(tail)) for s, tail in repeated]
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
-        """What has to be copied for this call; None if a leaf is not what was captured."""
+        """Find what has to be copied for this call; None if a leaf is not what was captured."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         # Unpacking is cheaper than attributes, and as long as each other they are: the layout saw to it.
-        for leaf, (view, shape, dtype, index, start, end, slot) in zip(leaves, self._bindings):  # noqa: B905
+        for leaf, (view, arg, shape, dtype, index, start, end, stride, reference) in zip(leaves, self._bindings):  # noqa: B905
             if leaf is view:
                 continue  # a tensor of static_inputs(), written in place
             if shape is None:
-                if not slot.holds(leaf):
+                if not arg.holds(leaf):
                     return None
                 continue
             if (
@@ -134,10 +112,10 @@ class Plan:
             ):
                 return None
             if start <= leaf.data_ptr() < end:
-                if leaf.data_ptr() == start and leaf.stride() == slot.stride and not (leaf.is_conj() or leaf.is_neg()):
+                if leaf.data_ptr() == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
                     continue  # the same memory by another name
                 leaf = leaf.clone()  # overlaps its own target
-            if slot.reference:
+            if reference:
                 return None
             sources.append(leaf)
             targets.append(view)
@@ -149,14 +127,17 @@ class Plan:
         """Copy the inputs that are not in place, and set padding rows that hold something else."""
         sources, targets = copies
         if self.padding:
+            pads: Copies | None = None
             if self.inputs.dirty > self.padded and not self.inputs.handed_out:
                 self.inputs.clean(self.rows)  # once after a larger batch, rather than these rows at every call
             if self.inputs.handed_out or self.inputs.dirty > self.rows:
-                sources, targets = [*sources, *self._pad_sources], [*targets, *self._pad_targets]
+                pads = self._pads
                 if self.inputs.dirty <= self.padded:
                     self.inputs.dirty = self.rows
-            elif self._overlapping:
-                sources, targets = [*sources, *self._overlapping[0]], [*targets, *self._overlapping[1]]
+            elif self._overlapping[0]:
+                pads = self._overlapping
+            if pads is not None:
+                sources, targets = [*sources, *pads[0]], [*targets, *pads[1]]
         if self.inputs.dirty < self.rows:
             self.inputs.dirty = self.rows
         if len(sources) == 1:
@@ -167,10 +148,9 @@ class Plan:
             tail.copy_(last)
 
     def aliased(self, leaves: Sequence[Any]) -> bool:
-        """Whether inputs share memory that their static buffers do not share; matters where inputs are written."""
-        return overlap(
-            leaf for leaf, slot in zip(leaves, self.slots, strict=True) if slot.view is not None and not slot.reference
-        )
+        """True if inputs share memory that their static buffers do not share; matters where inputs are written."""
+        slots = zip(leaves, self.slots, strict=True)
+        return overlap(leaf for leaf, slot in slots if slot.shape is not None and not slot.reference)
 
     def write_back(self, leaves: Sequence[Any]) -> None:
         """Give the caller's tensors what the forward wrote into its inputs."""
@@ -224,3 +204,8 @@ class Plan:
                 f"after a replay of {self.graph.counters.label}, {', '.join(kept)} holds memory of the graph, which "
                 "the next replay overwrites: an eager break stored a tensor it was passed. Store a clone."
             )
+
+
+def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:
+    """Say what goes into views of padding rows: the padding number of each, and the view."""
+    return [static.pad_value.expand(tail.shape) for static, tail in tails], [tail for _, tail in tails]

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from simplegraph.context import CallContext, bypassed
+from simplegraph.context import CallContext
 from simplegraph.graph.modes import autocast_dtype
-from simplegraph.module.call import CallLayout, invoke
+from simplegraph.module.call import CallLayout
 from simplegraph.module.changes import Changes
 from simplegraph.module.compare import EagerComparison
 from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan
 from simplegraph.module.state import CapturedState
 from simplegraph.nested import flatten
-from simplegraph.reasons import Reason
 
 MISS = object()
 # Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.
@@ -75,26 +74,19 @@ def replay_checked(
     kwargs: Mapping[str, Any],
     copies: Copies,
 ) -> Any:
-    """A replay with `debug` or `verify`: addresses checked before, the result compared with eager after."""
+    """Replay with `debug` or `verify`: check addresses before, compare the result with eager's after."""
     plan.check_places()
     comparison = None
     if plan.checks:
         plan.checks -= 1
         plan.checked = plan.debug or plan.checks > 0
         comparison = EagerComparison(plan.graph.counters.label, plan.device.torch_device)
-        with bypassed(Reason.NESTED), torch.no_grad():
-            comparison.expect(flatten(invoke(module, *_cloned(args, kwargs)))[0])
+        comparison.run_eager(module, args, kwargs)
     result = plan.replay(leaves, copies)
     if comparison is not None:
         comparison.compare(flatten(result)[0])
     plan.check_kept(module)
     return result
-
-
-def _cloned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    leaves, spec = flatten((args, dict(kwargs)))
-    args, kwargs = spec.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    return args, dict(kwargs)
 
 
 def transforming() -> bool:

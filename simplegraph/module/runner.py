@@ -1,4 +1,4 @@
-"""What happens to one call of a wrapped module: eager, warmup, capture or replay."""
+"""Serves the calls of a wrapped module: eager, warmup, capture or replay."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ logger = logging.getLogger("simplegraph")
 
 # Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
 _STALE_LIMIT = 3
+_EMULATED = "%s is on the CPU: its graphs are emulated, which checks CUDA's rules and gives no speed."
 
 
 class GraphRunner:
@@ -109,7 +110,7 @@ class GraphRunner:
     def _read(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
     ) -> tuple[GraphBuilder, Call]:
-        """Everything about a call; `largest` takes it as an example of the largest size. Raises CannotBind."""
+        """Read everything about a call; `largest` takes it as an example of the largest size. Raises CannotBind."""
         if self._disabled is not None:
             raise CannotBind(self._disabled, "")
         if module.training:
@@ -122,21 +123,22 @@ class GraphRunner:
             raise CannotBind(Reason.CAPTURING_ELSEWHERE, "")
         if transforming():
             raise CannotBind(Reason.TRANSFORMED, "")
-        form = known.read(module, leaves, names, spec, autocast_dtype(manager.device.torch_device.type))
+        size, layout = known.read(module, leaves, names, spec, autocast_dtype(manager.device.torch_device.type))
         if torch.is_grad_enabled() and wants_grad(leaves, module):
             raise CannotBind(Reason.GRAD, "")
         if largest:
-            dispatch = Dispatch(*builder.descriptors()[0], Reason.EXACT, 0)
+            dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
         else:
-            dispatch = manager.dispatcher.dispatch(form.batch, *described_batch())
+            dispatch = manager.dispatcher.dispatch(size, *described_batch())
         if dispatch.mode is CudaGraphMode.NONE:
-            raise CannotBind(dispatch.reason, f"batch size {form.batch}")
-        if known.is_full(form):
+            raise CannotBind(dispatch.reason, f"batch size {size}")
+        if known.is_full(layout):
             self._make_room(builder)
-        return builder, Call(module, args, kwargs, leaves, names, form.batch, known.layout(form), dispatch)
+        known.use(layout)
+        return builder, Call(module, args, kwargs, leaves, names, size, layout, dispatch)
 
     def _make_room(self, builder: GraphBuilder) -> None:
-        """A further signature than `max_signatures`: refused, or all others are dropped for it."""
+        """Drop all graphs for one signature more than `max_signatures`, or refuse it."""
         count = len(self._known.bindings)
         if self.config.on_too_many_signatures == "eager":
             raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known")
@@ -166,10 +168,7 @@ class GraphRunner:
                 self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
             )
             if manager.device.emulated:
-                logger.warning(
-                    "%s is on the CPU: its graphs are emulated, which checks CUDA's rules and gives no speed.",
-                    self.stats.name,
-                )
+                logger.warning(_EMULATED, self.stats.name)
             known = self.builder = GraphBuilder(manager, self._known.reader(module))
         return known
 
@@ -182,7 +181,7 @@ class GraphRunner:
             raise binding.unsupported
         if call.padding and binding.unsliceable is not None:
             raise binding.unsliceable
-        if binding.writes and call.aliased:
+        if binding.written and call.aliased:
             raise CannotBind(Reason.ALIASED_INPUTS, ", ".join(name for name, _ in call.tensors))
         if call.key not in table.graphs:
             if call.key in table.failures:
@@ -256,7 +255,7 @@ class GraphRunner:
             return summary
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:
-        """Views of the static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""
+        """View the static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""
         layout = self._known.last
         if layout is None or self.builder is None or not self.builder.inputs_of:
             raise ReplayError("no graph was captured yet, so there are no static inputs; call capture_graphs first.")
@@ -288,6 +287,6 @@ class GraphRunner:
 
 
 def _refuse_inside_forward(what: str) -> None:
-    """A forward that replaces the graphs it is running in would pull the ground from under itself."""
+    """Refuse to replace the graphs of a forward that is running."""
     if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
         raise CaptureError(f"{what} was called inside the forward of a wrapped module; call it before or after.")

@@ -1,10 +1,11 @@
-"""What a call looks like: its leaves, their names, which dimension is the batch, and what may vary."""
+"""The signature of a call: its leaves, their names, the batch dimension of each, and what may vary."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.errors import ConfigError, InputError
-from simplegraph.nested import ATOMS, LEAF, ById, TreeSpec, constant_key, flatten
+from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
@@ -51,8 +52,17 @@ class ConstantArg:
     key: Hashable
     leaf: Any = dataclasses.field(compare=False)
 
+    def holds(self, leaf: Any) -> bool:
+        """True if a leaf has the value that was captured."""
+        return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))
+
 
 Arg = TensorArg | ConstantArg
+
+
+def batch_dim_of(arg: Arg) -> int | None:
+    """Return the batch dimension of an argument; None if it has none."""
+    return arg.batch_dim if isinstance(arg, TensorArg) and isinstance(arg.batch_dim, int) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +90,11 @@ class CallReader:
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        # By the shape-free form of a call: for each tensor, the batch sizes and shapes it was seen with.
-        self._seen: dict[Hashable, list[_Seen]] = {}
+        # By the shape-free form of a call: for each leaf, the shapes it was seen with, by batch size.
+        self._seen: dict[Hashable, list[dict[int, tuple[int, ...]]]] = {}
 
     def _check_names(self, parameters: Collection[inspect.Parameter]) -> None:
-        """A misspelt argument would be padded by another rule than its user thinks."""
+        """Refuse a misspelt argument, which would be padded by another rule than its user thinks."""
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return
         names = [p.name for p in parameters]
@@ -94,22 +104,21 @@ class CallReader:
                     raise ConfigError(f"{setting} names {name!r}, but forward takes {', '.join(names) or 'nothing'}.")
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[str], TreeSpec]:
-        """A call's leaves, their names, and how they nest."""
+        """Return a call's leaves, their names, and how they nest."""
         leaves, spec = flatten((args, dict(kwargs)))
-        positional, keyword = spec.children
-        names = [self._positional_name(index) for index in range(len(args))]
-        pairs = [*zip(names, positional.children, strict=True), *zip(keyword.keys, keyword.children, strict=True)]
-        return leaves, [name for prefix, child in pairs for name in child.names(prefix)], spec
+        return leaves, [name for argument, child in self._arguments(spec) for name in child.names(argument)], spec
 
-    def _positional_name(self, index: int) -> str:
-        if index < len(self._positional):
-            return self._positional[index]
-        return f"{self._rest}.{index - len(self._positional)}"
+    def _arguments(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
+        """Name the arguments of a call, and tell how each nests."""
+        positional, keyword = spec.children
+        rest = (f"{self._rest}.{index}" for index in range(len(positional.children)))
+        names = itertools.chain(self._positional, rest)
+        return [*zip(names, positional.children), *zip(keyword.keys, keyword.children)]  # noqa: B905
 
     def read(
         self, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec, context: Hashable
     ) -> tuple[int, list[Arg], Signature]:
-        """The batch size of a call, its arguments in order, and its signature.
+        """Find the batch size of a call, its arguments in order, and its signature.
 
         Raises:
             CannotBind: a graph cannot serve the call.
@@ -121,7 +130,7 @@ class CallReader:
         batch = leaves[anchor].shape[anchor_dim]
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
-        seen = self._seen_before(leaves, names, spec)
+        seen = self._seen_before(leaves, spec)
         args: list[Arg] = []
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
             if not isinstance(leaf, Tensor):
@@ -129,7 +138,7 @@ class CallReader:
                 continue
             dim = anchor_dim if index == anchor else self._batch_dim(name, leaf, batch, seen[index])
             args.append(self._tensor(name, leaf, dim))
-        return batch, args, self._signature(args, spec, names, context)
+        return batch, args, self._signature(args, spec, context)
 
     def _check_tensors(self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int]) -> None:
         for index in tensors:
@@ -138,21 +147,17 @@ class CallReader:
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(tensor).__name__}")
             if tensor.layout is not torch.strided:
                 raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} has layout {tensor.layout}")
-        devices = {leaves[index].device for index in tensors}
-        if len(devices) > 1:
             first = leaves[tensors[0]].device
-            other = next(index for index in tensors if leaves[index].device != first)
-            raise CannotBind(
-                Reason.WRONG_DEVICE, f"{names[other]} is on {leaves[other].device}, {names[tensors[0]]} on {first}"
-            )
+            if tensor.device != first:
+                raise CannotBind(Reason.WRONG_DEVICE, f"{name} is on {tensor.device}, {names[tensors[0]]} on {first}")
 
     def _declared(self, name: str) -> tuple[bool, BatchDim]:
-        """Whether, and as what, the batch dimension of an argument is declared; a prefix declares all below it."""
+        """Look up if, and as what, the batch dimension of an argument is declared; a prefix declares all below it."""
         declared = self._config.batch_dims
         return next(((True, declared[prefix]) for prefix in _prefixes(name) if prefix in declared), (False, None))
 
     def _anchor(self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int]) -> tuple[int, int]:
-        """The tensor that says the batch size: the first declared one, else the first one's dimension 0."""
+        """Find the tensor that gives the batch size: the first declared one, else the first one's dimension 0."""
         for index in tensors:
             _, dim = self._declared(names[index])
             if isinstance(dim, int):
@@ -162,18 +167,17 @@ class CallReader:
                 return index, 0
         raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no tensor argument has a batch dimension")
 
-    def _seen_before(self, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> dict[int, _Seen]:
+    def _seen_before(self, leaves: Sequence[Any], spec: TreeSpec) -> list[dict[int, tuple[int, ...]]]:
         form = (spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves))
-        known = self._seen.setdefault(form, [_Seen() for _ in leaves])
-        return dict(enumerate(known))
+        return self._seen.setdefault(form, [{} for _ in leaves])
 
-    def learn(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> None:
+    def learn(self, batch: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Remember a call that went well; a later one of another size tells dimensions apart by it."""
-        for index, seen in self._seen_before(leaves, names, spec).items():
-            if isinstance(leaves[index], Tensor) and (len(seen.shapes) < 64 or batch in seen.shapes):
-                seen.shapes[batch] = tuple(leaves[index].shape)
+        for leaf, seen in zip(leaves, self._seen_before(leaves, spec), strict=True):
+            if isinstance(leaf, Tensor) and (len(seen) < 64 or batch in seen):
+                seen[batch] = tuple(leaf.shape)
 
-    def _batch_dim(self, name: str, tensor: Tensor, batch: int, seen: _Seen) -> BatchDim:
+    def _batch_dim(self, name: str, tensor: Tensor, batch: int, seen: dict[int, tuple[int, ...]]) -> BatchDim:
         declared, dim = self._declared(name)
         if declared:
             if isinstance(dim, int):
@@ -181,34 +185,30 @@ class CallReader:
                 if tensor.shape[dim] != batch:
                     raise CannotBind(Reason.BATCH_MISMATCH, f"{name} has {tensor.shape[dim]} rows, the batch {batch}")
             return dim
-        candidates = seen.candidates(batch, tuple(tensor.shape))
+        shape = tuple(tensor.shape)
+        candidates = {
+            dim
+            for dim, size in enumerate(shape)
+            if size == batch and all(dim < len(then) and then[dim] == rows for rows, then in seen.items())
+        }
         if batch == 1 and 0 in candidates and self._captures_one:
             return 0  # the other dimensions of 1 are broadcast ones, and at size 1 nothing is padded anyway
         if len(candidates) > 1:
             raise CannotBind(
-                Reason.AMBIGUOUS_BATCH_DIM,
-                f"{name} has shape {tuple(tensor.shape)}, more than one dimension of {batch}",
+                Reason.AMBIGUOUS_BATCH_DIM, f"{name} has shape {shape}, more than one dimension of {batch}"
             )
         if candidates:
             return candidates.pop()
-        if seen.follows_batch(tuple(tensor.shape)):
-            raise CannotBind(Reason.BATCH_MISMATCH, f"{name} has shape {tuple(tensor.shape)}, the batch is {batch}")
+        if any(then != shape for then in seen.values()):
+            raise CannotBind(Reason.BATCH_MISMATCH, f"{name} has shape {shape}, the batch is {batch}")
         return None
 
     def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim) -> TensorArg:
-        shape = list(tensor.shape)
-        if isinstance(batch_dim, int):
-            shape[batch_dim] = -1
-        return TensorArg(
-            name,
-            tensor.dtype,
-            tensor.device,
-            tuple(shape),
-            batch_dim,
-            _order(tensor),
-            next((self._config.pad_values[p] for p in _prefixes(name) if p in self._config.pad_values), "zero"),
-            tensor.data_ptr() if batch_dim == "reference" else None,
-        )
+        shape = tuple(-1 if dim == batch_dim else size for dim, size in enumerate(tensor.shape))
+        rules = self._config.pad_values
+        pad: PadRule = next((rules[prefix] for prefix in _prefixes(name) if prefix in rules), "zero")
+        address = tensor.data_ptr() if batch_dim == "reference" else None
+        return TensorArg(name, tensor.dtype, tensor.device, shape, batch_dim, _order(tensor), pad, address)
 
     def _constant(self, name: str, value: Any) -> ConstantArg:
         kind: type[Any] = type(value)
@@ -226,37 +226,13 @@ class CallReader:
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}")
         return ConstantArg(name, kind, constant_key(value), value)
 
-    def _signature(self, args: list[Arg], spec: TreeSpec, names: Sequence[str], context: Hashable) -> Signature:
-        positional, keyword = spec.children
-        prefixes = [self._positional_name(index) for index in range(len(positional.children))]
-        specs = [*zip(prefixes, positional.children, strict=True), *zip(keyword.keys, keyword.children, strict=True)]
-        left_out = {
-            arg.name
-            for arg in args
-            if isinstance(arg, ConstantArg) and arg.name in self._defaults and _is_default(arg, self._defaults)
-        }
+    def _signature(self, args: list[Arg], spec: TreeSpec, context: Hashable) -> Signature:
+        known = self._defaults
+        constants = [arg for arg in args if isinstance(arg, ConstantArg)]
+        left_out = {arg.name for arg in constants if arg.name in known and arg.holds(known[arg.name])}
         kept = sorted((arg for arg in args if arg.name not in left_out), key=lambda arg: arg.name)
-        named = sorted((pair for pair in specs if pair[0] not in left_out), key=lambda pair: pair[0])
+        named = sorted((pair for pair in self._arguments(spec) if pair[0] not in left_out), key=lambda pair: pair[0])
         return Signature(tuple(kept), tuple(named), context)
-
-
-@dataclasses.dataclass
-class _Seen:
-    """The batch sizes one tensor argument was seen with, and its shape then."""
-
-    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-
-    def follows_batch(self, shape: tuple[int, ...]) -> bool:
-        """Whether its shape differs from what it was at other batch sizes."""
-        return any(then != shape for then in self.shapes.values())
-
-    def candidates(self, batch: int, shape: tuple[int, ...]) -> set[int]:
-        """Dimensions that could be the batch's: of that size now, and at every other batch size seen."""
-        return {
-            dim
-            for dim in range(len(shape))
-            if shape[dim] == batch and all(dim < len(then) and then[dim] == size for size, then in self.shapes.items())
-        }
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -275,7 +251,7 @@ def _normal(dim: int, tensor: Tensor, name: str) -> int:
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """Dimensions by falling stride; how ``channels_last`` and its like are kept."""
+    """Sort dimensions by falling stride; this keeps ``channels_last`` and its like."""
     natural = tuple(range(tensor.dim()))
     if tensor.is_contiguous():
         return natural
@@ -286,15 +262,5 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_frozen(kind: Hashable) -> bool:
-    """Whether a type compares by value: who defines equality and a hash promises that both stay."""
+    """True if a type compares by value: defining equality and a hash promises that both stay."""
     return all(getattr(kind, name) is not getattr(object, name) for name in ("__hash__", "__eq__"))
-
-
-def _is_default(arg: ConstantArg, defaults: Mapping[str, Any]) -> bool:
-    default = defaults[arg.name]
-    return default is arg.leaf or (type(default) is arg.kind and constant_key(default) == arg.key)
-
-
-def is_flat(spec: TreeSpec) -> bool:
-    """Whether all arguments of a call are leaves themselves."""
-    return all(child == LEAF for arguments in spec.children for child in arguments.children)

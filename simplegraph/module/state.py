@@ -1,7 +1,8 @@
-"""What captured graphs read of a module, and whether all of it is still in place."""
+"""The state that captured graphs read of a module, and the check that all of it is still in place."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterator
 from types import ModuleType
@@ -33,7 +34,7 @@ class HeldTensor(NamedTuple):
 
 
 class CapturedState:
-    """What graphs captured from a module read of it, and whether all of that is still in place.
+    """Remembers what graphs captured from a module read of it, and notices when any of that moved.
 
     Args:
         module: the module that was captured.
@@ -42,7 +43,7 @@ class CapturedState:
 
     Attributes:
         seen: the count of changes up to which all was in place.
-        watches_plain: whether ordinary attributes are compared at every call.
+        watches_plain: True if ordinary attributes are compared at every call.
     """
 
     def __init__(self, module: nn.Module, external: dict[int, Tensor]) -> None:
@@ -50,13 +51,13 @@ class CapturedState:
         watch_module(module)
         self.seen = Changes.count
         self._registered = list(_registered(module))
-        self._parts = [_Part.of(name, child) for name, child in module.named_modules()]
+        self._parts = [_Part(name, child) for name, child in module.named_modules()]
         plain = [entry for entry in _plain(module) if not external.keys().isdisjoint(_keys(entry.tensor))]
         links = {(id(holder), key): (holder, key, value) for entry in plain for holder, key, value in entry.links}
-        self._plain_holders = [holder for holder, _, _ in links.values()]
-        self._plain_keys = [key for _, key, _ in links.values()]
-        self._plain_values = [value for _, _, value in links.values()]
-        self.watches_plain = bool(self._plain_values)
+        self._plain_links: tuple[tuple[Any, ...], ...] = tuple(
+            zip(*links.values(), strict=True)
+        )  # holders, keys, values
+        self.watches_plain = bool(links)
         known = {id(part) for entry in (*self._registered, *plain) for part in parts(entry.tensor)}
         found = [
             HeldTensor(f"a {tuple(t.shape)} tensor from elsewhere", [t], 0, t)
@@ -73,31 +74,28 @@ class CapturedState:
         Changes.watched.update(id(part.module) for part in self._parts)
 
     def moved(self) -> bool:
-        """Whether anything is no longer where the graphs read it. Cheap enough for every call."""
-        if self.seen != Changes.count and self._changed():
-            return True
+        """True if anything is no longer where the graphs read it. Cheap enough for every call."""
+        seen = Changes.count
+        if self.seen != seen:
+            if self.what_moved():
+                return True
+            self.seen = seen  # another tensor or module changed, or this one was changed and changed back
         return self.watches_plain and self._plain_replaced()
 
     def _plain_replaced(self) -> bool:
-        found = map(operator.getitem, self._plain_holders, self._plain_keys)
+        holders, keys, values = self._plain_links
+        found = map(operator.getitem, holders, keys)
         try:
-            return not all(map(operator.is_, found, self._plain_values))
+            return not all(map(operator.is_, found, values))
         except LookupError:
             return True
 
-    def _changed(self) -> bool:
-        seen = Changes.count
-        changed = bool(self.what_moved())
-        if not changed:  # somebody else's tensor or module, or this one was changed and changed back
-            self.seen = seen
-        return changed
-
     def parameters(self) -> Iterator[Tensor]:
-        """The module's parameters, as they were found at capture."""
+        """Return the module's parameters, as they were found at capture."""
         return (entry.tensor for entry in self._registered)
 
     def what_moved(self) -> list[str]:
-        """Names of everything that moved or was replaced."""
+        """Name everything that moved or was replaced."""
         names = []
         for entry, place in self._places:
             if any(_get(holder, key) is not value for holder, key, value in entry.links):
@@ -109,38 +107,33 @@ class CapturedState:
         return names
 
 
-class _Part(NamedTuple):
-    """One submodule, by everything but its tensors' places that decides what its call does.
-
-    Attributes:
-        holders: its parameters, buffers and children, and what they were.
-        mode: whether it was in training mode, and the ids of its hooks.
-    """
+@dataclasses.dataclass(eq=False)
+class _Part:
+    """Remembers a submodule by everything but its tensors' places that decides what its call does."""
 
     name: str
     module: nn.Module
-    holders: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
-    mode: tuple[Any, ...]
 
-    @classmethod
-    def of(cls, name: str, module: nn.Module) -> _Part:
-        holders = (module._parameters, module._buffers, module._modules)
-        return cls(name, module, tuple((holder, dict(holder)) for holder in holders), _mode(module))
+    def __post_init__(self) -> None:
+        holders = (self.module._parameters, self.module._buffers, self.module._modules)
+        self._before = [(holder, dict(holder)) for holder in holders]
+        self._mode = _mode(self.module)
 
     def changes(self) -> list[str]:
-        """What is not as it was, in words; a tensor that was replaced is named elsewhere."""
+        """Name what is not as it was; a tensor that was replaced is named elsewhere."""
         dot = f"{self.name}." if self.name else ""
         names = []
-        for holder, before in self.holders:
+        for holder, before in self._before:
             names += [f"{dot}{key} (added)" for key in holder if before.get(key) is None and holder[key] is not None]
             modules = ((key, value) for key, value in before.items() if isinstance(value, nn.Module))
             names += [f"submodule {dot}{key} (replaced)" for key, value in modules if holder.get(key) is not value]
-        if _mode(self.module) != self.mode:
+        if _mode(self.module) != self._mode:
             names.append(f"{self.name or 'the module'} (training mode or hooks)")
         return names
 
 
 def _mode(module: nn.Module) -> tuple[Any, ...]:
+    """Return whether a module is in training mode, and the ids of its hooks."""
     return module.training, tuple(module._forward_pre_hooks), tuple(module._forward_hooks)
 
 
@@ -152,12 +145,12 @@ def _get(holder: Any, key: Any) -> Any:
 
 
 def held_tensors(module: nn.Module) -> list[HeldTensor]:
-    """Every tensor that the module holds in parameters, buffers and ordinary attributes."""
+    """List every tensor that the module holds in parameters, buffers and ordinary attributes."""
     return [*_registered(module), *_plain(module)]
 
 
 def kept_in_graph(module: nn.Module, device: GraphDevice, pool: GraphPool) -> list[HeldTensor]:
-    """Those of its tensors that are memory of the pool: they mean something inside a replay, and only there."""
+    """Find those of its tensors that are memory of the pool, and so mean nothing outside a replay."""
     return [
         entry
         for entry in held_tensors(module)
@@ -186,7 +179,7 @@ def _registered(module: nn.Module) -> Iterator[HeldTensor]:
 
 
 def _plain(module: nn.Module) -> Iterator[HeldTensor]:
-    """Tensors in ordinary attributes, alone or inside lists, tuples and dicts."""
+    """Find the tensors in ordinary attributes, alone or inside lists, tuples and dicts."""
     for prefix, child in module.named_modules():
         holder = vars(child)
         for key, value in list(holder.items()):
@@ -209,31 +202,28 @@ def _inside(name: str, holder: Any, key: Any, value: Any, path: tuple[Any, ...] 
 
 
 def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """A container, or an object's attributes, and what it holds, by index or key."""
+    """Open a container, or an object's attributes: it, and what it holds by index or key."""
     if isinstance(value, (list, tuple)):
         return value, list(enumerate(value))
-    if _is_plain_object(value) and not isinstance(value, dict):
+    if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (dict, ModuleType)):
         value = vars(value)
     # A copy: the collector may take entries out of a weak dictionary while a list of them is made.
     return value, list(dict(value).items()) if isinstance(value, dict) else []
 
 
-def _is_plain_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, ModuleType)
-
-
-def _has_address(tensor: Tensor) -> bool:
+def has_address(tensor: Tensor) -> bool:
+    """True if the tensor is memory that a graph can read."""
     return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies and how: the same memory transposed is other numbers to a graph."""
+    """Tell where a tensor lies and how: the same memory transposed is other numbers to a graph."""
     return tuple(
-        (part.data_ptr(), part.dtype, part.shape, part.stride()) if _has_address(part) else None
+        (part.data_ptr(), part.dtype, part.shape, part.stride()) if has_address(part) else None
         for part in parts(tensor)
     )
 
 
 def _keys(tensor: Tensor) -> set[int]:
-    """What identifies its memory."""
-    return {storage_key(part) for part in parts(tensor) if _has_address(part)}
+    """Identify its memory."""
+    return {storage_key(part) for part in parts(tensor) if has_address(part)}

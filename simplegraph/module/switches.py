@@ -24,7 +24,7 @@ _LATE = "UpBlock"
 
 
 def known_switches(module: nn.Module) -> Switches | None:
-    """What reads the switches of all modules below one; None where there are none. Imports no package."""
+    """Find the switches of a module and of all below it; None if there are none. Imports no package."""
     places = [(vars(child), name) for child in module.modules() for name in _names(child)]
     return Switches(places) if places else None
 
