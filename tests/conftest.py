@@ -24,10 +24,12 @@ if importlib.util.find_spec("hypothesis"):  # optional here
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
-        torch.set_num_threads(1)  # there is a worker for each core
+    if not torch.cuda.is_available():
+        # Operators are small here: more threads only wait for each other, busily, and longest where cores are shared.
+        torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        del os.environ["PYTEST_XDIST_WORKER"]  # a pytest that a test starts is no worker
+    if hasattr(config, "workerinput"):
+        del os.environ["PYTEST_XDIST_WORKER"]  # a pytest that a test starts is no worker of pytest-xdist
 
 
 @pytest.hookimpl(optionalhook=True)
