@@ -23,7 +23,8 @@ from simplegraph.manager.jobs import MemoryEstimate
 from simplegraph.module.compare import cloned, first_difference, random_state, set_random_state
 from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import CallReader, batch_dim_of
-from simplegraph.module.state import HeldTensor, has_address, held_tensors, put_back
+from simplegraph.module.snapshot import Snapshot
+from simplegraph.module.state import HeldTensor, has_address, held_tensors
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -65,8 +66,8 @@ class ModuleTrial:
             raise InputError(f"check cannot use these inputs: {error.reason.text} ({error.detail}).") from None
         first = next(leaf for leaf in self._leaves if isinstance(leaf, Tensor))
         self._device = graph_device(first.device)
-        self._held = _held(module)
-        self._state = {name: part for entry in self._held for name, part in _named_parts(entry)}
+        self._before_all = Snapshot(module)
+        self._state = {name: part for entry in _held(module) for name, part in _named_parts(entry)}
         self._saved = {name: tensor.detach().clone() for name, tensor in self._state.items()}
         self._random = random_state(self._device.torch_device)
         self._before = before
@@ -116,8 +117,7 @@ class ModuleTrial:
             return flatten(wait_collectives(self._module(*args, **kwargs)))
 
     def _restore(self) -> None:
-        mine = {id(entry.tensor) for entry in self._held}
-        put_back([entry for entry in _held(self._module) if id(entry.tensor) not in mine], self._held)
+        self._before_all.put_back()
         for name, tensor in self._state.items():
             tensor.detach().copy_(self._saved[name])
         set_random_state(self._device.torch_device, self._random)

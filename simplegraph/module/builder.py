@@ -24,7 +24,8 @@ from simplegraph.module.compare import EagerComparison
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader, ConstantArg
-from simplegraph.module.state import CapturedState, held_tensors, kept_in_graph, put_back
+from simplegraph.module.snapshot import Snapshot, tensors_in
+from simplegraph.module.state import CapturedState, has_address
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -218,23 +219,39 @@ class GraphBuilder:
     def _capture_once(
         self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], num_warmups: int, *, lazy: bool
     ) -> tuple[CaptureSummary, list[str]]:
-        """Capture, and name the attributes that hold graph memory; they and the graphs are put back then."""
-        manager, before = self.manager, held_tensors(call.module)
+        """Capture, and put back what Python changed about the module meanwhile, whatever happens.
+
+        Returns:
+            What was captured, and the names of what was made to hold graph memory; if there are any, no graph is left.
+        """
+        manager = self.manager
         capture = manager.new_capture(jobs, lazy=lazy)
+        before = Snapshot(call.module)
+
+        def warmed_up() -> None:  # these were real runs, and what they changed stays
+            nonlocal before
+            before = Snapshot(call.module)
+
         try:
-            summary = capture.run(num_warmups)
+            summary = capture.run(num_warmups, warmed_up if num_warmups else None)
         except BaseException:
             manager.table.forget(jobs)  # what they read was not noted, so they must not be replayed
             raise
         finally:
+            kept = [change.name for change in before.changes() if self._in_pool(change.value)]
+            before.put_back()
             for observer in capture.observers:
                 call.binding.note_written(observer, inputs.memory)
                 self._keep_external(observer, inputs.storages)
-        kept = kept_in_graph(call.module, manager.device, manager.pool)
         if kept:
-            put_back(kept, before)
             manager.table.forget(jobs)
-        return summary, [entry.name for entry in kept]
+        return summary, kept
+
+    def _in_pool(self, value: Any) -> bool:
+        """True if a value is, or holds, a tensor that a capture made."""
+        device, pool = self.manager.device, self.manager.pool
+        found = (tensor for tensor in tensors_in(value) if has_address(tensor))
+        return any(tensor.device == device.torch_device and device.in_pool(pool, tensor) for tensor in found)
 
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
         """Take note of new programs, and of everything they read."""

@@ -106,7 +106,10 @@ class CallReader:
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[str], TreeSpec]:
         """Return a call's leaves, their names, and how they nest."""
         leaves, spec = flatten((args, dict(kwargs)))
-        return leaves, [name for argument, child in self._arguments(spec) for name in child.names(argument)], spec
+        names = [name for argument, child in self._arguments(spec) for name in child.names(argument)]
+        if len(set(names)) < len(names):  # {1: x, "1": y}: each has a buffer of its own, found by its name
+            names = [f"{name}#{index}" if name in names[:index] else name for index, name in enumerate(names)]
+        return leaves, names, spec
 
     def _arguments(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
         """Name the arguments of a call, and tell how each nests."""

@@ -159,17 +159,6 @@ def kept_in_graph(module: nn.Module, device: GraphDevice, pool: GraphPool) -> li
     ]
 
 
-def put_back(entries: list[HeldTensor], before: list[HeldTensor]) -> None:
-    """Let attributes hold what they held before, or nothing where they held nothing."""
-    known = {(id(entry.holder), entry.key): entry.tensor for entry in before}
-    for entry in entries:
-        place = (id(entry.holder), entry.key)
-        if place in known:
-            entry.holder[entry.key] = known[place]
-        elif isinstance(entry.holder, dict):
-            del entry.holder[entry.key]
-
-
 def _registered(module: nn.Module) -> Iterator[HeldTensor]:
     for prefix, child in module.named_modules():
         for holder in (child._parameters, child._buffers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -377,9 +378,17 @@ class Counts(nn.Module):
         return x * self.calls
 
 
-def test_python_state_is_not_taken_for_rows_that_mix(device):
-    report = sg.check(Counts().eval(), torch.randn(5, 8, device=device))
+def test_python_state_is_put_back_and_not_taken_for_rows_that_mix(device):
+    module = Counts().eval()
+    report = sg.check(module, torch.randn(5, 8, device=device))
     assert not report.capturable
+    assert report.rows_independent is True
+    assert module.calls == 0
+
+
+def test_eager_runs_that_differ_for_other_causes_say_nothing_of_rows(device):
+    numbers = itertools.count(1)
+    report = sg.check(module_of(device, lambda m, x: x * next(numbers)), rows(device))
     assert report.rows_independent is None
     assert "two eager runs" in str(report)
 

@@ -149,7 +149,12 @@ class Records(nn.Module):
     def __init__(self, graphs: GraphDevice) -> None:
         super().__init__()
         self.graphs = graphs
-        self.runs: list[tuple[int, bool, int]] = []
+        runs: list[tuple[int, bool, int]] = []
+        self.list_runs = lambda: runs  # behind a function: what a capture appends to a list of the module is taken back
+
+    @property
+    def runs(self) -> list[tuple[int, bool, int]]:
+        return self.list_runs()
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs.append((x.shape[0], self.graphs.is_capturing(), self.graphs.current_stream()))

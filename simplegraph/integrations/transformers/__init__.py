@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from simplegraph._lazy import public_names
 
-if TYPE_CHECKING:
-    from simplegraph.integrations.transformers.encode.encoding import GraphedEncoder, graph_encoder
-    from simplegraph.integrations.transformers.generate.generation import GraphedGeneration, graph_generation
-
-__all__ = ["GraphedEncoder", "GraphedGeneration", "graph_encoder", "graph_generation"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "encode.encoding" if name in ("GraphedEncoder", "graph_encoder") else "generate.generation"
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+__all__, __getattr__ = public_names(__name__, __file__)

@@ -1,0 +1,266 @@
+"""What a capture leaves behind: Python runs in it, and nothing of that may be seen afterwards."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.graph.select import graph_device
+from simplegraph.module.snapshot import Snapshot
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+class Stateful(nn.Module):
+    """A linear layer, and one way of keeping state in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.s: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.l(x)
+        self.keep(y)
+        return y * self.scale()
+
+    def keep(self, y: Tensor) -> None:
+        """Change Python state."""
+
+    def scale(self) -> float:
+        return 1.0
+
+
+class TupleState(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = (torch.zeros(4), torch.zeros(4))
+
+    def keep(self, y: Tensor) -> None:
+        self.s = (self.s[0] + y.sum(0), self.s[1])
+
+
+class ListAppend(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = []
+
+    def keep(self, y: Tensor) -> None:
+        self.s.append(y)
+
+
+class FreshDict(Stateful):
+    def keep(self, y: Tensor) -> None:
+        self.s = {"hidden": y}
+
+
+class FreshObject(Stateful):
+    def keep(self, y: Tensor) -> None:
+        self.s = SimpleNamespaceLike(y)
+
+
+class SimpleNamespaceLike:
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Weights(Stateful):
+    def keep(self, y: Tensor) -> None:
+        self.l.weight.data = self.l.weight / self.l.weight.norm()
+
+
+class TwoNames(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = self.other = {}
+
+    def keep(self, y: Tensor) -> None:
+        self.s["hidden"] = y
+
+
+class Deque(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = collections.deque(maxlen=3)
+
+    def keep(self, y: Tensor) -> None:
+        self.s.append(y)
+
+
+KEEPING = [TupleState, ListAppend, FreshDict, FreshObject, Weights, TwoNames, Deque]
+
+
+def described(module: nn.Module) -> Any:
+    """State in a form that two modules can be compared by."""
+    state = module.s
+    if isinstance(state, SimpleNamespaceLike):
+        state = vars(state)
+    values = state.values() if isinstance(state, dict) else state if state is not None else ()
+    return [value.clone() for value in values], [p.clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_module_that_keeps_tensors_in_python_ends_in_eagers_state(kind: type[Stateful], device: torch.device) -> None:
+    torch.manual_seed(1)
+    eager = kind().to(device).eval()
+    torch.manual_seed(1)
+    module = kind().to(device).eval()
+    if kind is TupleState:
+        for one in (eager, module):
+            one.s = tuple(t.to(device) for t in one.s)
+    model = sg.wrap(module, capture_sizes=[2, 4], progress=False)
+    for turn in range(8):
+        x = torch.randn(2 + 2 * (turn % 2), 4, device=device)
+        torch.testing.assert_close(model(x), eager(x))
+        (state, weights), (expected, expected_weights) = described(model), described(eager)
+        assert len(state) == len(expected)
+        torch.testing.assert_close(state, expected)
+        torch.testing.assert_close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_after_a_refused_capture_of_all_sizes_calls_go_on_as_eagers(kind: type[Stateful], device: torch.device) -> None:
+    module = kind().to(device).eval()
+    if kind is TupleState:
+        module.s = tuple(t.to(device) for t in module.s)
+    model = sg.wrap(module, capture_sizes=[2, 4], progress=False)
+    model.capture_graphs(torch.randn(4, 4, device=device))
+    assert model.graph_stats.captures == 0
+    eager = copy.deepcopy(module)
+    for _ in range(3):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), eager(x))
+        torch.testing.assert_close(described(model), described(eager))
+
+
+class Counter(Stateful):
+    """Counts its runs in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = []
+        self.k = 0
+
+    def keep(self, y: Tensor) -> None:
+        self.k += 1
+
+
+def test_a_capture_is_no_call_to_a_counter_in_python(device: torch.device) -> None:
+    model = sg.wrap(Counter().to(device).eval(), capture_sizes=[2], num_warmups=1, progress=False)
+    x = torch.randn(2, 4, device=device)
+    counts = []
+    for _ in range(5):
+        model(x)
+        counts.append(model.k)
+    eager = sum(model.graph_stats.eager.values())
+    assert model.graph_stats.replays == 5 - eager > 0
+    assert counts == [min(count + 1, eager) for count in range(5)], "replays run no Python"
+
+
+def test_warmups_of_all_sizes_count_and_captures_do_not(device: torch.device) -> None:
+    model = sg.wrap(Counter().to(device).eval(), capture_sizes=[1, 2, 4], num_warmups=2, progress=False)
+    model.capture_graphs(torch.randn(4, 4, device=device))
+    assert model.graph_stats.captures == 3
+    assert model.k == 2
+
+
+class FillsOnce(Stateful):
+    """Fills a cache at its first call, in Python and of numbers alone."""
+
+    def keep(self, y: Tensor) -> None:
+        if self.s is None:
+            self.s = [7]
+
+    def scale(self) -> float:
+        return float(self.s[0])
+
+
+def test_a_cache_that_is_filled_once_is_no_obstacle(device: torch.device) -> None:
+    model = sg.wrap(FillsOnce().to(device).eval(), capture_sizes=[2], progress=False)
+    x = torch.randn(2, 4, device=device)
+    for _ in range(5):
+        torch.testing.assert_close(model(x), model.l(x) * 7)
+    assert model.graph_stats.replays >= 2
+
+
+class Interrupts(Stateful):
+    """Changes its state, and is interrupted while it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = []
+        self.k = 0
+
+    def keep(self, y: Tensor) -> None:
+        self.k += 1
+        self.s.append(y)
+        if graph_device(y.device).is_capturing():
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_a_capture_leaves_the_state_of_the_calls_before(device: torch.device) -> None:
+    model = sg.wrap(Interrupts().to(device).eval(), capture_sizes=[2], num_warmups=1, progress=False)
+    x = torch.randn(2, 4, device=device)
+    model(x)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    assert model.k == 1
+    assert len(model.s) == 1
+    with sg.eager():
+        torch.testing.assert_close(model(x), model.l(x))
+
+
+def test_a_snapshot_finds_and_puts_back_what_each_kind_of_holder_held() -> None:
+    module = nn.Module()
+    module.numbers, module.names, module.queue = [1, 2], {"a"}, collections.deque([1])
+    module.nested = {"deep": [{"x": 1}]}
+    module.plain = SimpleNamespaceLike(torch.zeros(2))
+    module.frozen = (torch.zeros(2, 3), [1])
+    module.lin = nn.Linear(2, 2)
+    weight, hidden, moved = module.lin.weight, module.plain.hidden, module.frozen[0]
+    kept = moved.data_ptr()
+    snapshot = Snapshot(module)
+    assert snapshot.changes() == []
+    module.numbers.append(3)
+    module.names.add("b")
+    module.queue.popleft()
+    module.nested["deep"][0]["x"] = 2
+    module.plain.hidden = None
+    moved.data = torch.ones(1)
+    module.frozen[1].clear()
+    module.lin.weight = nn.Parameter(torch.ones(2, 2))
+    module.new = 1
+    names = {change.name for change in snapshot.changes()}
+    assert {"numbers", "names", "queue", "nested.deep.0.x", "plain.hidden", "frozen.0", "lin.weight", "new"} <= names
+    snapshot.put_back()
+    assert snapshot.changes() == []
+    assert (module.numbers, module.names, list(module.queue)) == ([1, 2], {"a"}, [1])
+    assert module.nested == {"deep": [{"x": 1}]}
+    assert module.plain.hidden is hidden
+    assert (moved.data_ptr(), moved.shape) == (kept, (2, 3))
+    assert module.frozen[1] == [1]
+    assert module.lin.weight is weight
+    assert not hasattr(module, "new")
+
+
+def test_what_is_shared_with_the_standard_library_is_left_alone() -> None:
+    module = nn.Module()
+    module.log = __import__("logging").getLogger("a logger of the user's")
+    snapshot = Snapshot(module)
+    module.log.setLevel(10)
+    snapshot.put_back()
+    assert module.log.level == 10
+
+
+def test_an_object_without_attributes_of_its_own_does_no_harm() -> None:
+    module = nn.Module()
+    module.things = [object(), SimpleNamespace(a=1), 3.5, None, lambda: None, nn.Linear]
+    snapshot = Snapshot(module)
+    assert snapshot.changes() == []
