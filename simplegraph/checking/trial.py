@@ -67,7 +67,8 @@ class ModuleTrial:
         first = next(leaf for leaf in self._leaves if isinstance(leaf, Tensor))
         self._device = graph_device(first.device)
         self._before_all = Snapshot(module)
-        self._state = {name: part for entry in _held(module) for name, part in _named_parts(entry)}
+        held = (entry for entry in held_tensors(module) if has_address(entry.tensor))
+        self._state = {name: part for entry in held for name, part in _named_parts(entry)}
         self._saved = {name: tensor.detach().clone() for name, tensor in self._state.items()}
         self._random = random_state(self._device.torch_device)
         self._before = before
@@ -229,11 +230,6 @@ class ModuleTrial:
             if found is not None:
                 return f"after a replay {name} is not what eager leaves: {found}."
         return None
-
-
-def _held(module: nn.Module) -> list[HeldTensor]:
-    """List the module's tensors that have an address: parameters, buffers and what ordinary attributes hold."""
-    return [entry for entry in held_tensors(module) if has_address(entry.tensor)]
 
 
 def _named_parts(entry: HeldTensor) -> list[tuple[str, Tensor]]:

@@ -22,12 +22,13 @@ _ABSENT = object()
 
 
 def replace(owner: Any, name: str, new: Any) -> None:
-    """Set an attribute of somebody else's class or module, or an item of a dict, and remember what was there."""
-    items = owner if isinstance(owner, dict) else vars(owner)
-    original = items.get(name, _ABSENT)  # absent also where it is inherited
-
-    _set(owner, name, new)
-    record(_label(owner, name), lambda: _set(owner, name, original))
+    """Set an attribute of somebody else's class or module, and remember what was there."""
+    original = vars(owner).get(name, _ABSENT)  # absent also where it is inherited
+    take_back = functools.partial(delattr, owner, name)
+    if original is not _ABSENT:
+        take_back = functools.partial(setattr, owner, name, original)
+    setattr(owner, name, new)
+    record(_label(owner, name), take_back)
 
 
 def restore(owner: Any, name: str) -> None:
@@ -35,18 +36,7 @@ def restore(owner: Any, name: str) -> None:
     undo(_label(owner, name))
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, dict):
-        owner.pop(name, None) if value is _ABSENT else owner.update({name: value})
-    elif value is _ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
-
-
 def _label(owner: Any, name: str) -> str:
-    if isinstance(owner, dict):
-        return f"{owner.get('__name__', 'a dict')}.{name}"
     module = "" if isinstance(owner, ModuleType) else f"{owner.__module__}."
     return f"{module}{getattr(owner, '__qualname__', owner.__name__)}.{name}"
 

@@ -77,7 +77,7 @@ class GraphCapture:
     def __post_init__(self) -> None:
         self._ranks = self.table.ranks
 
-    def run(self, num_warmups: int = 0, warmed_up: Callable[[], None] | None = None) -> CaptureSummary:
+    def run(self, num_warmups: int = 0, warmed_up: Callable[[], object] = bool) -> CaptureSummary:
         """Run the first job eagerly `num_warmups` times, then capture them all.
 
         Args:
@@ -99,8 +99,7 @@ class GraphCapture:
             for _ in range(num_warmups):
                 if self._warm_up(jobs[0]) is not None:
                     break  # its capture will say why, and smaller sizes may do better
-            if warmed_up is not None:
-                warmed_up()
+            warmed_up()
             self._capture_each(session)
         for job in jobs:
             if job.label in self._failed:

@@ -226,20 +226,21 @@ class GraphBuilder:
         """
         manager = self.manager
         capture = manager.new_capture(jobs, lazy=lazy)
-        before = Snapshot(call.module)
+        taken: list[Snapshot] = []
 
-        def warmed_up() -> None:  # these were real runs, and what they changed stays
-            nonlocal before
-            before = Snapshot(call.module)
+        def warmed_up() -> None:  # what real runs change stays
+            taken.append(Snapshot(call.module))
 
         try:
-            summary = capture.run(num_warmups, warmed_up if num_warmups else None)
+            summary = capture.run(num_warmups, warmed_up)
         except BaseException:
             manager.table.forget(jobs)  # what they read was not noted, so they must not be replayed
             raise
         finally:
-            kept = [change.name for change in before.changes() if self._in_pool(change.value)]
-            before.put_back()
+            changes = [change for before in taken for change in before.changes()]
+            kept = [change.name for change in changes if self._in_pool(change.value)]
+            for before in taken:
+                before.put_back()
             for observer in capture.observers:
                 call.binding.note_written(observer, inputs.memory)
                 self._keep_external(observer, inputs.storages)

@@ -7,6 +7,8 @@ the user's, so it is put back; and what changed says whether a replay can stand 
 from __future__ import annotations
 
 import collections
+import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -22,9 +24,9 @@ from simplegraph.nested import ATOMS, constant_key
 _MAX_HOLDERS = 100_000
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 _CONTAINERS = (dict, list, set, collections.deque)
-_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
 _LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph"}  # whose objects do more than hold values
-_UNSEEN = frozenset({"_simplegraph"})  # a wrapper's own runner
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
+_UNSEEN = "_simplegraph"  # a wrapper's own runner
 
 
 class Change(NamedTuple):
@@ -42,27 +44,32 @@ class Snapshot:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # By id: a container, or an object's attributes, and what it held; a tensor, its memory, and how it lay there.
-        self._holders: dict[int, tuple[str, Any, Any]] = {}
-        self._tensors: dict[int, tuple[str, Tensor, Tensor, tuple[Any, ...]]] = {}
-        left: collections.deque[tuple[str, Any]] = collections.deque([("", module)])
+        # A container or an object's attributes, what it held, the index of what holds it, and under which key.
+        self._holders: list[tuple[Any, Any, int, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor, tuple[Any, ...], int, Any]] = []
+        seen: set[int] = set()
+        left: collections.deque[tuple[Any, int, Any]] = collections.deque([(module, -1, "")])
         while left and len(self._holders) < _MAX_HOLDERS:
-            name, value = left.popleft()
-            if isinstance(value, Tensor):
-                self._note(name, value)
-            elif isinstance(value, tuple):
-                left.extend(_named(name, enumerate(value)))
-            else:
-                container = _container(value)
-                if container is not None and id(container) not in self._holders:
-                    before = _copied(container)
-                    self._holders[id(container)] = (name, container, before)
-                    left.extend(_named(name, _items(before)))
+            value, parent, key = left.popleft()
+            kind = _kind_of(type(value))
+            if kind is Tensor:
+                self._note(value, parent, key, seen)
+                continue
+            container = vars(value) if kind is object else value
+            if id(container) in seen:
+                continue
+            seen.add(id(container))
+            before = dict(container) if kind is object else kind(container)
+            for name, item in _items(before):
+                if _kind_of(type(item)) is not None:
+                    left.append((item, len(self._holders), name))
+            self._holders.append((container, before, parent, key))
 
-    def _note(self, name: str, tensor: Tensor) -> None:
+    def _note(self, tensor: Tensor, parent: int, key: Any, seen: set[int]) -> None:
         for part in parts(tensor):
-            if part.layout is torch.strided and not part.is_meta and id(part) not in self._tensors:
-                self._tensors[id(part)] = (name, part, part.detach(), place(part))
+            if part.layout is torch.strided and not part.is_meta and id(part) not in seen:
+                seen.add(id(part))
+                self._tensors.append((part, part.detach(), place(part), parent, key))
 
     def changes(self) -> list[Change]:
         """Find every place that holds something else, and every tensor that was moved.
@@ -70,28 +77,36 @@ class Snapshot:
         A dict, and hence an object, is told apart by its keys; a list, a set or a deque is one place.
         """
         found: list[Change] = []
-        for name, container, before in self._holders.values():
+        for index, (container, before, parent, key) in enumerate(self._holders):
+            if _untouched(container, before):
+                continue
             if isinstance(container, dict):
-                now, then = dict(_items(container)), dict(_items(before))
-                changed = {key: value for key, value in now.items() if key not in then or not _same(value, then[key])}
-                changed |= dict.fromkeys(then.keys() - now.keys())
-                found += [Change(*named) for named in _named(name, changed.items())]
-            elif not _equal(container, before):
-                found.append(Change(name, list(container)))
-        return found + [Change(name, tensor) for name, tensor, _ in self._moved()]
+                for name in (container.keys() | before.keys()) - {_UNSEEN}:
+                    item = container.get(name)
+                    if name not in before or name not in container or not _same(item, before[name]):
+                        found.append(Change(self._name(index, name), item))
+            elif len(container) != len(before) or not all(map(_same, container, before)):
+                found.append(Change(self._name(parent, key), list(container)))
+        return found + [Change(self._name(parent, key), tensor) for tensor, _, parent, key in self._moved()]
+
+    def _name(self, holder: int, key: Any) -> str:
+        names = [str(key)]
+        while holder >= 0:
+            _, _, holder, key = self._holders[holder]
+            names += [] if key in _REGISTERED or key == "" else [str(key)]
+        return ".".join(reversed(names))
 
     def put_back(self) -> None:
         """Let every place hold what it held, and every tensor lie where it lay."""
-        for _, container, before in self._holders.values():
-            if isinstance(container, dict) or not _equal(container, before):
+        for container, before, _, _ in self._holders:
+            if not _untouched(container, before):
                 _refill(container, before)
-        for _, tensor, memory in self._moved():
+        for tensor, memory, _, _ in self._moved():
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
 
-    def _moved(self) -> list[tuple[str, Tensor, Tensor]]:
-        tensors = self._tensors.values()
-        return [(name, tensor, memory) for name, tensor, memory, lay in tensors if place(tensor) != lay]
+    def _moved(self) -> list[tuple[Tensor, Tensor, int, Any]]:
+        return [(tensor, *where[:1], *where[2:]) for tensor, *where in self._tensors if place(tensor) != where[1]]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -100,15 +115,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     left = [value]
     while left and len(seen) < _MAX_HOLDERS:
         value = left.pop()
-        if isinstance(value, Tensor):
+        kind = _kind_of(type(value))
+        if kind is Tensor:
             yield from parts(value)
-        elif isinstance(value, tuple):
-            left += value
-        else:
-            container = _container(value)
-            if container is not None and id(container) not in seen:
-                seen.add(id(container))
-                left += [item for _, item in _items(container)]
+        elif kind is not None and id(value) not in seen:
+            seen.add(id(value))
+            left += [item for _, item in _items(vars(value) if kind is object else value)]
 
 
 def place(tensor: Tensor) -> tuple[Any, ...]:
@@ -116,29 +128,32 @@ def place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _container(value: Any) -> Any:
-    """The container that a value is, or that has its attributes; None for what is not looked into."""
-    if isinstance(value, _CONTAINERS):
-        return value
-    attributes = None if isinstance(value, (*ATOMS, *_CODE)) else getattr(value, "__dict__", None)
-    users = isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] not in _LIBRARIES
-    return attributes if isinstance(attributes, dict) and users else None
+@functools.lru_cache(maxsize=4096)
+def _look_up(kind: Any) -> Any:
+    """`Tensor`, the class that copies a container, `object` if attributes count, None for what is not looked into."""
+    if issubclass(kind, Tensor):
+        return Tensor
+    for container in (*_CONTAINERS, tuple):
+        if issubclass(kind, container):
+            return container
+    users = issubclass(kind, nn.Module) or kind.__module__.partition(".")[0] not in _LIBRARIES
+    return object if users and kind.__dictoffset__ and not issubclass(kind, (*ATOMS, *_CODE)) else None
 
 
-def _copied(container: Any) -> Any:
-    kind: Callable[[Any], Any] = next(kind for kind in _CONTAINERS if isinstance(container, kind))
-    return kind(container)
+_kind_of: Callable[[Any], Any] = _look_up  # a class is hashable, whatever its type says
 
 
 def _items(container: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(container, dict):
-        return [(key, value) for key, value in container.items() if key not in _UNSEEN]
-    return ((id(item), item) for item in container) if isinstance(container, set) else enumerate(container)
+        return [(key, value) for key, value in container.items() if key != _UNSEEN]
+    return enumerate(container)
 
 
-def _named(name: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
-    for key, value in items:
-        yield name if key in _REGISTERED else f"{name}.{key}" if name else str(key), value
+def _untouched(container: Any, before: Any) -> bool:
+    """True if it holds the very same objects in the same order; quick, since it is asked of every container."""
+    if len(container) != len(before) or not all(map(operator.is_, container, before)):
+        return False
+    return not isinstance(container, dict) or all(map(operator.is_, container.values(), before.values()))
 
 
 def _same(value: Any, before: Any) -> bool:
@@ -148,12 +163,6 @@ def _same(value: Any, before: Any) -> bool:
     return type(value) is type(before) and isinstance(value, ATOMS) and constant_key(value) == constant_key(before)
 
 
-def _equal(container: Any, before: Any) -> bool:
-    if len(container) != len(before):
-        return False
-    return all(_same(one, other) for (_, one), (_, other) in zip(_items(container), _items(before), strict=True))
-
-
 def _refill(container: Any, before: Any) -> None:
     if not isinstance(container, dict):
         container.clear()
@@ -161,8 +170,7 @@ def _refill(container: Any, before: Any) -> None:
         return
     # By the methods of the class itself: subclasses may refuse, or do more.
     kind: Any = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
-    for key in [key for key in container if key not in before]:
+    for key in container.keys() - before.keys() - {_UNSEEN}:
         kind.__delitem__(container, key)
     for key, value in before.items():
-        if key not in container or container[key] is not value:
-            kind.__setitem__(container, key, value)
+        kind.__setitem__(container, key, value)
