@@ -1,4 +1,4 @@
-"""Several ranks, one decision: what is captured, what is dropped, and in which shape a step runs.
+"""Lets several ranks decide alike what is captured, what is dropped, and how a step runs; moves no data of a model.
 
 rendezvous  every rank's word on a question, within a bound
 ranks       ranks that capture together, since their graphs hold collectives with each other

@@ -1,4 +1,4 @@
-"""Speculative decoding: a draft proposes tokens, the target verifies them, both in graphs.
+"""Speculative decoding in graphs: a draft proposes tokens, the target verifies them; the engine around is the user's.
 
 Example:
     >>> proposals = Proposals(num_slots=64, num_draft_tokens=5, device="cuda")

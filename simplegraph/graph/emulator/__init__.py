@@ -1,4 +1,4 @@
-"""A graph device on CPU tensors that enforces CUDA's rules, so that graphs can be tested without a GPU.
+"""The device protocol on CPU tensors, with CUDA's rules enforced, for tests without a GPU; it gives no speed.
 
 Operators run when they are dispatched, because only that gives the right shapes and the right Python
 flow, and are recorded. When the capture ends it looks as if nothing had run: captured writes are
