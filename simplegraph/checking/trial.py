@@ -23,8 +23,8 @@ from simplegraph.manager.jobs import MemoryEstimate
 from simplegraph.module.compare import cloned, first_difference, random_state, set_random_state
 from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import CallReader, batch_dim_of
-from simplegraph.module.snapshot import Snapshot
-from simplegraph.module.state import HeldTensor, has_address, held_tensors
+from simplegraph.module.snapshot import Snapshot, has_address
+from simplegraph.module.state import HeldTensor, held_tensors
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 

@@ -24,8 +24,8 @@ from simplegraph.module.compare import EagerComparison
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader, ConstantArg
-from simplegraph.module.snapshot import Snapshot, tensors_in
-from simplegraph.module.state import CapturedState, has_address
+from simplegraph.module.snapshot import Snapshot, holds_graph_memory
+from simplegraph.module.state import CapturedState
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -226,19 +226,15 @@ class GraphBuilder:
         """
         manager = self.manager
         capture = manager.new_capture(jobs, lazy=lazy)
-        taken: list[Snapshot] = []
-
-        def warmed_up() -> None:  # what real runs change stays
-            taken.append(Snapshot(call.module))
-
+        taken: list[Snapshot] = []  # after the warmups: what real runs change stays
         try:
-            summary = capture.run(num_warmups, warmed_up)
+            summary = capture.run(num_warmups, lambda: taken.append(Snapshot(call.module)))
         except BaseException:
             manager.table.forget(jobs)  # what they read was not noted, so they must not be replayed
             raise
         finally:
             changes = [change for before in taken for change in before.changes()]
-            kept = [change.name for change in changes if self._in_pool(change.value)]
+            kept = [name for name, value in changes if holds_graph_memory(value, manager.device, manager.pool)]
             for before in taken:
                 before.put_back()
             for observer in capture.observers:
@@ -247,12 +243,6 @@ class GraphBuilder:
         if kept:
             manager.table.forget(jobs)
         return summary, kept
-
-    def _in_pool(self, value: Any) -> bool:
-        """True if a value is, or holds, a tensor that a capture made."""
-        device, pool = self.manager.device, self.manager.pool
-        found = (tensor for tensor in tensors_in(value) if has_address(tensor))
-        return any(tensor.device == device.torch_device and device.in_pool(pool, tensor) for tensor in found)
 
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
         """Take note of new programs, and of everything they read."""

@@ -14,7 +14,8 @@ from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.call import Call
 from simplegraph.module.inputs import InputSet, StaticInput, overlap, slot
 from simplegraph.module.signature import PLAIN_TENSORS
-from simplegraph.module.state import CapturedState, kept_in_graph
+from simplegraph.module.snapshot import holds_graph_memory
+from simplegraph.module.state import CapturedState, held_tensors
 
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
@@ -198,7 +199,8 @@ class Plan:
 
     def check_kept(self, module: Any) -> None:
         """Refuse a break that keeps a tensor it was passed: graph memory, which the next replay overwrites."""
-        kept = [entry.name for entry in kept_in_graph(module, self.device, self.pool)] if self.program.breaks else []
+        held = held_tensors(module) if self.program.breaks else []
+        kept = [entry.name for entry in held if holds_graph_memory(entry.tensor, self.device, self.pool)]
         if kept:
             raise StaleGraphError(
                 f"after a replay of {self.graph.counters.label}, {', '.join(kept)} holds memory of the graph, which "

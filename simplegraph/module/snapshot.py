@@ -1,7 +1,9 @@
 """What Python can change about a module: attributes, containers, plain objects, the places of its tensors.
 
-A capture executes nothing on the device, but Python runs. Whatever the forward changed meanwhile belongs to no call of
-the user's, so it is put back; and what changed says whether a replay can stand for a call at all.
+A capture executes nothing on the device, but Python runs. What the forward changed meanwhile about its modules, and
+tensors that it left anywhere, belong to no call of the user's, so they are put back; and tensors that a capture made
+say that a replay cannot stand for a call. Other values in containers and objects stay: another thread may have put them
+there.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.tensors import parts
-from simplegraph.nested import ATOMS, constant_key
+from simplegraph.nested import ATOMS
 
 # Far above a model's own objects (an 8B transformers model has 7,000): a bound for what hangs on by accident.
-_MAX_HOLDERS = 100_000
+_MAX_HOLDERS = 1_000_000
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 _CONTAINERS = (dict, list, set, collections.deque)
+_NAMESPACES = (types.SimpleNamespace, collections.UserDict, collections.UserList)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph"}  # whose objects do more than hold values
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
 _UNSEEN = "_simplegraph"  # a wrapper's own runner
@@ -39,35 +44,36 @@ class Change(NamedTuple):
 class Snapshot:
     """Who holds what below a module, and where each tensor lies.
 
-    Functions, classes, modules of Python and objects of its standard library, of torch (`nn.Module` excepted) and of
-    this library are not looked into. Values of tensors are not copied: a capture writes none.
+    Functions, classes, modules of Python, objects with slots and objects of its standard library, of torch (`nn.Module`
+    excepted) and of this library are not looked into. Values of tensors are not copied: a capture writes none.
     """
 
     def __init__(self, module: nn.Module) -> None:
         # A container or an object's attributes, what it held, the index of what holds it, and under which key.
         self._holders: list[tuple[Any, Any, int, Any]] = []
+        self._modules: dict[int, tuple[nn.Module, type]] = {}  # by the index of their attributes, with their class
         self._tensors: list[tuple[Tensor, Tensor, tuple[Any, ...], int, Any]] = []
         seen: set[int] = set()
         left: collections.deque[tuple[Any, int, Any]] = collections.deque([(module, -1, "")])
         while left and len(self._holders) < _MAX_HOLDERS:
             value, parent, key = left.popleft()
             kind = _kind_of(type(value))
+            container = value if kind is not object else getattr(value, "__dict__", None)
             if kind is Tensor:
                 self._note(value, parent, key, seen)
-                continue
-            container = vars(value) if kind is object else value
-            if id(container) in seen:
-                continue
-            seen.add(id(container))
-            before = dict(container) if kind is object else kind(container)
-            for name, item in _items(before):
-                if _kind_of(type(item)) is not None:
-                    left.append((item, len(self._holders), name))
-            self._holders.append((container, before, parent, key))
+            elif id(container) not in seen and (kind is not object or type(container) is dict):
+                seen.add(id(container))
+                if isinstance(value, nn.Module):
+                    self._modules[len(self._holders)] = value, type(value)
+                before = _copied(container)
+                for name, item in _items(before):
+                    if _kind_of(type(item)) is not None:
+                        left.append((item, len(self._holders), name))
+                self._holders.append((container, before, parent, key))
 
     def _note(self, tensor: Tensor, parent: int, key: Any, seen: set[int]) -> None:
         for part in parts(tensor):
-            if part.layout is torch.strided and not part.is_meta and id(part) not in seen:
+            if id(part) not in seen and has_address(part):
                 seen.add(id(part))
                 self._tensors.append((part, part.detach(), place(part), parent, key))
 
@@ -78,16 +84,13 @@ class Snapshot:
         """
         found: list[Change] = []
         for index, (container, before, parent, key) in enumerate(self._holders):
-            if _untouched(container, before):
-                continue
-            if isinstance(container, dict):
-                for name in (container.keys() | before.keys()) - {_UNSEEN}:
-                    item = container.get(name)
-                    if name not in before or name not in container or not _same(item, before[name]):
-                        found.append(Change(self._name(index, name), item))
-            elif len(container) != len(before) or not all(map(_same, container, before)):
-                found.append(Change(self._name(parent, key), list(container)))
-        return found + [Change(self._name(parent, key), tensor) for tensor, _, parent, key in self._moved()]
+            now = None if _untouched(container, before) else _copied(container)
+            if isinstance(now, dict):
+                keys = [name for name in now | before if name not in before or now.get(name) is not before[name]]
+                found += [Change(self._name(index, name), now.get(name)) for name in keys if name != _UNSEEN]
+            elif now is not None:
+                found.append(Change(self._name(parent, key), now))
+        return found + [Change(self._name(parent, key), tensor) for tensor, _, _, parent, key in self._moved()]
 
     def _name(self, holder: int, key: Any) -> str:
         names = [str(key)]
@@ -97,16 +100,20 @@ class Snapshot:
         return ".".join(reversed(names))
 
     def put_back(self) -> None:
-        """Let every place hold what it held, and every tensor lie where it lay."""
-        for container, before, _, _ in self._holders:
-            if not _untouched(container, before):
+        """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay."""
+        for module, kind in self._modules.values():
+            if type(module) is not kind:
+                module.__class__ = kind
+        for index, (container, before, parent, key) in enumerate(self._holders):
+            own = index in self._modules or (parent in self._modules and key in _REGISTERED)
+            if not _untouched(container, before) and (own or _tensors_differ(container, before)):
                 _refill(container, before)
-        for tensor, memory, _, _ in self._moved():
+        for tensor, memory, *_ in self._moved():
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
 
-    def _moved(self) -> list[tuple[Tensor, Tensor, int, Any]]:
-        return [(tensor, *where[:1], *where[2:]) for tensor, *where in self._tensors if place(tensor) != where[1]]
+    def _moved(self) -> list[tuple[Tensor, Tensor, tuple[Any, ...], int, Any]]:
+        return [entry for entry in self._tensors if place(entry[0]) != entry[2]]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -120,7 +127,19 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from parts(value)
         elif kind is not None and id(value) not in seen:
             seen.add(id(value))
-            left += [item for _, item in _items(vars(value) if kind is object else value)]
+            container = value if kind is not object else getattr(value, "__dict__", None)
+            left += [item for _, item in _items(_copied(container))]
+
+
+def holds_graph_memory(value: Any, device: GraphDevice, pool: GraphPool) -> bool:
+    """True if a value is, or holds, a tensor that a capture into the pool made: it means nothing outside a replay."""
+    found = (part for part in tensors_in(value) if has_address(part) and part.device == device.torch_device)
+    return any(device.in_pool(pool, part) for part in found)
+
+
+def has_address(tensor: Tensor) -> bool:
+    """True if the tensor is memory that a graph can read."""
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or is_lazy(tensor))
 
 
 def place(tensor: Tensor) -> tuple[Any, ...]:
@@ -131,16 +150,24 @@ def place(tensor: Tensor) -> tuple[Any, ...]:
 @functools.lru_cache(maxsize=4096)
 def _look_up(kind: Any) -> Any:
     """`Tensor`, the class that copies a container, `object` if attributes count, None for what is not looked into."""
-    if issubclass(kind, Tensor):
-        return Tensor
-    for container in (*_CONTAINERS, tuple):
-        if issubclass(kind, container):
-            return container
-    users = issubclass(kind, nn.Module) or kind.__module__.partition(".")[0] not in _LIBRARIES
+    for known in (Tensor, *_CONTAINERS, tuple):
+        if issubclass(kind, known):
+            return known
+    users = issubclass(kind, (nn.Module, *_NAMESPACES)) or str(kind.__module__).partition(".")[0] not in _LIBRARIES
     return object if users and kind.__dictoffset__ and not issubclass(kind, (*ATOMS, *_CODE)) else None
 
 
 _kind_of: Callable[[Any], Any] = _look_up  # a class is hashable, whatever its type says
+
+
+# By the methods of the container classes themselves: subclasses may refuse, decode or do more.
+
+
+def _copied(container: Any) -> Any:
+    kind = _kind_of(type(container))
+    if kind is dict:
+        return dict(dict.items(container))
+    return [] if kind in (None, object, Tensor) else kind(kind.__iter__(container))
 
 
 def _items(container: Any) -> Iterable[tuple[Any, Any]]:
@@ -151,26 +178,30 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
 
 def _untouched(container: Any, before: Any) -> bool:
     """True if it holds the very same objects in the same order; quick, since it is asked of every container."""
-    if len(container) != len(before) or not all(map(operator.is_, container, before)):
+    kind = _kind_of(type(container))
+    if kind.__len__(container) != len(before) or not all(map(operator.is_, kind.__iter__(container), before)):
         return False
-    return not isinstance(container, dict) or all(map(operator.is_, container.values(), before.values()))
+    return kind is not dict or all(map(operator.is_, dict.values(container), before.values()))
 
 
-def _same(value: Any, before: Any) -> bool:
-    """True if it is the same object, or a plain value that cannot be told from it."""
-    if value is before:
-        return True
-    return type(value) is type(before) and isinstance(value, ATOMS) and constant_key(value) == constant_key(before)
+def _tensors_differ(container: Any, before: Any) -> bool:
+    """True if a container gained or lost something that holds tensors."""
+    now, then = ({id(item): item for _, item in _items(held)} for held in (_copied(container), before))
+    changed = [(now | then)[key] for key in now.keys() ^ then.keys()]
+    return next(tensors_in(changed), None) is not None
 
 
 def _refill(container: Any, before: Any) -> None:
     if not isinstance(container, dict):
-        container.clear()
-        (container.update if isinstance(container, set) else container.extend)(before)
+        kind = _kind_of(type(container))
+        kind.clear(container)
+        (kind.update if kind is set else kind.extend)(container, before)
         return
-    # By the methods of the class itself: subclasses may refuse, or do more.
-    kind: Any = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
-    for key in container.keys() - before.keys() - {_UNSEEN}:
-        kind.__delitem__(container, key)
+    base: Any = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
+    for key in dict.keys(container) - before.keys() - {_UNSEEN}:
+        base.__delitem__(container, key)
+    ordered = [key for key in dict.keys(container) if key in before] == [key for key in before if key in container]
     for key, value in before.items():
-        kind.__setitem__(container, key, value)
+        if not ordered and key in container:
+            base.__delitem__(container, key)  # which puts it last
+        base.__setitem__(container, key, value)

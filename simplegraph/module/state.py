@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.module.changes import Changes, watch_module, watch_tensors
+from simplegraph.module.snapshot import has_address, place
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors are looked for in
 
@@ -97,10 +96,10 @@ class CapturedState:
     def what_moved(self) -> list[str]:
         """Name everything that moved or was replaced."""
         names = []
-        for entry, place in self._places:
+        for entry, lay in self._places:
             if any(_get(holder, key) is not value for holder, key, value in entry.links):
                 names.append(f"{entry.name} (replaced)")
-            elif _place(entry.tensor) != place:
+            elif _place(entry.tensor) != lay:
                 names.append(f"{entry.name} (moved)")
         for part in self._parts:
             names += part.changes()
@@ -149,16 +148,6 @@ def held_tensors(module: nn.Module) -> list[HeldTensor]:
     return [*_registered(module), *_plain(module)]
 
 
-def kept_in_graph(module: nn.Module, device: GraphDevice, pool: GraphPool) -> list[HeldTensor]:
-    """Find those of its tensors that are memory of the pool, and so mean nothing outside a replay."""
-    return [
-        entry
-        for entry in held_tensors(module)
-        if entry.tensor.device == device.torch_device
-        and any(device.in_pool(pool, part) for part in parts(entry.tensor))
-    ]
-
-
 def _registered(module: nn.Module) -> Iterator[HeldTensor]:
     for prefix, child in module.named_modules():
         for holder in (child._parameters, child._buffers):
@@ -200,17 +189,8 @@ def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     return value, list(dict(value).items()) if isinstance(value, dict) else []
 
 
-def has_address(tensor: Tensor) -> bool:
-    """True if the tensor is memory that a graph can read."""
-    return tensor.layout is torch.strided and tensor.device.type != "meta"
-
-
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Tell where a tensor lies and how: the same memory transposed is other numbers to a graph."""
-    return tuple(
-        (part.data_ptr(), part.dtype, part.shape, part.stride()) if has_address(part) else None
-        for part in parts(tensor)
-    )
+    return tuple(place(part) if has_address(part) else None for part in parts(tensor))
 
 
 def _keys(tensor: Tensor) -> set[int]:

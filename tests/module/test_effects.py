@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,14 +241,78 @@ def test_a_snapshot_finds_and_puts_back_what_each_kind_of_holder_held() -> None:
     names = {change.name for change in snapshot.changes()}
     assert {"numbers", "names", "queue", "nested.deep.0.x", "plain.hidden", "frozen.0", "lin.weight", "new"} <= names
     snapshot.put_back()
-    assert snapshot.changes() == []
-    assert (module.numbers, module.names, list(module.queue)) == ([1, 2], {"a"}, [1])
-    assert module.nested == {"deep": [{"x": 1}]}
     assert module.plain.hidden is hidden
     assert (moved.data_ptr(), moved.shape) == (kept, (2, 3))
-    assert module.frozen[1] == [1]
     assert module.lin.weight is weight
     assert not hasattr(module, "new")
+    # No tensors: another thread may have changed these.
+    assert (module.numbers, module.names, list(module.queue)) == ([1, 2, 3], {"a", "b"}, [])
+    assert module.nested == {"deep": [{"x": 2}]}
+
+
+def test_what_another_thread_puts_below_the_module_stays(device: torch.device) -> None:
+    module = ListAppend().to(device).eval()
+    module.fed = collections.deque()
+    snapshot = Snapshot(module)
+    module.fed.append(1)
+    module.s.append(torch.zeros(2))
+    snapshot.put_back()
+    assert list(module.fed) == [1]
+    assert module.s == []
+
+
+class Registry(collections.OrderedDict[str, Any]):
+    """Makes instances of the classes it holds, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Tenfold(list[int]):
+    def __iter__(self) -> Any:
+        return (10 * value for value in super().__iter__())
+
+
+@pytest.mark.parametrize("holder", [types.SimpleNamespace(), collections.UserDict()], ids=["namespace", "user dict"])
+def test_graph_memory_in_a_plain_holder_of_the_library_is_refused(holder: Any, device: torch.device) -> None:
+    class Keeps(Stateful):
+        def keep(self, y: Tensor) -> None:
+            vars(self.holder)["hidden"] = y
+
+    module = Keeps().to(device).eval()
+    module.holder = copy.copy(holder)
+    model = sg.wrap(module, capture_sizes=[2], progress=False)
+    for _ in range(4):
+        y = model(torch.randn(2, 4, device=device))
+        torch.testing.assert_close(vars(model.holder)["hidden"], y)
+    assert model.graph_stats.captures == 0
+
+
+def test_containers_that_decode_what_they_hold_are_left_as_they_are(device: torch.device) -> None:
+    class Net(Stateful):
+        def keep(self, y: Tensor) -> None:
+            self.acts["a"]
+
+    module = Net().to(device).eval()
+    module.acts, module.numbers = Registry(a=nn.ReLU, b=nn.GELU), Tenfold([100000, 200000])
+    model = sg.wrap(module, capture_sizes=[2], progress=False)
+    for _ in range(4):
+        model(torch.randn(2, 4, device=device))
+    assert dict(dict.items(module.acts)) == {"a": nn.ReLU, "b": nn.GELU}
+    assert list(list.__iter__(module.numbers)) == [100000, 200000]
+    assert model.graph_stats.replays
+
+
+def test_an_object_that_cannot_be_looked_at_does_no_harm(device: torch.device) -> None:
+    module = Stateful().to(device).eval()
+    module.odd = type("X", (), {"__module__": None})()
+    module.nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(1, 3)])
+    module.parts = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    snapshot = Snapshot(module)
+    order = [*module.parts._modules]
+    module.parts._modules["0"] = module.parts._modules.pop("0")
+    snapshot.put_back()
+    assert [*module.parts._modules] == order
 
 
 def test_what_is_shared_with_the_standard_library_is_left_alone() -> None:
