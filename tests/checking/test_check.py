@@ -396,3 +396,18 @@ def test_eager_runs_that_differ_for_other_causes_say_nothing_of_rows(device):
 def test_what_is_no_module_is_refused(device):
     with pytest.raises(sg.InputError, match=r"torch\.nn\.Module"):
         sg.check(torch.relu, torch.randn(2, 3, device=device))
+
+
+def test_the_memory_of_the_sizes_asked_for_is_measured_and_nothing_is_left(device):
+    module = module_of(device, lambda m, x: (x @ m.weight).relu())
+    report = sg.check(module, rows(device), capture_sizes=[2, 64, 16])
+    assert report.memory.graphs == 3
+    assert report.memory.bytes == report.memory.first_bytes + 2 * report.memory.next_bytes
+    assert report.memory.first_bytes > 0 or device.type == "cuda", "a device's free memory comes in larger steps"
+    assert "memory of 3 graphs" in str(report)
+    assert sg.check(module, rows(device)).memory is None
+
+
+def test_sizes_that_are_none_are_refused(device):
+    with pytest.raises(sg.ConfigError, match="capture_sizes"):
+        sg.check(module_of(device, lambda m, x: x * 2), rows(device), capture_sizes=[0, 4])
