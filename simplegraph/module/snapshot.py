@@ -1,4 +1,4 @@
-"""What Python can change about a module: attributes, containers, plain objects, the places of its tensors.
+"""Remembers what Python can change about a module: attributes, containers, plain objects, places of tensors.
 
 A capture executes nothing on the device, but Python runs. What the forward changed meanwhile about its modules, and
 tensors that it left anywhere, belong to no call of the user's, so they are put back; and tensors that a capture made
@@ -42,7 +42,7 @@ class Change(NamedTuple):
 
 
 class Snapshot:
-    """Who holds what below a module, and where each tensor lies.
+    """Remembers who holds what below a module, and where each tensor lies.
 
     Functions, classes, modules of Python, objects with slots and objects of its standard library, of torch (`nn.Module`
     excepted) and of this library are not looked into. Values of tensors are not copied: a capture writes none.
@@ -117,7 +117,7 @@ class Snapshot:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor that a value is or holds, in containers and plain objects."""
+    """Yield every tensor that a value is or holds, in containers and plain objects."""
     seen: set[int] = set()
     left = [value]
     while left and len(seen) < _MAX_HOLDERS:
@@ -143,7 +143,7 @@ def has_address(tensor: Tensor) -> bool:
 
 
 def place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies and how: the same memory transposed is other numbers to a graph."""
+    """Tell where a tensor lies and how: the same memory transposed is other numbers to a graph."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

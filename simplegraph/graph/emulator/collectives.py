@@ -23,7 +23,7 @@ class Launches:
 
     @property
     def unwaited(self) -> list[str]:
-        """Those that were not waited for; on a GPU their stream is not joined."""
+        """Name those that were not waited for; on a GPU their stream is not joined."""
         return [work.name for work in self._works if not work.waited]
 
 
