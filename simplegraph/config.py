@@ -112,8 +112,12 @@ class CudaGraphConfig:
             ``"raise"`` raises it.
         on_stale: ``"recapture"`` drops all graphs when something they read was moved or replaced, and
             captures again; ``"raise"`` raises `StaleGraphError`.
-        verify: compare the first this many replays of each batch size with eager, the padded warmup too, and raise
-            `VerificationError` on a difference. The forward then runs twice in those calls.
+        pad_random: let batches be padded though the forward draws random numbers: the next numbers are then others
+            than eager's.
+        verify: prove the first this many replays of each graph, and its first padded ones: such a call runs eagerly,
+            replays start from the same memory and random numbers, and where their effects differ from eager's, that
+            size, or padding, is given up (or `VerificationError` raised, as `on_capture_failure` says). 0 proves
+            nothing. Engines ask for it in `CudaGraphManager.run`.
         max_signatures: how many different call signatures (dtypes, trailing shapes, non-tensor
             values, values of `state_key`) are captured.
         on_too_many_signatures: ``"eager"`` runs calls of further ones eagerly; ``"flush"`` drops all graphs, gives
@@ -154,7 +158,8 @@ class CudaGraphConfig:
     capture: Literal["lazy", "upfront"] = "lazy"
     on_capture_failure: Literal["eager", "raise"] = "eager"
     on_stale: Literal["recapture", "raise"] = "recapture"
-    verify: int = 0
+    pad_random: bool = False
+    verify: int = 1
     max_signatures: int = 16
     on_too_many_signatures: Literal["eager", "flush"] = "eager"
     state_key: Callable[[Any], Hashable] | None = None

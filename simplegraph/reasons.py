@@ -27,6 +27,7 @@ class Reason(str, enum.Enum):
     # Capturing.
     FIRST_CALL = "first_call", "the first call with such arguments: it runs eagerly, as it is"
     WARMUP = "warmup", "a warmup run: the size is captured after it"
+    PROOF = "proof", "a first call of a graph: it runs eagerly, and replays are compared with it"
     CAPTURE_FAILED = "capture_failed", "capturing this size failed before; see the logged error"
     NOT_CAPTURED_UPFRONT = "not_captured_upfront", "capture='upfront' and capture_graphs did not capture this size"
     STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
@@ -57,6 +58,15 @@ class Reason(str, enum.Enum):
     UNSUPPORTED_OUTPUT = (
         "unsupported_output",
         "the output holds an object a replay cannot return; return tensors in lists, tuples, dicts or dataclasses",
+    )
+    PADDING_SHOWS = "padding_shows", "padding rows change the answer; declare pad_values, or capture these sizes"
+    RANDOM_PADDING = (
+        "random_padding",
+        "the forward draws random numbers: padding would change the next ones; capture this size, or set pad_random",
+    )
+    BATCH_DIM_UNCONFIRMED = (
+        "batch_dim_unconfirmed",
+        "only one batch size has been seen, so what follows it is a guess, and is not padded; name it in batch_dims",
     )
     OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
     # Generation by a library beside this one.

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.select import graph_device
+from simplegraph.module.mixin import CudaGraphWrapper
 
 GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
 
@@ -55,6 +57,14 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _proofs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prove graphs by default only where a test says `proofs`: tests of one mechanism count runs and replays."""
+    if not request.node.get_closest_marker("proofs"):
+        monkeypatch.setitem(CudaGraphConfig.__init__.__kwdefaults__, "verify", 0)
+        monkeypatch.setattr(CudaGraphWrapper, "cuda_graph_config", CudaGraphConfig())
 
 
 @pytest.fixture

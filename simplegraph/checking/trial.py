@@ -19,8 +19,8 @@ from simplegraph.graph.failures import user_location
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.tensors import parts, storage_key, wait_collectives
+from simplegraph.manager.differences import cloned, first_difference, random_state, set_random_state
 from simplegraph.manager.jobs import MemoryEstimate
-from simplegraph.module.compare import cloned, first_difference, random_state, set_random_state
 from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import CallReader, batch_dim_of
 from simplegraph.module.snapshot import Snapshot, has_address

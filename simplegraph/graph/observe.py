@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.operators import OperatorMode, written_args
+from simplegraph.graph.operators import OperatorMode, may_draw, written_args
 from simplegraph.graph.tensors import only_shapes, storage_key, wrapper_class
 
 
@@ -23,6 +23,7 @@ class MemoryObserver(OperatorMode):
         external: storage key -> a tensor of that memory, for memory that existed before.
         passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
         written: storage keys of external memory that an operator wrote to.
+        may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
         left: storage key -> which eager break made that memory and did not return it.
         found: that break -> what the forward did with such memory nevertheless.
     """
@@ -32,6 +33,7 @@ class MemoryObserver(OperatorMode):
         self.external: dict[int, Tensor] = {}
         self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
+        self.may_draw = False
         self.left: dict[int, int] = {}
         self.found: dict[int, str] = {}
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
@@ -79,6 +81,7 @@ class MemoryObserver(OperatorMode):
         kwargs = kwargs or {}
         if only_shapes():
             return func(*args, **kwargs)
+        self.may_draw = self.may_draw or may_draw(func)
         own = self._own
         inside = self._made_inside
         external = self.external

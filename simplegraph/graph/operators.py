@@ -40,6 +40,12 @@ def is_collective(func: Any) -> bool:
     return func.namespace in ("c10d", "_c10d_functional")
 
 
+@functools.lru_cache(maxsize=4096)
+def may_draw(func: Any) -> bool:
+    """True if the operator draws random numbers, or is not torch's own and may do so unsaid."""
+    return torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims", "prim")
+
+
 def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an operator writes to."""
     for position, name, flag in _written(func):

@@ -91,7 +91,7 @@ class CaptureSession:
         free_before = self.device.free_memory()
         recorder = SegmentRecorder(self.device, self.pool, generators, trace)
         try:
-            with _reseeding_shows((_default_generator(self.device.torch_device), *generators)):
+            with _reseeding_shows((default_generator(self.device.torch_device), *generators)):
                 try:
                     recorder.begin()
                     with recording_breaks(None if trace is None else recorder):
@@ -168,5 +168,6 @@ def _reseeding_shows(generators: Sequence[torch.Generator]) -> Iterator[None]:
 _UNLIKELY_SEED = 0x5EED_0F_50AB0D1E5
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that a device draws from if none is named."""
     return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]

@@ -21,31 +21,31 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.tensors import wait_collectives
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.progress import capture_bar
 from simplegraph.manager.table import ProgramTable
 
 logger = logging.getLogger("simplegraph")
 
 
-def run_observed(table: ProgramTable, run: Callable[[], Any], traced: Key | None = None) -> tuple[Any, MemoryObserver]:
+def run_observed(
+    table: ProgramTable, run: Callable[[], Any], *, traced: bool = False
+) -> tuple[Any, MemoryObserver, BreakTrace | None]:
     """Run a forward eagerly, and note what it reads and writes.
 
     Args:
-        table: gets what the forward's breaks return, if `traced` is given.
+        table: of the graphs that it is a warmup of.
         run: the forward.
-        traced: the key of the piecewise graph that this is a warmup of.
+        traced: note what its breaks return, too.
     """
     observer = MemoryObserver()
     tracer = None
-    if traced is not None:
+    if traced:
         operators = breaking_operators(table.config.break_ops)
         tracer = BreakTracer(operators, observer, table.device.torch_device)
     with observer, recording_breaks(tracer):
         outputs = wait_collectives(run())
-    if tracer is not None:
-        table.add_trace(traced, tracer.finish(outputs))
-    return outputs, observer
+    return outputs, observer, None if tracer is None else tracer.finish(outputs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,6 +60,7 @@ class GraphCapture:
         jobs: largest first, so that the smaller ones reuse the pool's memory.
         settings: beside the configuration, what ranks that capture together must have alike.
         lazy: this is a single capture in the middle of serving.
+        retry: a size that failed gets a warmup of its own and a second try; before_retry: called before such a warmup.
 
     Attributes:
         observers: what warmups and captures were seen to read. Looking costs time, so where the largest and the
@@ -70,6 +71,8 @@ class GraphCapture:
     jobs: Sequence[CaptureJob]
     settings: dict[str, Any]
     lazy: bool = False
+    retry: bool = True
+    before_retry: Callable[[], object] = bool
     observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
     _failed: dict[str, CaptureError] = dataclasses.field(default_factory=dict)
     _traced: list[MemoryObserver] = dataclasses.field(default_factory=list)  # of warmups for what breaks return
@@ -122,8 +125,10 @@ class GraphCapture:
                 observed = index in (first, len(jobs) - 1)
                 unseen += [] if observed else [job]
                 error = self._capture_one(session, job, observed=observed)
-                if error is not None and not self.lazy and self._warm_up(job) is None:
-                    error = self._capture_one(session, job)
+                if error is not None and self.retry:
+                    self.before_retry()
+                    if self._warm_up(job) is None:
+                        error = self._capture_one(session, job)
                 if error is not None:
                     self._failed[job.label] = error
             seen = self.observers[compared:]
@@ -173,9 +178,11 @@ class GraphCapture:
         return self._on_all_ranks("warming up", job, self._warm_up_here(job, self.observers))
 
     def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
-        traced = job.key if job.mode is CudaGraphMode.PIECEWISE else None
         try:
-            _, observer = run_observed(self.table, job.run, traced)
+            traced = job.mode is CudaGraphMode.PIECEWISE
+            _, observer, trace = run_observed(self.table, job.run, traced=traced)
+            if trace is not None:
+                self.table.add_trace(job.key, trace)
             if self._ranks.size > 1:
                 self.table.device.synchronize()  # no collective may be in flight when a capture begins
         except InputError:
@@ -191,6 +198,7 @@ class GraphCapture:
         if job.mode is not CudaGraphMode.PIECEWISE:
             return None
         if self.table.trace(job.key) is None:
+            self.before_retry()
             error = self._warm_up_here(job, self._traced)
             if error is not None:
                 raise error

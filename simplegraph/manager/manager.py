@@ -201,9 +201,9 @@ class CudaGraphManager:
         self.table.raise_failure(summary.failed)
         return summary
 
-    def new_capture(self, jobs: Sequence[CaptureJob], *, lazy: bool = False) -> GraphCapture:
+    def new_capture(self, jobs: Sequence[CaptureJob], **options: Any) -> GraphCapture:
         """Prepare to capture several graphs in one session; see `GraphCapture`."""
-        return GraphCapture(self.table, jobs, {"lora_cases": self.dispatcher.lora_cases}, lazy=lazy)
+        return GraphCapture(self.table, jobs, {"lora_cases": self.dispatcher.lora_cases}, **options)
 
     def run(self, batch: Dispatch, forward: Forward) -> Any:
         """Replay the batch's graph, or run `forward` eagerly where there is none.

@@ -10,7 +10,7 @@ from typing import Any
 from simplegraph.manager.stats import GraphCounters, GraphStats
 
 _TOTALS = ("captures", "capture_seconds", "graph_bytes", "replays", "padded_tokens", "recaptures", "flushes")
-_COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded")
+_COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -59,6 +59,8 @@ class GraphReport:
         lines += _table([_COLUMNS, *map(_row, graphs)]) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
         lines += [f"  eager {count:>6} x {reason.value}: {reason.text}" for reason, count in stats.eager.most_common()]
+        seconds = sum(graph.proof_seconds for graph in graphs)
+        lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
         if stats.flushes:
             lines.append(f"  flushed {stats.flushes} x: more call signatures than max_signatures")
         lines += [f"  failed: {_cause(message)}" for message in stats.failures.values()]
@@ -70,7 +72,7 @@ class GraphReport:
 def _row(graph: GraphCounters) -> tuple[str, ...]:
     what = (graph.size, graph.segments, graph.breaks, "-" if graph.nodes is None else graph.nodes)
     costs = f"{graph.seconds * 1e3:.1f}", _mib(graph.bytes)
-    return graph.mode, *map(str, what), *costs, str(graph.replays), str(graph.padded_tokens)
+    return graph.mode, *map(str, what), *costs, str(graph.replays), str(graph.padded_tokens), graph.proof or "-"
 
 
 def _as_dict(graph: GraphCounters) -> dict[str, Any]:

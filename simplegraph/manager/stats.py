@@ -13,7 +13,7 @@ from simplegraph.reasons import Reason
 logger = logging.getLogger("simplegraph")
 
 # Reasons that are part of the normal course; the others cost speed and are worth a warning.
-_EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.EAGER_CONTEXT, Reason.NESTED, Reason.MODE_NONE}
+_EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.EAGER_CONTEXT, Reason.NESTED, Reason.MODE_NONE, Reason.PROOF}
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,6 +28,8 @@ class GraphCounters:
         replays: how often it was replayed; padded_tokens: padding rows in all of these together.
         segments, breaks: graphs it consists of, and eager calls between them.
         nodes: operations in it, where the device can say.
+        proof: which calls were compared with eager and agreed, "exact" and "padded" ones, or why it is "unverified";
+            proof_seconds: the time that took, the eager runs included.
         costs: its steps and their times; see `StepCost`.
     """
 
@@ -41,6 +43,8 @@ class GraphCounters:
     nodes: int | None = None
     replays: int = 0
     padded_tokens: int = 0
+    proof: str = ""
+    proof_seconds: float = 0.0
     costs: Callable[[], Sequence[Any]] = tuple
 
 

@@ -29,12 +29,34 @@ _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 @dataclasses.dataclass(slots=True, eq=False)
 class CapturedGraph:
-    """One captured key, ready to be replayed."""
+    """One captured key, ready to be replayed.
+
+    Attributes:
+        unproven, unproven_padded: how many of its next calls with exactly its rows, and with fewer, are compared with
+            eager; tries: how many of them could not be.
+    """
 
     mode: CudaGraphMode
     descriptor: BatchDescriptor
     program: Program
     counters: GraphCounters
+    unproven: int = 0
+    unproven_padded: int = 0
+    tries: int = 0
+
+    def prove(self, *, padded: bool, both: bool = False, unverified: str = "") -> None:
+        """Note that a call was compared with eager, or why none can be.
+
+        Args:
+            padded: it had padding rows.
+            both: nothing more will be compared, with padding rows or without.
+            unverified: why not.
+        """
+        self.unproven = 0 if both else self.unproven - (not padded)
+        self.unproven_padded = 0 if both else self.unproven_padded - padded
+        what = f"unverified: {unverified}" if unverified else "padded" if padded else "exact"
+        if what not in self.counters.proof:
+            self.counters.proof = ", ".join(filter(None, (self.counters.proof, what)))
 
 
 @dataclasses.dataclass(eq=False)
@@ -130,7 +152,8 @@ class ProgramTable:
         )
         if self.failures.pop(job.key, None) is not None:
             self.stats.failures.pop(job.label, None)
-        self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters)
+        verify = self.config.verify
+        self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, verify, verify)
         self.stats.captured(job.key, counters)
 
     def add_failure(self, job: CaptureJob, error: CaptureError) -> None:

@@ -8,20 +8,21 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import CudaGraphMode
 from simplegraph.context import CALLS, bypassed, described_batch
 from simplegraph.errors import CaptureSizeError, ReplayError
+from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.capture import run_observed
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.call import Call, CallLayout, invoke
-from simplegraph.module.compare import EagerComparison
 from simplegraph.module.inputs import InputSet
+from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators, random_states
 from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader, ConstantArg
 from simplegraph.module.snapshot import Snapshot, holds_graph_memory
@@ -50,11 +51,13 @@ class GraphBuilder:
     inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
     state: CapturedState | None = None
     _external: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    _written: set[int] = dataclasses.field(default_factory=set)
 
     def drop(self) -> None:
         """Drop the programs and what they own."""
         self.inputs_of.clear()
         self._external.clear()
+        self._written.clear()
         self.state = None
         self.manager.reset()
 
@@ -63,72 +66,63 @@ class GraphBuilder:
     def run_as_called(self, call: Call, reason: Reason) -> Any:
         """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
         self.manager.stats.ran_eagerly(reason)
-        exact = call.batch == call.padded
-        traced = _traced_key(call) if exact else None
-        outputs, spec, observer = self._run_on_capture_stream(call.module, call.args, call.kwargs, traced)
+        outputs, spec, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs)
+        if trace is not None:
+            call.binding.note_trace(call.batch, trace)
+            if not call.padding:
+                self.manager.table.add_trace(call.key, trace)
         memory = call.memory
         # What eager breaks write, no capture sees: they do not run in one.
         call.binding.note_written(observer, memory)
-        self._keep_external(observer, set(memory.values()))
+        self.keep_external(observer, set(memory.values()))
         call.binding.learn_outputs(call.batch, outputs, spec)
         self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.called = True
-        call.binding.warm[call.padded] += exact
-        return spec.unflatten(outputs)
-
-    def run_padded(self, call: Call) -> Any:
-        """Run eagerly on the padded static inputs, as will be captured; the caller gets its rows."""
-        self.manager.stats.ran_eagerly(Reason.WARMUP)
-        device, comparison = self.manager.device.torch_device, None
-        if self.manager.config.verify:  # what eager gives for the call as it is; padding is compared with that
-            comparison = EagerComparison(f"the padded warmup of batch size {call.padded}", device)
-            comparison.run_eager(call.module, call.args, call.kwargs)
-        inputs, binding = self._inputs(call), call.binding
-        inputs.load(call.tensors, call.batch, call.padded)
-        args, kwargs = call.spec.unflatten(inputs.leaves(call.layout.args, call.padded))
-        outputs, spec, observer = self._run_on_capture_stream(call.module, args, kwargs, _traced_key(call))
-        own = inputs.storages
-        self._keep_external(observer, own)
-        binding.note_written(observer, inputs.memory)
-        binding.learn_outputs(call.padded, outputs, spec)
-        binding.warm[call.padded] += 1
-        if binding.unsliceable is not None and call.padded != call.batch:
-            raise binding.unsliceable  # found out too late: this one call runs twice
-        outputs = [
-            leaf.clone() if isinstance(leaf, Tensor) and storage_key(leaf) in own else leaf
-            for leaf in binding.outputs.cut(outputs, call.batch, call.padded)
-        ]
-        if comparison is not None:
-            comparison.compare(outputs)
-        for name, leaf in call.tensors:
-            if name in binding.written:
-                leaf.copy_(inputs.inputs[name].part(call.padded, 0, call.batch))
+        call.binding.warm[call.padded] += not call.padding or reason is Reason.WARMUP
         return spec.unflatten(outputs)
 
     def needs_warmup(self, call: Call) -> bool:
-        """True if the call's size must run eagerly once more before its capture."""
-        untraced = _traced_key(call) is not None and not self.manager.table.has_own_trace(call.key)
-        return untraced or call.binding.warm[call.padded] < self.manager.config.num_warmups
+        """True if the call's size must run eagerly once more before its capture, padded sizes as they are called."""
+        binding, table = call.binding, self.manager.table
+        untraced = not table.has_own_trace(call.key)
+        if call.padding:  # what breaks return there follows from two other sizes
+            untraced = untraced and binding.trace_at(call.padded) is None and call.batch not in binding.traces
+        return (_breaks(call) and untraced) or binding.warm[call.padded] < self.manager.config.num_warmups
 
     def _run_on_capture_stream(
-        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], traced: Key | None = None
-    ) -> tuple[list[Any], TreeSpec, MemoryObserver]:
-        """Run eagerly, observed; a warmup of the piecewise graph `traced` also learns what breaks return."""
+        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], TreeSpec, MemoryObserver, BreakTrace | None]:
+        """Run eagerly with these arguments, observed; the warmup of a piecewise graph also traces its breaks."""
+        generators = self.memory(call).generators()
+        before = random_states(generators)
         with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED):
-            result, observer = run_observed(self.manager.table, lambda: invoke(module, args, kwargs), traced)
+            result, observer, trace = run_observed(
+                self.manager.table, lambda: invoke(call.module, args, kwargs), traced=_breaks(call)
+            )
+        pairs = zip(before, random_states(generators), strict=True)
+        call.binding.draws |= observer.may_draw and any(not torch.equal(*pair) for pair in pairs)
         outputs, spec = flatten(result)
         for leaf in outputs:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 leaf.record_stream(torch.cuda.current_stream(leaf.device))
-        return outputs, spec, observer
+        return outputs, spec, observer, trace
 
-    def _keep_external(self, observer: MemoryObserver, inputs: set[int]) -> None:
-        """Own what a run was seen to read, beside its inputs."""
+    def keep_external(self, observer: MemoryObserver, inputs: set[int]) -> None:
+        """Own what a run was seen to read, beside its inputs, and note what it wrote."""
+        self._written |= observer.written - inputs
         for key, tensor in (*observer.external.items(), *observer.passed.items()):
             known = self._external.get(key)
             moved = known is not None and storage_key(known) != key  # then its key means another's memory
             if key not in inputs and (known is None or moved):
                 self._external[key] = tensor
+
+    def memory(self, call: Call) -> ModuleMemory:
+        """Find the memory that a call's forward may write."""
+        return ModuleMemory(self.manager.table, call, self._external, self._written)
+
+    def confirmed(self, call: Call) -> bool:
+        """True if no batch dimension of the call is a guess from one batch size."""
+        return self.reader.confirmed(call.batch, call.leaves, call.names, call.spec)
 
     def _inputs(self, call: Call) -> InputSet:
         known = self.inputs_of.get(call.key)
@@ -138,12 +132,13 @@ class GraphBuilder:
     # What graphs there are.
 
     def plan(self, call: Call) -> Plan:
-        """Make the plan by which such calls are replayed from now on."""
+        """Make the plan by which such calls are replayed, from now on if nothing of it is left to be proven."""
         if self.state is None:
             raise ReplayError("a program exists without the state it reads; call reset_graphs().")
         table = self.manager.table
         plan = Plan(call, table, table.graphs[call.key], self.inputs_of[call.key], self.state)
-        call.layout.plans[call.batch if CALLS.context is None else (call.batch, described_batch())] = plan
+        if not plan.unproven:
+            call.layout.plans[call.batch if CALLS.context is None else (call.batch, described_batch())] = plan
         return plan
 
     def static_inputs(self, layout: CallLayout, size: int | None) -> dict[str, Tensor]:
@@ -163,7 +158,10 @@ class GraphBuilder:
         """Capture the call's size; the static inputs are loaded first, since Python may look at shapes of them."""
         inputs = self._inputs(call)
         inputs.load(call.tensors, call.batch, call.padded)
-        jobs = self._jobs(call, inputs, [(call.dispatch.mode, call.dispatch.descriptor)])
+        trace = call.binding.trace_at(call.padded) if call.padding and _breaks(call) else None
+        if trace is not None and self.manager.table.trace(call.key) is None:
+            self.manager.table.add_trace(call.key, trace)
+        jobs = _capture_jobs(call, inputs, [call.dispatch[:2]])
         failed = self._capture(call, inputs, jobs, lazy=True).failed
         if failed:
             if self.manager.config.on_capture_failure == "raise":
@@ -178,24 +176,14 @@ class GraphBuilder:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
         inputs.tile(call.tensors, call.batch, call.padded)
-        jobs = self._jobs(call, inputs, self.manager.descriptors())
+        jobs = _capture_jobs(call, inputs, self.manager.descriptors())
         jobs = [job for job in jobs if job.key not in table.graphs]
         summary = self._capture(call, inputs, jobs, lazy=False)
         self._note_captured(call, inputs, jobs)
         binding.called = True
-        self._learn_second_size(call, inputs)
         self.reader.learn(call.batch, call.leaves, call.spec)
         table.raise_failure(summary.failed)
         return summary
-
-    def _jobs(
-        self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
-    ) -> list[CaptureJob]:
-        generators = _generators(call)
-        return [
-            CaptureJob((call.binding.signature, *kind), *kind, _forward(call, inputs, kind[1]), generators)
-            for kind in todo
-        ]
 
     def _capture(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
         """Capture; and where the module keeps tensors made during a capture, once more after warming every size.
@@ -219,16 +207,23 @@ class GraphBuilder:
     def _capture_once(
         self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], num_warmups: int, *, lazy: bool
     ) -> tuple[CaptureSummary, list[str]]:
-        """Capture, and put back what Python changed about the module meanwhile, whatever happens.
+        """Capture, and put back what Python, and runs beside the warmups, changed meanwhile, whatever happens.
 
         Returns:
             What was captured, and the names of what was made to hold graph memory; if there are any, no graph is left.
         """
         manager = self.manager
-        capture = manager.new_capture(jobs, lazy=lazy)
-        taken: list[Snapshot] = []  # after the warmups: what real runs change stays
+        rehearsal = Rehearsal(self.memory(call))
+        capture = manager.new_capture(jobs, lazy=lazy, retry=not lazy or call.padding > 0, before_retry=rehearsal.begin)
+        taken: list[Snapshot] = []
+
+        def warmed_up() -> None:
+            taken.append(Snapshot(call.module))  # after the warmups: what real runs change stays
+            if not lazy:
+                self._observe_second_size(call, inputs, rehearsal)
+
         try:
-            summary = capture.run(num_warmups, lambda: taken.append(Snapshot(call.module)))
+            summary = capture.run(num_warmups, warmed_up)
         except BaseException:
             manager.table.forget(jobs)  # what they read was not noted, so they must not be replayed
             raise
@@ -237,12 +232,17 @@ class GraphBuilder:
             kept = [name for name, value in changes if holds_graph_memory(value, manager.device, manager.pool)]
             for before in taken:
                 before.put_back()
+            rehearsal.end()
             for observer in capture.observers:
                 call.binding.note_written(observer, inputs.memory)
-                self._keep_external(observer, inputs.storages)
+                self.keep_external(observer, inputs.storages)
         if kept:
             manager.table.forget(jobs)
         return summary, kept
+
+    def refuse(self, call: Call, cause: str, remedy: str) -> None:
+        """Give up the graph of the call's size: it runs eagerly from now on."""
+        self.manager.table.refuse(_capture_jobs(call, self.inputs_of[call.key], [call.dispatch[:2]]), cause, remedy)
 
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
         """Take note of new programs, and of everything they read."""
@@ -253,28 +253,45 @@ class GraphBuilder:
                 call.binding.learn_outputs(job.descriptor.num_tokens, graph.program.outputs, graph.program.spec)
         self.state = CapturedState(call.module, self._external)
 
-    def _learn_second_size(self, call: Call, inputs: InputSet) -> None:
-        """Run another size eagerly if only one is captured: outputs can then be cut to their rows."""
-        binding = call.binding
-        if binding.outputs.known or binding.unsliceable or binding.unsupported or call.padded == 1:
+    def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal) -> None:
+        """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
+
+        Outputs can then be cut to their rows, and no batch dimension is a guess.
+        """
+        binding, confirmed = call.binding, self.confirmed(call)
+        sliced = binding.outputs.known or len({kind.num_tokens for _, kind in self.manager.descriptors()}) > 1
+        if (sliced and confirmed) or binding.unsliceable or binding.unsupported or call.padded == 1:
             return
-        other = call.padded // 2
+        other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
         leaves = [
             arg.leaf if isinstance(arg, ConstantArg) else inputs.inputs[arg.name].part(call.padded, 0, other).clone()
             for arg in call.layout.args
         ]
         args, kwargs = call.spec.unflatten(leaves)
+        rehearsal.begin()
         try:
-            outputs, spec, _ = self._run_on_capture_stream(call.module, args, kwargs)
-        except Exception as error:  # the forward takes no such batch: smaller ones than captured run eagerly, then
+            outputs, spec, _, trace = self._run_on_capture_stream(call, args, kwargs)
+        except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
             logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
         else:
             binding.learn_outputs(other, outputs, spec)
+            self.reader.learn(other, leaves, call.spec)
+            if trace is not None:
+                binding.note_trace(other, trace)
 
 
-def _traced_key(call: Call) -> Key | None:
-    """Return the key by which a warmup of this call keeps what breaks return; None if its graph has no breaks."""
-    return call.key if call.dispatch.mode is CudaGraphMode.PIECEWISE else None
+def _breaks(call: Call) -> bool:
+    """True if the call's graph honours breaks, so that its warmup must trace them."""
+    return call.dispatch.mode is CudaGraphMode.PIECEWISE
+
+
+def _capture_jobs(
+    call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
+) -> list[CaptureJob]:
+    generators = held_generators(call)
+    return [
+        CaptureJob((call.binding.signature, *kind), *kind, _forward(call, inputs, kind[1]), generators) for kind in todo
+    ]
 
 
 def _forward(call: Call, inputs: InputSet, descriptor: BatchDescriptor) -> Callable[[], Any]:
@@ -286,11 +303,3 @@ def _forward(call: Call, inputs: InputSet, descriptor: BatchDescriptor) -> Calla
             return invoke(call.module, args, kwargs)
 
     return run
-
-
-def _generators(call: Call) -> tuple[torch.Generator, ...]:
-    """Find the random generators that the module holds or is passed: a capture must know them beforehand."""
-    module: nn.Module = call.module
-    held = [value for child in module.modules() for value in vars(child).values()]
-    passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
-    return tuple({id(value): value for value in (*held, *passed) if isinstance(value, torch.Generator)}.values())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.batch.dispatch import Dispatch
+from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.inputs import InputSet, overlap, shared_rows
@@ -19,6 +20,8 @@ from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import Arg, Signature, TensorArg, batch_dim_of
 from simplegraph.nested import LEAF, TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
+
+_TRACES = 3  # of as many batch sizes traces of eager calls are kept, to learn from two of them
 
 
 class Graphed:
@@ -38,8 +41,10 @@ class Binding:
         inputs: static inputs, one set unless sizes have their own.
         outputs: how outputs follow the batch size; unsliceable: why they do not.
         called: True once a call went through eagerly, as it was.
+        layouts: the ways its calls pass their arguments, by nesting.
+        traces: what the breaks of eager calls returned, by batch size; of the latest few.
         warm: warmup runs by padded size.
-        written: names of the inputs that the forward was seen to write to.
+        written: names of the inputs that the forward was seen to write to; draws: True if it draws random numbers.
     """
 
     signature: Signature
@@ -50,6 +55,9 @@ class Binding:
     called: bool = False
     warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     written: set[str] = dataclasses.field(default_factory=set)
+    draws: bool = False
+    layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
+    traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)
 
     def inputs_for(self, padded: int, largest: int, args: Sequence[Arg], leaves: Sequence[Any]) -> InputSet:
         """Find or make the static inputs of a padded size; `args` and `leaves` in the order of the call that asks."""
@@ -59,6 +67,24 @@ class Binding:
         made = InputSet(args, shared_rows(args, largest, padded), leaves)
         self.inputs.append(made)
         return made
+
+    def refuse_padding(self, why: CannotBind) -> None:
+        """Let padded calls run eagerly from now on."""
+        self.unsliceable = why
+        for layout in self.layouts.values():
+            layout.plans = {key: plan for key, plan in layout.plans.items() if not plan.padding}
+
+    def note_trace(self, rows: int, trace: BreakTrace) -> None:
+        """Remember what the breaks of an eager call of so many rows returned."""
+        self.traces.pop(rows, None)
+        self.traces[rows] = trace
+        while len(self.traces) > _TRACES:
+            del self.traces[next(iter(self.traces))]
+
+    def trace_at(self, rows: int) -> BreakTrace | None:
+        """Find what the breaks return at another batch size, from calls of two sizes."""
+        pairs = itertools.combinations(self.traces.items(), 2)
+        return next(filter(None, (trace_between(*pair, rows) for pair in pairs)), None)
 
     def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
         """Remember which inputs a run wrote to; `memory` has their storage keys by name."""
@@ -147,6 +173,18 @@ class Call(NamedTuple):
     @property
     def padding(self) -> int:
         return self.padded - self.batch
+
+    def check(self, *, pad_random: bool) -> None:
+        """Refuse a call that no graph can serve, for what is known of such calls. Raises CannotBind."""
+        binding = self.binding
+        if binding.unsupported is not None:
+            raise binding.unsupported
+        if self.padding and binding.unsliceable is not None:
+            raise binding.unsliceable
+        if self.padding and binding.draws and not pad_random:
+            raise CannotBind(Reason.RANDOM_PADDING, f"batch size {self.batch}")
+        if binding.written and self.aliased:
+            raise CannotBind(Reason.ALIASED_INPUTS, ", ".join(name for name, _ in self.tensors))
 
     @property
     def aliased(self) -> bool:

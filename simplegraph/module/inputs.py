@@ -90,6 +90,13 @@ class StaticInput:
         else:
             tail.fill_(self.pad_number)
 
+    def repeat(self, rows: int, padded: int) -> None:
+        """Set padding rows to the real ones, over and over: valid values that are no constant."""
+        if isinstance(self.arg.batch_dim, int) and padded > rows:
+            source = torch.arange(padded - rows, device=self.arg.device) % rows
+            real = self.part(padded, 0, rows).index_select(self.arg.batch_dim, source)
+            self.part(padded, rows, padded).copy_(real)
+
 
 class InputSet:
     """The static inputs of one signature, for sizes up to `rows`.

@@ -66,6 +66,7 @@ class KnownCalls:
         """Keep a layout, and note that it is the latest."""
         signature = layout.binding.signature
         self.bindings[signature] = layout.binding
+        layout.binding.layouts[layout.spec] = layout
         self.layouts[layout.spec, signature] = self.last = layout
 
     def _state_of(self, module: Any) -> Hashable:

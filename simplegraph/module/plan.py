@@ -16,6 +16,8 @@ from simplegraph.module.inputs import InputSet, StaticInput, overlap, slot
 from simplegraph.module.signature import PLAIN_TENSORS
 from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import CapturedState, held_tensors
+from simplegraph.nested import flatten
+from simplegraph.reasons import CannotBind, Reason
 
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
@@ -35,7 +37,7 @@ class Plan:
         slots: what each leaf must be, and where it goes.
         rows, padded: real rows, and rows of the graph.
         outputs: views of the real rows of what a replay writes, and leaves that are no graph memory.
-        checked: replays take the slow way, with checks: `debug` of addresses, the next `checks` of results.
+        debug: replays check addresses.
     """
 
     def __init__(
@@ -52,9 +54,7 @@ class Plan:
         self.rows = call.batch
         self.padded = call.padded
         self.padding = call.padding
-        self.checks = table.config.verify
         self.debug = table.config.debug
-        self.checked = self.debug or self.checks > 0
         self._prepare_inputs(call)
         self._prepare_outputs(call)
 
@@ -92,6 +92,18 @@ class Plan:
         self._overlapping = _pads([(s, tail) for s, tail in numbers if not s.rows_first])
         repeated = [(s, tail) for s, tail in tails if s.pad == "repeat-last"]
         self._repeated = [(tail, s.part(padded, rows - 1, rows).expand_as(tail)) for s, tail in repeated]
+
+    @property
+    def unproven(self) -> bool:
+        """True if the next such call is to be compared with eager."""
+        return (self.graph.unproven_padded if self.padding else self.graph.unproven) > 0
+
+    def copies(self, leaves: Sequence[Any]) -> Copies:
+        """Find what has to be copied for a call that was read as one of these. Raises CannotBind."""
+        copies = self.bind(leaves)
+        if copies is None:
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, "an argument does not equal itself")
+        return copies
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
         """Find what has to be copied for this call; None if a leaf is not what was captured."""
@@ -183,6 +195,15 @@ class Plan:
             for index in self._clone:
                 outputs[index] = outputs[index].clone()
         return self._spec.unflatten(outputs)
+
+    def handed_out(self, result: Any) -> Any:
+        """Return eager's result as a replay would: static outputs are always the same memory."""
+        if self.table.config.outputs != "static":
+            return result
+        for output, leaf in zip(self.outputs, flatten(result)[0], strict=True):
+            if isinstance(output, Tensor):
+                output.copy_(leaf)
+        return self._spec.unflatten(self.outputs)
 
     # With `debug`.
 

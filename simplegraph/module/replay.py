@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,9 @@ from simplegraph.context import CallContext
 from simplegraph.graph.modes import autocast_dtype
 from simplegraph.module.call import CallLayout
 from simplegraph.module.changes import Changes
-from simplegraph.module.compare import EagerComparison
 from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan
 from simplegraph.module.state import CapturedState
-from simplegraph.nested import flatten
 
 MISS = object()
 # Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.
@@ -61,30 +59,15 @@ def try_replay(
         moved = (state.seen != Changes.count or state.watches_plain) and state.moved()
         if moved or not plan.program.live or is_capturing():
             return MISS
-        if plan.checked:
-            return replay_checked(module, plan, leaves, args, kwargs, copies)
+        if plan.debug:
+            return replay_checked(module, plan, leaves, copies)
         return plan.replay(leaves, copies)
 
 
-def replay_checked(
-    module: Any,
-    plan: Plan,
-    leaves: Sequence[Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    copies: Copies,
-) -> Any:
-    """Replay with `debug` or `verify`: check addresses before, compare the result with eager's after."""
+def replay_checked(module: Any, plan: Plan, leaves: Sequence[Any], copies: Copies) -> Any:
+    """Replay with `debug`: check addresses before, and what breaks keep after."""
     plan.check_places()
-    comparison = None
-    if plan.checks:
-        plan.checks -= 1
-        plan.checked = plan.debug or plan.checks > 0
-        comparison = EagerComparison(plan.graph.counters.label, plan.device.torch_device)
-        comparison.run_eager(module, args, kwargs)
     result = plan.replay(leaves, copies)
-    if comparison is not None:
-        comparison.compare(flatten(result)[0])
     plan.check_kept(module)
     return result
 

@@ -25,6 +25,7 @@ from simplegraph.manager.stats import GraphStats
 from simplegraph.module.builder import GraphBuilder
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.known import KnownCalls
+from simplegraph.module.proof import prove
 from simplegraph.module.replay import MISS, replay_checked, transforming, try_replay, wants_grad
 from simplegraph.reasons import CannotBind, Reason
 
@@ -177,12 +178,7 @@ class GraphRunner:
         self._drop_if_stale(builder)
         table, binding = builder.manager.table, call.binding
         table.order_streams()
-        if binding.unsupported is not None:
-            raise binding.unsupported
-        if call.padding and binding.unsliceable is not None:
-            raise binding.unsliceable
-        if binding.written and call.aliased:
-            raise CannotBind(Reason.ALIASED_INPUTS, ", ".join(name for name, _ in call.tensors))
+        call.check(pad_random=self.config.pad_random)
         if call.key not in table.graphs:
             if call.key in table.failures:
                 raise CannotBind(Reason.CAPTURE_FAILED, table.failures[call.key].args[0].splitlines()[0])
@@ -192,18 +188,22 @@ class GraphRunner:
                 return builder.run_as_called(call, Reason.FIRST_CALL)
             if call.padding and not binding.outputs.can_cut(call.padded):
                 return builder.run_as_called(call, Reason.OUTPUT_SHAPE_UNKNOWN)
+            if call.padding and not builder.confirmed(call):
+                return builder.run_as_called(call, Reason.BATCH_DIM_UNCONFIRMED)
             if builder.needs_warmup(call):
-                return builder.run_padded(call)
+                return builder.run_as_called(call, Reason.WARMUP)
             builder.capture(call)
             self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
         if call.padding and not binding.outputs.known:
             return builder.run_as_called(call, Reason.OUTPUT_SHAPE_UNKNOWN)
+        if call.padding and not builder.confirmed(call):
+            return builder.run_as_called(call, Reason.BATCH_DIM_UNCONFIRMED)
         plan = builder.plan(call)
-        copies = plan.bind(call.leaves)
-        if copies is None:
-            raise CannotBind(Reason.OPAQUE_ARGUMENT, "an argument does not equal itself")
-        if plan.checked:
-            return replay_checked(call.module, plan, call.leaves, call.args, call.kwargs, copies)
+        copies = plan.copies(call.leaves)
+        if plan.unproven:
+            return prove(builder, call, plan)
+        if plan.debug:
+            return replay_checked(call.module, plan, call.leaves, copies)
         return plan.replay(call.leaves, copies)
 
     def _drop_if_stale(self, builder: GraphBuilder) -> None:

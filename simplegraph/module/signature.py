@@ -30,7 +30,7 @@ class TensorArg:
         batch_dim: the batch dimension; None for none; "reference" for one taken by address.
         order: its dimensions from largest to smallest stride, for memory formats.
         address: only of a tensor taken by address.
-        pad: how padding rows are filled.
+        pad: how padding rows are filled; pad_declared: True if that was declared.
     """
 
     name: str
@@ -41,6 +41,7 @@ class TensorArg:
     order: tuple[int, ...]
     pad: PadRule = "zero"
     address: int | None = None
+    pad_declared: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +181,12 @@ class CallReader:
             if isinstance(leaf, Tensor) and (len(seen) < 64 or batch in seen):
                 seen[batch] = tuple(leaf.shape)
 
+    def confirmed(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> bool:
+        """True if no batch dimension of a call is a guess: each is declared, or followed two batch sizes."""
+        triples = zip(leaves, names, self._seen_before(leaves, spec), strict=True)
+        guesses = [seen for leaf, name, seen in triples if isinstance(leaf, Tensor) and not self._declared(name)[0]]
+        return all(any(rows != batch for rows in seen) for seen in guesses)
+
     def _batch_dim(self, name: str, tensor: Tensor, batch: int, seen: dict[int, tuple[int, ...]]) -> BatchDim:
         declared, dim = self._declared(name)
         if declared:
@@ -209,9 +216,12 @@ class CallReader:
     def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim) -> TensorArg:
         shape = tuple(-1 if dim == batch_dim else size for dim, size in enumerate(tensor.shape))
         rules = self._config.pad_values
-        pad: PadRule = next((rules[prefix] for prefix in _prefixes(name) if prefix in rules), "zero")
+        declared = next((prefix for prefix in _prefixes(name) if prefix in rules), None)
+        pad: PadRule = "zero" if declared is None else rules[declared]
         address = tensor.data_ptr() if batch_dim == "reference" else None
-        return TensorArg(name, tensor.dtype, tensor.device, shape, batch_dim, _order(tensor), pad, address)
+        return TensorArg(
+            name, tensor.dtype, tensor.device, shape, batch_dim, _order(tensor), pad, address, declared is not None
+        )
 
     def _constant(self, name: str, value: Any) -> ConstantArg:
         kind: type[Any] = type(value)

@@ -168,6 +168,7 @@ def test_sizes_are_captured_largest_first_after_one_warmup_of_the_largest(graphs
     assert [run[:2] for run in module.runs] == [
         (16, False),
         (16, False),
+        (8, False),  # other rows, so that no batch dimension is a guess
         (16, True),
         (4, True),
         (2, True),

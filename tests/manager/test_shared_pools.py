@@ -89,7 +89,8 @@ def test_a_pool_that_an_engine_made_itself_is_the_engines_to_release(device: tor
 
 def test_a_manager_and_a_wrapper_can_share_a_pool(device: torch.device) -> None:
     engine = Engine(device)
-    model = sg.wrap(nn.Linear(4, 4).to(device).eval(), capture_sizes=[4], progress=False, pool=engine.manager.pool)
+    settings = {"capture_sizes": [4], "batch_dims": {"input": 0}, "progress": False}
+    model = sg.wrap(nn.Linear(4, 4).to(device).eval(), pool=engine.manager.pool, **settings)
     engine.manager.capture(engine.forward)
     for _ in range(4):
         x = torch.randn(3, 4, device=device)

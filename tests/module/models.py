@@ -24,11 +24,11 @@ class Mlp(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-class MixinMlp(sg.CudaGraphWrapper, Mlp, capture_sizes=SIZES, progress=False):
+class MixinMlp(sg.CudaGraphWrapper, Mlp, capture_sizes=SIZES, verify=0, progress=False):
     pass
 
 
-@sg.cuda_graph(capture_sizes=SIZES, progress=False)
+@sg.cuda_graph(capture_sizes=SIZES, verify=0, progress=False)
 class DecoratedMlp(Mlp):
     pass
 

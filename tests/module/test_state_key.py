@@ -52,7 +52,8 @@ def state_of(model: LoraLinear) -> tuple[str, bool, float]:
 
 
 def graphed(device: torch.device, **settings) -> LoraLinear:
-    return sg.wrap(LoraLinear().to(device).eval(), capture_sizes=[2, 4], progress=False, **settings)
+    settings = {"capture_sizes": [2, 4], "batch_dims": {"x": 0}, "progress": False} | settings
+    return sg.wrap(LoraLinear().to(device).eval(), **settings)
 
 
 def assert_replays_eager(model: LoraLinear, device: torch.device, *, calls: int = 4) -> None:
@@ -162,7 +163,7 @@ class QuantisedLinear(nn.Module):
 
 @torch.inference_mode()
 def test_quantised_buffers_made_lazily_and_replaced_later(device):
-    model = sg.wrap(QuantisedLinear().to(device).eval(), capture_sizes=[2, 4], progress=False)
+    model = sg.wrap(QuantisedLinear().to(device).eval(), capture_sizes=[2, 4], batch_dims={"x": 0}, progress=False)
     assert_replays_eager(model, device)
     model.weight = -model.weight  # another checkpoint
     assert_replays_eager(model, device)

@@ -45,7 +45,7 @@ def test_each_way_to_wrap_returns_what_eager_returns_at_every_size(device, way):
     stats = model.graph_stats
     assert {graph.size for graph in stats.graphs.values()} == {2, 4, 7}
     assert stats.replays == 18 - sum(stats.eager.values())
-    assert stats.replays >= 9
+    assert stats.replays >= 8
     assert reasons(model)["batch_too_large"] == 1
 
 

@@ -19,7 +19,7 @@ def test_what_a_forward_writes_to_its_input_reaches_the_caller(device, sizes):
         counter.add_(1)
         return x + counter
 
-    model = graphed(device, step)
+    model = graphed(device, step, batch_dims={"args": 0})
     for size in sizes:
         x, counter = rows(size, device), torch.arange(float(size), device=device).unsqueeze(1)
         expected = counter + 1

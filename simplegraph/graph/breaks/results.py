@@ -8,7 +8,7 @@ where its stand-in lies, or finds that it is there already.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simplegraph.errors import BreakError
 from simplegraph.graph.breaks.step import Accept, Cell, Place, Result
-from simplegraph.nested import ATOMS, constant_key
+from simplegraph.nested import ATOMS, ById, constant_key
 
 Entry = tuple[Any, Accept]  # what stands in for a result, and what takes it at a replay
 
@@ -38,10 +38,12 @@ class Bridge:
         return None
 
 
-def _bridge(like: Tensor, device: torch.device, place: Place) -> Entry:
-    """Copy each replay's tensor to memory of the capture; `like` gives its shape, strides and dtype."""
+def _bridge(
+    dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], place: Place
+) -> Entry:
+    """Copy each replay's tensor to memory of the capture."""
     with torch.inference_mode(False):  # not an inference tensor: replays in other modes write to it
-        bridge = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        bridge = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return bridge, Bridge(place.keep(bridge)).accept
 
 
@@ -138,14 +140,16 @@ def classify_result(
     """
     index = next((index for index, argument in enumerate(arguments) if argument is leaf), None)
     if isinstance(leaf, ATOMS):
-        return Result(partial(_constant, leaf), any_size=leaf is None)
+        known = _result(_constant, leaf, same=(type(leaf), constant_key(leaf)))
+        return known._replace(any_size=leaf is None)
     if index is not None:
         return Result(partial(_pass_back, index, None), any_size=True)
     if not isinstance(leaf, Tensor):
         late = isinstance(leaf, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType))
-        return (
-            _refusal("returns a generator, whose body would run after it") if late else Result(partial(_hand_on, leaf))
-        )
+        if late:
+            return _refusal("returns a generator, whose body would run after it")
+        kind: Any = type(leaf)
+        return _result(_hand_on, leaf, same=kind)
     if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
         return _refusal(f"returns a {type(leaf).__name__} of layout {leaf.layout}; return plain strided tensors")
     if leaf.device != device:
@@ -155,16 +159,28 @@ def classify_result(
         if arguments[shared].dtype is not leaf.dtype or leaf.is_conj() or leaf.is_neg():
             return _refusal("returns its argument seen as another dtype; return a clone")
         offset = int(leaf.storage_offset() - arguments[shared].storage_offset())
-        return Result(partial(_pass_back, shared, (leaf.shape, leaf.stride(), offset)))
+        view = tuple(leaf.shape), tuple(leaf.stride()), offset
+        return _result(_pass_back, shared, same=shared, geometry=(view,))
     if not made_here(leaf):
-        return Result(partial(_outside, leaf))
+        return _result(_outside, leaf, same=ById(leaf))
     sharing = [index for index, other in enumerate(before) if _share_memory(other, leaf)]
     twice = next((index for index in sharing if _memory(before[index]) == _memory(leaf)), None)
     if twice is not None:
-        return Result(partial(_repeat, twice))
+        return _result(_repeat, twice, same=twice)
     if any(_overlap(before[index], leaf) for index in sharing):
         return _refusal("returns tensors that overlap in memory; return clones")
-    return Result(partial(_bridge, torch.empty_like(leaf, device="meta"), leaf.device))
+    dense = torch.empty_like(leaf, device="meta")
+    geometry = tuple(dense.shape), tuple(dense.stride())
+    return _result(_bridge, leaf.dtype, leaf.device, same=(leaf.dtype, leaf.device), geometry=geometry)
+
+
+def _result(enter: Callable[..., Entry], *fixed: Any, same: Hashable, geometry: tuple[Any, ...] = ()) -> Result:
+    """Make a result of an `enter` that takes `fixed` arguments and a geometry.
+
+    At other batch sizes it is known if `same` is the same there, and the numbers of the geometry follow the size.
+    """
+    form = frozenset({same}), geometry
+    return Result(partial(enter, *fixed, *geometry), form=form, of_form=lambda form: partial(enter, *fixed, *form[1]))
 
 
 def _share_memory(argument: Any, leaf: Tensor) -> bool:

@@ -46,10 +46,14 @@ class Result(NamedTuple):
     Attributes:
         enter: returns what the forward goes on with, and what takes a replay's value and says what is wrong with it.
         any_size: True if it is the same for every batch size.
+        form: all that decides it, in nested tuples, whose integers may follow the batch size.
+        of_form: makes `enter` for another form; None if only this size is known.
     """
 
     enter: Callable[[Place], tuple[Any, Accept]]
     any_size: bool = False
+    form: Any = None
+    of_form: Callable[[Any], Callable[[Place], tuple[Any, Accept]]] | None = None
 
 
 class BreakCall(NamedTuple):
@@ -90,6 +94,43 @@ class BreakTrace:
     def any_size(self) -> bool:
         """True if captures of other batch sizes can go by it."""
         return all(call.any_size for call in self.calls)
+
+
+def trace_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace], rows: int) -> BreakTrace | None:
+    """Find what breaks return at a batch size from traces at two others, each given with its rows.
+
+    Returns:
+        None if the traces differ by more than sizes that are equal, or proportional to the rows.
+    """
+    (a, first), (b, second) = one, other
+    if a == b or len(first.calls) != len(second.calls):
+        return None
+    calls = []
+    for call, like in zip(first.calls, second.calls, strict=True):
+        alike = (call.function, call.spec, call.problem) == (like.function, like.spec, None)
+        if not alike or len(call.made_here) != len(like.made_here):
+            return None
+        results = []
+        for result, same in zip(call.results, like.results, strict=True):
+            form = _follow(result.form, same.form, (a, b), rows)
+            if not (result.any_size and same.any_size):
+                if form is None or result.of_form is None:
+                    return None
+                result = result._replace(enter=result.of_form(form))
+            results.append(result)
+        calls.append(call._replace(results=tuple(results)))
+    return BreakTrace(first.operators, calls)
+
+
+def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
+    """Return a form at `rows` rows from the forms at two sizes; None if they differ otherwise."""
+    if type(one) is tuple and type(other) is tuple and len(one) == len(other):
+        parts = [_follow(*pair, sizes, rows) for pair in zip(one, other, strict=True)]
+        return None if None in parts else tuple(parts)
+    if type(one) is int and type(other) is int and one != other:
+        a, b = sizes
+        return one // a * rows if one * b == other * a and one % a == 0 else None
+    return one if one == other else None
 
 
 class RebuiltArgument(NamedTuple):

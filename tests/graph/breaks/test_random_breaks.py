@@ -32,7 +32,8 @@ class Twins:
     def __init__(self, device, steps, form="dict", **settings):
         self.net = Net(steps, form).to(device).eval()
         self.twin = copy.deepcopy(self.net)
-        settings = {"mode": "PIECEWISE", "break_ops": ["sgrandom::named"], "progress": False} | settings
+        fixed = {"mode": "PIECEWISE", "break_ops": ["sgrandom::named"], "pad_random": True, "progress": False}
+        settings = fixed | settings
         self.model = sg.wrap(self.net, **settings)
         self.device = device
         self.calls = 0

@@ -33,7 +33,7 @@ def test_after_an_exception_in_a_break_padding_rows_are_padding_again(device: to
             fills(x)
             return hidden
 
-    model = piecewise(Filling(), device, capture_sizes=[4])
+    model = piecewise(Filling(), device, capture_sizes=[4], batch_dims={"x": 0})
     for step in range(8):
         x = torch.randn(3, 4, device=device)
         expected = x + x.sum(0, keepdim=True)
@@ -248,12 +248,12 @@ def test_after_an_exception_in_a_break_the_next_call_is_right(device: torch.devi
         return x * 2
 
     module = Model(risky)
-    model = piecewise(module, device)
-    for _ in range(6):
+    model = piecewise(module, device, batch_dims={"x": 0})
+    for rows in (3, 2, 3, 2, 3, 3):
         trouble.append(Trouble("from the user"))
         with pytest.raises(Trouble, match="from the user"):
-            model(torch.randn(3, 4, device=device))
-        check_calls = torch.randn(3, 4, device=device)
+            model(torch.randn(rows, 4, device=device))
+        check_calls = torch.randn(rows, 4, device=device)
         torch.testing.assert_close(model(check_calls), module(check_calls))
     assert model.graph_stats.replays > 0
     assert model.graph_stats.failures == {}

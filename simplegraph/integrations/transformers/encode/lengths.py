@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from simplegraph.module.compare import first_difference
+from simplegraph.manager.differences import first_difference
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 

@@ -15,7 +15,7 @@ from simplegraph.graph.failures import user_location
 from simplegraph.integrations.transformers.generate.store import CacheLayout, CacheStore
 from simplegraph.integrations.transformers.generate.token_step import masks_source
 from simplegraph.integrations.transformers.kernels.usable import triton_runs
-from simplegraph.module.compare import difference
+from simplegraph.manager.differences import difference
 from simplegraph.reasons import CannotBind, Reason
 
 _SMALLEST_SPAN = 256  # positions; attending to fewer costs about the same

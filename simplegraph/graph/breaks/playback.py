@@ -1,0 +1,134 @@
+"""Play back what the breaks of an eager run returned and wrote, where a replay would call them again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from simplegraph.errors import BreakError
+from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.breaks.results import Bridge
+from simplegraph.graph.breaks.step import Break
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.program import Program
+from simplegraph.graph.tensors import wait_collectives
+from simplegraph.nested import TreeSpec, flatten
+
+Restore = Callable[[], object]
+
+
+class Copies(Protocol):
+    """Copies memory that outlives a run."""
+
+    def copied(self, keys: Collection[int]) -> Restore:
+        """Copy memory, given by its storage keys; what is returned puts it back."""
+
+
+class RecordedBreak(NamedTuple):
+    """One call of a break in an eager run.
+
+    Attributes:
+        function: what was called.
+        results, spec: the leaves of what it returned, tensors cloned, and how they nest.
+        arguments: for each leaf of its arguments that the run made, what the call left in it; None for others.
+        outside: puts back what it wrote to memory from before the run.
+    """
+
+    function: Callable[..., Any]
+    results: Sequence[Any]
+    spec: TreeSpec
+    arguments: Sequence[Tensor | None]
+    outside: Restore
+
+
+class BreakTape:
+    """Runs the breaks of an eager forward, and records their effects.
+
+    Args:
+        operators: operators that break by themselves.
+        observer: sees the run.
+        memory: copies what breaks write to memory from before the run.
+
+    Attributes:
+        calls: what was recorded, in the order of the forward.
+    """
+
+    def __init__(self, operators: frozenset[Any], observer: MemoryObserver, memory: Copies) -> None:
+        self.operators = operators
+        self.calls: list[RecordedBreak] = []
+        self._observer = observer
+        self._memory = memory
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the break, and record what it returns and writes."""
+        observer = self._observer
+        args, kwargs = wait_collectives((args, kwargs))
+        passed, _ = flatten((args, kwargs))
+        written, observer.written = observer.written, set()
+        try:
+            with recording_breaks(None), observer.inside_break():
+                result = function(*args, **kwargs)
+            outside = self._memory.copied(observer.written)
+        finally:
+            observer.written |= written
+        leaves, spec = flatten(result)
+        results = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        made = (isinstance(leaf, Tensor) and observer.made(leaf) for leaf in passed)
+        arguments = [leaf.clone() if own else None for leaf, own in zip(passed, made, strict=True)]
+        self.calls.append(RecordedBreak(function, results, spec, arguments, outside))
+        return result
+
+
+class PlayedBreak(Break):
+    """A break whose effects are a recorded call's."""
+
+    def __init__(self, step: Break, recorded: RecordedBreak) -> None:
+        super().__init__(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
+        self._recorded = recorded
+
+    def replay(self) -> None:
+        """Put the recorded results and writes where the next segment reads them; a smaller batch fills the front.
+
+        Raises:
+            BreakError: they do not fit.
+        """
+        recorded = self._recorded
+        if recorded.spec != self.spec:
+            raise self._refused("another structure in the eager run")
+        passed, _ = flatten(self._arguments() if self.rebuilt else (self.args, self.kwargs))
+        for target, copy in zip(passed, recorded.arguments, strict=True):
+            if copy is not None:
+                self._paste(target, copy)
+        recorded.outside()
+        for accept, leaf in zip(self.accepts, recorded.results, strict=True):
+            bridge = getattr(accept, "__self__", None)
+            if isinstance(bridge, Bridge):
+                bridge.target.zero_()
+                self._paste(bridge.target, leaf)
+            elif not isinstance(leaf, Tensor):  # other tensors are arguments, or outside, and written already
+                problem = accept(leaf)
+                if problem is not None:
+                    raise self._refused(problem)
+
+    def _paste(self, target: Tensor, copy: Tensor) -> None:
+        fits = target.dim() == copy.dim() and all(map(int.__le__, copy.shape, target.shape))
+        if not fits:
+            raise self._refused(f"a tensor of shape {tuple(copy.shape)} in the eager run")
+        target[tuple(map(slice, copy.shape))].copy_(copy)
+
+
+def played(program: Program, calls: Sequence[RecordedBreak]) -> Program:
+    """Return the program with its breaks played back; the segments are shared.
+
+    Raises:
+        BreakError: the eager run called other breaks than the program has.
+    """
+    found, expected = [call.function for call in calls], [step.function for step in program.breaks]
+    if found != expected:
+        raise BreakError(f"the eager run called {len(found)} eager breaks, the graph has {len(expected)} or others.")
+    left = iter(calls)
+    steps = tuple(PlayedBreak(step, next(left)) if isinstance(step, Break) else step for step in program.steps)
+    return Program(program.device, steps, program.outputs, program.spec)

@@ -1,0 +1,178 @@
+"""Proves a graph: replays what eager just ran, from the same memory and random numbers, and compares the effects."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
+from simplegraph.graph.breaks.playback import BreakTape, played
+from simplegraph.graph.memory import SavedMemory
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.program import Program
+from simplegraph.graph.tensors import wait_collectives
+from simplegraph.manager.differences import EXACT, OTHER_SIZE, cloned, difference, first_difference
+from simplegraph.manager.stats import GraphCounters
+from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.nested import flatten
+
+
+class Effects(NamedTuple):
+    """The effects of one run: outputs, what is in the memory that it may write, and in the inputs that it writes."""
+
+    outputs: Sequence[Any]
+    memory: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+
+
+class ReplayProof:
+    """Runs a forward eagerly, once, and replays its graph as often as needed from the very same start.
+
+    Attributes:
+        expected: the effects of the eager run.
+        draws: True if it drew random numbers.
+        written_inputs: names of the inputs that it changed.
+
+    Args:
+        table, graph: what is proven. Its replays in here are not counted.
+        memory: all that the forward may write and that is not its own.
+        generators: those it may draw from.
+    """
+
+    def __init__(
+        self, table: ProgramTable, graph: CapturedGraph, memory: SavedMemory, generators: Sequence[torch.Generator]
+    ) -> None:
+        self._table = table
+        self._graph = graph
+        self._memory = memory
+        self._generators = generators
+        self._before = memory.copy()
+        self._random = self._random_states()
+        self._closing = contextlib.ExitStack()
+        self.draws = False
+        self.written_inputs: set[str] = set()
+
+    def _random_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _put_random(self, states: Sequence[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def run_eager(self, run: Callable[[], Any]) -> tuple[Any, MemoryObserver]:
+        """Run the forward as the caller's own call; `close` brings its effects back after the replays.
+
+        Returns:
+            Its result, and what it read and wrote.
+        """
+        observer, program = MemoryObserver(), self._graph.program
+        tape = None
+        if program.breaks:
+            tape = BreakTape(breaking_operators(self._table.config.break_ops), observer, self._memory)
+        with observer, recording_breaks(tape):
+            result = wait_collectives(run())
+        self._after = after = self._memory.copy()
+        random = self._random_states()
+        self._closing.callback(self._memory.put, after)
+        changed = any(not torch.equal(one, other) for one, other in zip(random, self._random, strict=True))
+        self.draws = observer.may_draw and changed  # another thread's draws are none of ours
+        if self.draws:
+            self._closing.callback(self._put_random, random)
+        leaves, _ = flatten(result)
+        memory = self._memory
+        self.expected = Effects(
+            cloned(leaves), memory.seen_in(after, memory.tensors), memory.seen_in(after, memory.inputs)
+        )
+        then = zip(memory.inputs, memory.seen_in(self._before, memory.inputs), self.expected.inputs, strict=True)
+        self.written_inputs = {name for (name, _), before, now in then if difference(now, before, tolerance=EXACT)}
+        self._played = self._uncounted(program if tape is None else played(program, tape.calls))
+        return result, observer
+
+    def _uncounted(self, program: Program) -> CapturedGraph:
+        graph = self._graph
+        counters = GraphCounters(graph.counters.label, graph.mode.name, graph.descriptor.num_tokens, 0.0, 0)
+        return CapturedGraph(graph.mode, graph.descriptor, program, counters)
+
+    def wrong_write(self, load: Callable[[Any], None] | None) -> str | None:
+        """Name memory that a replay writes where eager does not, if there is any.
+
+        Such a write may leave the value as it was, as zeros in a cache's empty slot: so other values are put there
+        before, and what is computed from them is ignored.
+        """
+        memory = self._memory
+        tensors = memory.written_by_segments
+        before, after = (memory.seen_in(copies, tensors) for copies in (self._before, self._after))
+        start = []
+        for (name, tensor), was, now in zip(tensors, before, after, strict=True):
+            if tensor.is_floating_point():
+                kept = (was == now) | (was.isnan() & now.isnan())
+                start.append((name, tensor, kept, torch.where(kept, -was - 1, was)))
+        if not start:
+            return None
+        memory.put(self._before)
+        for _, tensor, _, other in start:
+            tensor.detach().copy_(other)
+        self._table.replay(self._played, 0, load)
+        for name, tensor, kept, other in start:
+            same = (tensor == other) | (tensor.isnan() & other.isnan())
+            if bool((kept & ~same).any()):
+                return f"{name} is written where eager does not write"
+        return None
+
+    def replay(
+        self, outputs: Sequence[Any], inputs: Sequence[Tensor] = (), load: Callable[[Any], None] | None = None
+    ) -> Effects:
+        """Replay from where eager started.
+
+        Args:
+            outputs: views of what the graph writes.
+            inputs: views of the static inputs, in the order of the caller's in `SavedMemory`.
+            load: fills the static inputs.
+        """
+        self._memory.put(self._before)
+        if self.draws:
+            self._put_random(self._random)
+        self._table.replay(self._played, 0, load)
+        memory = self._memory
+        return Effects(cloned(outputs), memory.seen_in(memory.copy(), memory.tensors), cloned(inputs))
+
+    def close(self) -> None:
+        """Let memory and random generators be as eager left them."""
+        self._closing.close()
+
+    def difference(
+        self,
+        actual: Effects,
+        expected: Effects,
+        *,
+        noise: Effects | None = None,
+        rounded: bool = False,
+        memory: bool = True,
+    ) -> str | None:
+        """Say how the effects of two runs differ, or None.
+
+        Args:
+            actual: of one run.
+            expected: of another.
+            noise: the effects of another replay like `actual`: by what these two differ, others may differ.
+            rounded: kernels for another batch size may round otherwise; else bits count.
+            memory: compare memory, too.
+        """
+        return first_difference(
+            self._parts(actual, memory=memory),
+            self._parts(expected, memory=memory),
+            names=[f"output {index}" for index in range(len(expected.outputs))] + self._names(memory=memory),
+            noise=None if noise is None else self._parts(noise, memory=memory),
+            tolerance=OTHER_SIZE if rounded else EXACT,
+        )
+
+    def _names(self, *, memory: bool) -> list[str]:
+        names = [name for name, _ in self._memory.tensors] if memory else []
+        return names + [f"argument {name}" for name, _ in self._memory.inputs]
+
+    def _parts(self, effects: Effects, *, memory: bool) -> list[Any]:
+        return [*effects.outputs, *(effects.memory if memory else ()), *effects.inputs]

@@ -1,0 +1,110 @@
+"""The memory that a wrapped module's forward may write: what a run that must have no effect puts back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.graph.device import CAPTURE_LOCK
+from simplegraph.graph.memory import SavedMemory, copy_limit
+from simplegraph.graph.session import default_generator
+from simplegraph.graph.tensors import parts, storage_key
+from simplegraph.manager.table import ProgramTable
+from simplegraph.module.call import Call
+from simplegraph.module.signature import ConstantArg
+from simplegraph.module.snapshot import has_address
+from simplegraph.module.state import held_tensors
+
+
+class ModuleMemory:
+    """Finds the memory that a call's forward may write.
+
+    Args:
+        table: of the graphs, for the device and its free memory.
+        call: the call.
+        seen: tensors that the forward was seen to use, by storage key; written: the keys of those that it wrote.
+    """
+
+    def __init__(self, table: ProgramTable, call: Call, seen: dict[int, Tensor], written: set[int]) -> None:
+        self._table = table
+        self._call = call
+        self._seen = seen
+        self._written = written
+
+    def save(self) -> SavedMemory | None:
+        """Prepare to copy all of it, the caller's inputs included; None if that is too much.
+
+        Memory that the forward was seen to write is a must. The module's other buffers and the other inputs are added
+        if they fit, since kernels that torch does not dispatch write unseen.
+        """
+        call, written = self._call, self._written
+        inputs = [(name, leaf) for name, leaf in call.tensors if leaf.numel()]
+        own = {storage_key(leaf) for _, leaf in inputs}
+        known = {key: entry for key, entry in self._held().items() if key not in own}
+        must = [entry for key, entry in known.items() if key in written]
+        others = [e for key, e in known.items() if key not in written and not isinstance(e[1], nn.Parameter)]
+        everything = SavedMemory(must, others, inputs)
+        least = SavedMemory(must, (), [entry for entry in inputs if entry[0] in call.binding.written])
+        limit = copy_limit(self._table.device.free_memory())
+        return next((choice for choice in (everything, least) if choice.nbytes <= limit), None)
+
+    def _held(self) -> dict[int, tuple[str, Tensor]]:
+        """Find the tensors on the device that the module holds, and those that it was seen to use, by storage key."""
+        device = self._table.device.torch_device
+        named = [(entry.name, part) for entry in held_tensors(self._call.module) for part in parts(entry.tensor)]
+        named += [("memory from elsewhere", self._seen[key]) for key in self._written if key in self._seen]
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in named:
+            if has_address(tensor) and tensor.device == device:
+                found.setdefault(storage_key(tensor), (name, tensor))
+        return found
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Find the generators that the forward may draw from."""
+        return default_generator(self._table.device.torch_device), *held_generators(self._call)
+
+
+def held_generators(call: Call) -> tuple[torch.Generator, ...]:
+    """Find the random generators that the module holds or is passed: a capture must know them beforehand."""
+    module: nn.Module = call.module
+    held = [value for child in module.modules() for value in vars(child).values()]
+    passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
+    return tuple({id(value): value for value in (*held, *passed) if isinstance(value, torch.Generator)}.values())
+
+
+def random_states(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """Return the states of generators."""
+    return [generator.get_state() for generator in generators]
+
+
+def _put_state(generator: torch.Generator, state: Tensor) -> None:
+    if not torch.equal(generator.get_state(), state):
+        generator.set_state(state)
+
+
+class Rehearsal:
+    """Lets runs change no memory and no random numbers from its `begin` on; `end` puts all back."""
+
+    def __init__(self, memory: ModuleMemory) -> None:
+        self._memory = memory
+        self._undo = contextlib.ExitStack()
+        self._begun = False
+
+    def begin(self) -> None:
+        """Remember everything, once. Memory that is too much to copy keeps what the runs write."""
+        if self._begun:
+            return
+        self._begun = True
+        saved, generators = self._memory.save(), self._memory.generators()
+        if saved is not None:
+            self._undo.callback(saved.put, saved.copy())
+        for generator in generators:
+            self._undo.callback(_put_state, generator, generator.get_state())
+
+    def end(self) -> None:
+        """Put everything back, if anything was remembered."""
+        with CAPTURE_LOCK:  # a capture of another thread refuses to have its generator set
+            self._undo.close()

@@ -1,0 +1,180 @@
+"""Proves the graphs of a wrapped module on its calls: the first that each graph serves, and the first padded one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Protocol
+
+from simplegraph.context import bypassed
+from simplegraph.errors import VerificationError
+from simplegraph.graph.device import CAPTURE_LOCK
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.manager.proof import Effects, ReplayProof
+from simplegraph.module.call import Call, invoke
+from simplegraph.module.memory import ModuleMemory
+from simplegraph.module.plan import Plan
+from simplegraph.reasons import CannotBind, Reason
+
+logger = logging.getLogger("simplegraph")
+
+# Eager runs of a graph that wrote to memory which was not known to be written; then it stays unverified.
+_TRIES = 3
+_REMEDY = (
+    "simplegraph.check(module, inputs) says more. A forward that mixes rows is wrong under padding (padding=False), "
+    "and Python state is frozen (state_key)."
+)
+
+
+class Owner(Protocol):
+    """Owns the graphs that are proven."""
+
+    def memory(self, call: Call) -> ModuleMemory:
+        """Find the memory that a call's forward may write."""
+
+    def keep_external(self, observer: MemoryObserver, inputs: set[int]) -> None:
+        """Own what a run was seen to read, beside its inputs, and note what it wrote."""
+
+    def refuse(self, call: Call, cause: str, remedy: str) -> None:
+        """Give up the graph of the call's size: it runs eagerly from now on."""
+
+
+def prove(owner: Owner, call: Call, plan: Plan) -> Any:
+    """Serve a call eagerly, and prove its graph by replays that start where eager did.
+
+    A graph whose effects differ serves no call: its size runs eagerly from now on or, if padding made the difference,
+    every padded batch of such calls does.
+
+    Raises:
+        VerificationError: they differ, and ``on_capture_failure`` is "raise".
+    """
+    # Alone: a capture in another thread has the random generators for itself.
+    with plan.table.ranks.together(), CAPTURE_LOCK:
+        return _CallProof(owner, call, plan).run()
+
+
+class _CallProof:
+    def __init__(self, owner: Owner, call: Call, plan: Plan) -> None:
+        self._owner = owner
+        self._call = call
+        self._plan = plan
+        self._table = plan.table
+        self._ranks = self._table.ranks
+        self._label = plan.graph.counters.label
+        self._where = owner.memory(call)
+        self._memory = self._where.save()
+
+    def run(self) -> Any:
+        """Run eagerly, replay, compare, and let everything be as eager left it."""
+        plan, memory, unsaved = self._plan, self._memory, self._memory is None
+        if self._ranks.any(f"memory that a proof of {self._label} cannot copy", unsaved) or memory is None:
+            self._leave_unverified("it writes more memory than a proof copies")
+            return plan.replay(self._call.leaves, plan.copies(self._call.leaves))
+        started = time.perf_counter()
+        self._table.stats.ran_eagerly(Reason.PROOF)
+        proof = ReplayProof(self._table, plan.graph, memory, self._where.generators())
+        found = None
+        try:
+            result, observer = proof.run_eager(self._run)
+            unknown = self._ranks.any(f"unknown memory that {self._label} writes", self._learn(proof, observer))
+            if not unknown:
+                found = self._compare(proof)
+        finally:
+            proof.close()
+            plan.inputs.dirty = plan.inputs.rows
+        plan.graph.counters.proof_seconds += time.perf_counter() - started
+        if unknown:
+            plan.graph.tries += 1
+            if plan.graph.tries == _TRIES:
+                self._leave_unverified("it keeps writing to other memory")
+            return result
+        self._note(found)
+        return result if found is not None else plan.handed_out(result)
+
+    def _run(self) -> Any:
+        with bypassed(Reason.NESTED):
+            return invoke(self._call.module, self._call.args, self._call.kwargs)
+
+    def _learn(self, proof: ReplayProof, observer: MemoryObserver) -> bool:
+        """Note what the forward wrote; True if it is more than was known, so that a replay could not be undone."""
+        binding, memory, inputs = self._call.binding, self._call.memory, self._memory
+        unknown = not proof.written_inputs <= binding.written
+        binding.written |= proof.written_inputs
+        binding.note_written(observer, memory)
+        self._owner.keep_external(observer, set(memory.values()))
+        return unknown or inputs is None or any(key not in inputs for key in observer.written)
+
+    # The comparison.
+
+    def _compare(self, proof: ReplayProof) -> str | None:
+        """Say how replays differ from eager, or from each other under other padding; None if they do not."""
+        try:
+            first = self._replay(proof)
+            if not self._plan.padding:
+                return self._beyond_noise(proof, first, proof.expected)
+            # What was declared as padding may be written somewhere: then only real rows count.
+            memory = not any(static.arg.pad_declared for static in self._plan.inputs.inputs.values())
+            other = self._replay(proof, repeat_rows=True)
+            found = self._beyond_noise(proof, first, other, memory=memory)
+            found = found or (proof.wrong_write(self._load) if memory else None)
+            if proof.draws and not self._table.config.pad_random:
+                found = found or "it draws random numbers, and other ones for padding rows, too; see pad_random"
+            return found or proof.difference(first, proof.expected, rounded=True, memory=memory)
+        except Exception as error:
+            logger.debug("a replay of %s failed in its proof", self._label, exc_info=True)
+            return f"a replay fails with {type(error).__name__}: {error}"
+
+    def _beyond_noise(
+        self, proof: ReplayProof, replayed: Effects, other: Effects, *, memory: bool = True
+    ) -> str | None:
+        """Say how a replay differs from another run by more than from itself, which atomics can make it do."""
+        found = proof.difference(replayed, other, memory=memory)
+        if not self._ranks.any(f"a difference in the proof of {self._label}", found is not None):
+            return None
+        again = self._replay(proof)
+        return None if found is None else proof.difference(replayed, other, noise=again, memory=memory)
+
+    def _replay(self, proof: ReplayProof, *, repeat_rows: bool = False) -> Effects:
+        """Replay the caller's rows; `repeat_rows` pads with these over and over, where no rule is declared."""
+        plan = self._plan
+        names = [name for name, _ in self._memory.inputs] if self._memory is not None else []
+
+        def load(_: Any) -> None:
+            self._load(_)
+            for static in plan.inputs.inputs.values() if repeat_rows else ():
+                if not static.arg.pad_declared:
+                    static.repeat(plan.rows, plan.padded)
+
+        statics = [plan.inputs.inputs[name].part(plan.padded, 0, plan.rows) for name in names]
+        return proof.replay(plan.outputs, statics, load)
+
+    def _load(self, _: Any) -> None:
+        self._plan.inputs.dirty = self._plan.inputs.rows
+        self._plan.load(self._plan.copies(self._call.leaves))
+
+    # The verdict.
+
+    def _note(self, found: str | None) -> None:
+        """Remember the verdict of all ranks."""
+        plan, call, table = self._plan, self._call, self._table
+        error = None if found is None else VerificationError(found)
+        failure = self._ranks.failure(f"the proof of {self._label}", error)
+        if failure is None:
+            plan.graph.prove(padded=bool(plan.padding), both=self._ranks.size > 1)
+            return
+        rank, said = failure
+        where = f" on rank {rank}" if self._ranks.size > 1 else ""
+        if plan.padding:
+            call.binding.refuse_padding(CannotBind(Reason.PADDING_SHOWS, said))
+            text = f"padding {call.batch} rows to {call.padded} changes the answer{where}"
+            if table.config.on_capture_failure != "raise":
+                consequence = "Padded batches of such calls now run eagerly."
+                logger.warning("%s: %s: %s.\n  %s %s", table.stats.name, text, said, consequence, _REMEDY)
+        else:
+            text = f"a replay of {self._label} does not equal eager{where}"
+            self._owner.refuse(call, f"{text}: {said}", _REMEDY)
+        if table.config.on_capture_failure == "raise":
+            raise VerificationError(f"{text}: {said}.\n  {_REMEDY}")
+
+    def _leave_unverified(self, why: str) -> None:
+        self._plan.graph.prove(padded=True, both=True, unverified=why)

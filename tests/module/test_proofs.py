@@ -1,0 +1,412 @@
+"""The first replay of each graph, and its first padded one, are compared with eager: nothing is wrong in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import simplegraph as sg
+from simplegraph.graph import memory
+from simplegraph.manager import table
+from tests.module.answers import reasons
+
+WIDTH = 6
+
+pytestmark = [pytest.mark.usefixtures("nothing_left_behind"), pytest.mark.proofs]
+
+
+class Function(nn.Module):
+    """Runs a function of itself and the arguments, and counts the runs where no capture or proof can see it."""
+
+    def __init__(self, function):
+        super().__init__()
+        runs = []
+        self.count = lambda: runs.append(None) or len(runs)
+        self.num_runs = lambda: len(runs)
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.register_buffer("state", torch.zeros(8, WIDTH))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, *args, **kwargs):
+        self.count()
+        return self.function(self, *args, **kwargs)
+
+
+def graphed(device, function, **settings):
+    module = function if isinstance(function, nn.Module) else Function(function)
+    settings = {"capture_sizes": [4, 8], "progress": False, "batch_dims": {"args": 0}} | settings
+    return sg.wrap(module.to(device).eval(), **settings)
+
+
+def rows(count, device):
+    return torch.randn(count, WIDTH, device=device)
+
+
+def proofs(model):
+    return {graph.size: graph.proof for graph in model.graph_stats.graphs.values()}
+
+
+class Twins:
+    """A model with graphs and a copy without; every call of both must return and leave the same."""
+
+    def __init__(self, device, function, **settings):
+        self.model = graphed(device, function, **settings)
+        self.eager = Function(function).to(device).eval()
+        self.eager.load_state_dict(self.model.state_dict())
+        self.device = device
+
+    def capture(self, size=8):
+        self.model.capture_graphs(rows(size, self.device))
+        self.eager.load_state_dict(self.model.state_dict())
+
+    def call(self, *sizes, make=rows):
+        for size in sizes:
+            x = make(size, self.device)
+            y = x.clone()
+            torch.manual_seed(size)
+            actual = self.model(x)
+            drawn = torch.rand(3, device=self.device)
+            torch.manual_seed(size)
+            torch.testing.assert_close(actual, self.eager(y))
+            assert torch.equal(drawn, torch.rand(3, device=self.device))
+            assert torch.equal(x, y)
+            for name, tensor in self.model.state_dict().items():
+                torch.testing.assert_close(tensor, self.eager.state_dict()[name])
+
+
+def accumulate(m, x):
+    m.steps += 1
+    m.state[:1].add_(x.sum(1).amax() * 0 + 1)
+    return x @ m.weight * m.steps
+
+
+def test_each_call_runs_the_forward_once_and_state_is_eagers(device):
+    twins = Twins(device, accumulate, padding=False)
+    for turn in range(1, 7):
+        twins.call(4)
+        assert twins.eager.num_runs() == turn
+    assert twins.model.num_runs() == 3  # the first call, the capture, and the call that proves it
+    assert reasons(twins.model) == {"first_call": 1, "proof": 1}
+    assert proofs(twins.model) == {4: "exact"}
+
+
+def test_after_capture_graphs_the_first_call_and_the_first_padded_one_prove_each_size(device):
+    twins = Twins(device, lambda m, x: (x @ m.weight).relu())
+    twins.capture()
+    twins.call(4, 4, 3, 2, 8, 7, 5, 8)
+    assert proofs(twins.model) == {4: "exact, padded", 8: "exact, padded"}
+    assert reasons(twins.model) == {"proof": 4}
+    assert twins.model.graph_stats.replays == 4
+
+
+def batch_statistics(m, x):
+    return F.batch_norm(x, None, None, training=True)
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        lambda m, x: x - x.mean(0),
+        batch_statistics,
+        lambda m, x: x / x.shape[0],
+        lambda m, x: (x @ m.weight).softmax(0),
+        lambda m, x: x - x.flip(0),
+        lambda m, x: x[:, 0].argsort(),
+    ],
+    ids=["mean", "batch statistics", "divided by rows", "softmax over rows", "flipped", "order"],
+)
+@pytest.mark.parametrize("upfront", [True, False], ids=["upfront", "lazy"])
+def test_a_forward_that_mixes_rows_is_right_at_every_call_and_says_why_it_is_not_padded(device, mixing, upfront):
+    twins = Twins(device, mixing)
+    if upfront:
+        twins.capture()
+    twins.call(4, 3, 2, 3, 4, 4, 5, 7, 8, 8, 6, 3, 4)
+    assert reasons(twins.model)["padding_shows"] >= 2
+    assert twins.model.graph_stats.replays > 0  # exact sizes are graphs all the same
+
+
+def test_one_warning_tells_what_differed_and_what_to_do(device, caplog):
+    twins = Twins(device, lambda m, x: x - x.mean(0))
+    twins.capture()
+    twins.call(3, 2, 5, 3, 7, 6)
+    said = [record.getMessage() for record in caplog.records if "padding" in record.getMessage()]
+    assert "output 0 differs by up to" in said[0]
+    assert "padding=False" in said[0]
+    assert sum("changes the answer" in text for text in said) == 1
+
+
+def test_an_lstm_over_the_batch_and_a_pooled_embedding_are_right(device):
+    class Sequence(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(WIDTH, 5)  # dimension 0 is time
+
+        def forward(self, x):
+            return self.lstm(x)[0][-1:]
+
+    model = graphed(device, Sequence(), batch_dims={"x": 0})
+    model.capture_graphs(rows(8, device))
+    for size in (3, 5, 8, 8, 2, 4):
+        x = rows(size, device)
+        torch.testing.assert_close(model(x), sg.unwrap(model)(x), rtol=1e-4, atol=1e-5)
+    assert reasons(model)
+
+
+def test_padding_that_writes_memory_of_the_module_is_refused(device):
+    def slots(m, x, slot):
+        m.state.index_copy_(0, slot, x)  # padding writes slot 0
+        return x * 2
+
+    model = graphed(device, slots)
+    eager = Function(slots).to(device)
+    model.capture_graphs(rows(8, device), torch.arange(8, device=device))
+    model.state.zero_()
+    eager.load_state_dict(model.state_dict())
+    for step in range(6):
+        x, slot = rows(3, device), torch.tensor([4, 5, 0 if step % 2 else 7], device=device)
+        assert torch.equal(model(x, slot), eager(x, slot))
+        assert torch.equal(model.state, eager.state)
+    assert reasons(model)["padding_shows"] >= 1
+
+
+def test_a_declared_pad_rule_may_write_memory_of_the_module(device):
+    def slots(m, x, slot):
+        m.state.index_copy_(0, slot, x)
+        return x * 2
+
+    model = graphed(device, slots, pad_values={"args.1": 7})  # slot 7 is for padding
+    model.capture_graphs(rows(8, device), torch.arange(8, device=device))
+    for _ in range(4):
+        x, slot = rows(3, device), torch.tensor([4, 5, 0], device=device)
+        assert torch.equal(model(x, slot), x * 2)
+        assert torch.equal(model.state[slot], x)
+    assert proofs(model)[4] == "padded"
+    assert model.graph_stats.replays == 3
+
+
+def test_frozen_python_state_is_found_and_the_size_runs_eagerly(device, caplog):
+    scale = [1.0]
+    twins = Twins(device, lambda m, x: x * scale[0])
+    twins.call(4, 4)
+    twins.call(8)
+    scale[0] = 3.0
+    twins.model.reset_graphs()
+    twins.model.capture_graphs(rows(8, device))
+    scale[0] = 5.0  # between the capture and the first replay
+    twins.call(8, 8, 4, 4)
+    assert twins.model.graph_stats.replays == 0
+    assert reasons(twins.model)["capture_failed"] == 2
+    assert "does not equal eager" in caplog.text
+
+
+def test_configured_to_raise_a_difference_is_an_error(device):
+    model = graphed(device, lambda m, x: x - x.mean(0), on_capture_failure="raise")
+    model.capture_graphs(rows(8, device))
+    with pytest.raises(sg.VerificationError, match="padding 3 rows to 4 changes the answer"):
+        model(rows(3, device).abs() + 1)
+    x = rows(3, device)
+    torch.testing.assert_close(model(x), x - x.mean(0))
+
+
+def test_random_numbers_are_eagers_and_padding_waits_for_permission(device):
+    twins = Twins(device, lambda m, x: x + torch.rand_like(x))
+    twins.call(4, 4, 4, 3, 3, 2, 8, 8, 8, 4)
+    assert reasons(twins.model)["random_padding"] == 3
+    assert twins.model.graph_stats.replays > 1
+    allowed = graphed(device, lambda m, x: x + torch.rand_like(x), pad_random=True)
+    for size in (4, 4, 3, 3, 3):
+        x = rows(size, device)
+        assert (allowed(x) - x).min() >= 0
+    assert "random_padding" not in reasons(allowed)
+
+
+def test_an_input_that_is_written_is_written_once(device):
+    def step(m, x, state):
+        state.add_(x)
+        return state * 2
+
+    model = graphed(device, step)
+    state, expected = torch.zeros(4, WIDTH, device=device), torch.zeros(4, WIDTH, device=device)
+    for _ in range(6):
+        x = rows(4, device)
+        expected += x
+        assert torch.equal(model(x, state), expected * 2)
+        assert torch.equal(state, expected)
+    assert proofs(model) == {4: "exact"}
+
+
+def test_static_outputs_and_inputs_in_place_are_proven_too(device):
+    twins = Twins(device, lambda m, x: x @ m.weight, outputs="static")
+    twins.capture()
+    static = twins.model.static_inputs(3)["args.0"]
+    addresses = set()
+    for _ in range(4):
+        x = rows(3, device)
+        static.copy_(x)
+        result = twins.model(static)
+        torch.testing.assert_close(result, x @ twins.model.weight)
+        addresses.add(result.data_ptr())
+    assert len(addresses) == 1
+    assert proofs(twins.model)[4] == "padded"
+
+
+def test_breaks_run_once_a_call_and_their_results_are_played_back(device):
+    seen = []
+
+    @sg.eager_break
+    def attend(x, cache):
+        seen.append(x.shape[0])
+        cache[: x.shape[0]] += x
+        return x * 2, cache[: x.shape[0]].clone()
+
+    def forward(m, x):
+        one, other = attend(x @ m.weight, m.state)
+        return (one + other).relu()
+
+    twins = Twins(device, forward, mode="PIECEWISE")
+    twins.capture()
+    runs = len(seen)
+    twins.call(4, 4, 3, 8, 8, 6, 5)
+    assert len(seen) == runs + 2 * 7  # the twin's calls, too
+    assert proofs(twins.model) == {4: "exact, padded", 8: "exact, padded"}
+
+
+def test_an_error_in_the_call_that_proves_is_the_callers_and_the_next_call_proves(device):
+    trouble = []
+
+    def forward(m, x):
+        if trouble:
+            raise trouble.pop()
+        return x * 2
+
+    twins = Twins(device, forward)
+    twins.capture()
+    trouble.append(KeyError("mine"))
+    with pytest.raises(KeyError, match="mine"):
+        twins.model(rows(4, device))
+    twins.call(4, 4)
+    assert proofs(twins.model)[4] == "exact"
+    assert twins.model.graph_stats.replays == 1
+
+
+def test_an_interrupt_in_a_replay_of_a_proof_leaves_eagers_state(device, monkeypatch):
+    twins = Twins(device, accumulate, padding=False)
+    twins.call(4)
+    table_replay = table.ProgramTable.replay
+
+    def interrupted(*args, **kwargs):
+        table_replay(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(table.ProgramTable, "replay", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            twins.model(rows(4, device))
+    twins.eager(rows(4, device))
+    twins.call(4, 4, 4)
+    assert proofs(twins.model) == {4: "exact"}
+
+
+def test_a_replay_that_fails_is_a_difference(device, monkeypatch):
+    twins = Twins(device, lambda m, x: x * 2)
+    twins.call(4)
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("the device said no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(table.ProgramTable, "replay", failing)
+        twins.call(4)
+    assert "the device said no" in next(iter(twins.model.graph_stats.failures.values()))
+    twins.call(4, 4, 8, 8, 8)
+    assert proofs(twins.model) == {8: "exact"}
+
+
+def test_more_memory_than_may_be_copied_is_reported_as_unverified(device, monkeypatch):
+    monkeypatch.setattr(memory, "_LIMIT_BYTES", 16)
+    twins = Twins(device, accumulate, padding=False)
+    twins.call(4, 4, 4)
+    assert proofs(twins.model)[4].startswith("unverified")
+    assert twins.model.graph_stats.replays == 2
+    assert "unverified" in str(twins.model.graph_report())
+
+
+def test_zero_proves_nothing_and_two_proves_two_calls(device):
+    none = graphed(device, lambda m, x: x * 2, verify=0)
+    twice = graphed(device, lambda m, x: x * 2, verify=2)
+    for _ in range(5):
+        none(rows(4, device))
+        twice(rows(4, device))
+    assert reasons(none) == {"first_call": 1}
+    assert reasons(twice) == {"first_call": 1, "proof": 2}
+
+
+def test_the_environment_switches_proofs_off(device, monkeypatch):
+    monkeypatch.setenv("SIMPLEGRAPH_VERIFY", "0")
+    model = graphed(device, lambda m, x: x - x.mean(0))
+    model.capture_graphs(rows(8, device))
+    model(rows(3, device))
+    assert reasons(model) == {}
+
+
+# No guess is padded.
+
+
+def test_a_batch_dimension_seen_once_serves_exact_sizes_only(device):
+    model = graphed(device, lambda m, x: x * 2, batch_dims={})
+    for _ in range(3):
+        model(rows(3, device))
+    assert reasons(model) == {"first_call": 1, "batch_dim_unconfirmed": 2}
+    for size in (4, 4, 3, 3, 2, 3):
+        x = rows(size, device)
+        assert torch.equal(model(x), x * 2)
+    assert reasons(model)["batch_dim_unconfirmed"] == 2
+    assert proofs(model) == {4: "exact, padded"}
+
+
+def test_positions_of_one_row_are_not_taken_for_a_batch(device):
+    model = graphed(device, lambda m, x, position: x + position.float(), batch_dims={}, capture_sizes=[1, 2, 4])
+    position = torch.tensor([3], device=device)
+    for size in (1, 1, 2, 2, 4, 3, 3, 1, 4, 3):
+        x = rows(size, device)
+        assert torch.equal(model(x, position), x + 3)
+    assert model.graph_stats.replays > 0
+
+
+def test_keys_as_many_as_rows_are_not_padded_as_rows(device):
+    def attend(m, x, keys):
+        return torch.softmax(x @ keys.T, -1) @ keys
+
+    model = graphed(device, attend, batch_dims={})
+    keys = rows(5, device)
+    for size in (5, 5, 5, 3, 5, 2, 5, 4, 8, 6, 5):
+        x = rows(size, device)
+        torch.testing.assert_close(model(x, keys), attend(None, x, keys))
+
+
+def test_channels_of_an_image_are_not_taken_for_rows(device):
+    def detect(m, images):
+        return [image.mean((1, 2)) for image in images]
+
+    model = graphed(device, detect, batch_dims={})
+    for count in (1, 1, 1, 2, 2, 3, 1):
+        images = [torch.randn(3, 5, 5, device=device) for _ in range(count)]
+        for actual, image in zip(model(images), images, strict=True):
+            torch.testing.assert_close(actual, image.mean((1, 2)))
+
+
+def test_a_forward_that_cannot_run_padded_rows_still_serves_the_callers(device):
+    def fixed(m, x):
+        if x.shape[0] == 4:
+            raise ValueError("four is not for me")
+        return x * 2
+
+    model = graphed(device, fixed)
+    for size in (3, 2, 3, 3, 8, 8, 8, 3):
+        x = rows(size, device)
+        assert torch.equal(model(x), x * 2)
+    assert reasons(model)["capture_failed"] >= 1
+    assert proofs(model)[8].startswith("exact")
