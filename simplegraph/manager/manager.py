@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher
@@ -27,6 +28,7 @@ from simplegraph.graph.select import graph_device
 from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.hooks import GraphHooks
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, MemoryEstimate, bind_forward
+from simplegraph.manager.proof import prove_batch
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.manager.table import CapturedGraph, ProgramTable
@@ -205,16 +207,30 @@ class CudaGraphManager:
         """Prepare to capture several graphs in one session; see `GraphCapture`."""
         return GraphCapture(self.table, jobs, {"lora_cases": self.dispatcher.lora_cases}, **options)
 
-    def run(self, batch: Dispatch, forward: Forward) -> Any:
+    def run(self, batch: Dispatch, forward: Forward, *, verify: bool = False, state: Sequence[Tensor] = ()) -> Any:
         """Replay the batch's graph, or run `forward` eagerly where there is none.
+
+        Args:
+            batch: what `dispatch` returned.
+            forward: as in `capture`.
+            verify: run `forward` eagerly, replay the graph from where that started, and compare; what eager left stays.
+            state: with `verify`, every tensor that the forward writes and does not make.
 
         Returns:
             What the forward returned when captured, padding rows included; graph memory, valid until the
-            next replay of any graph in the pool.
+            next replay of any graph in the pool. With `verify` what it returned now.
+
+        Raises:
+            InputError: with `verify`, the forward writes other tensors than `state`, or they are too large to copy.
+            VerificationError: with `verify`, the replay differs, and ``on_capture_failure`` is "raise".
         """
         graph = self.table.graphs.get((batch.mode, batch.descriptor))
         capturing = self.device.is_capturing()
         if graph is not None and not capturing:
+            if verify:
+                job = CaptureJob(batch[:2], *batch[:2], bind_forward(forward, *batch[:2]))
+                with self.pool.lock:
+                    return prove_batch(self.table, job, state, lambda: forward(CudaGraphMode.NONE, batch.descriptor))
             return self._replay(graph, batch.padding)
         reason = batch.reason
         if capturing:

@@ -9,13 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from simplegraph.errors import InputError, VerificationError
 from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.playback import BreakTape, played
-from simplegraph.graph.memory import SavedMemory
+from simplegraph.graph.device import CAPTURE_LOCK
+from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
+from simplegraph.graph.session import default_generator
 from simplegraph.graph.tensors import wait_collectives
 from simplegraph.manager.differences import EXACT, OTHER_SIZE, cloned, difference, first_difference
+from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.nested import flatten
@@ -32,15 +36,15 @@ class Effects(NamedTuple):
 class ReplayProof:
     """Runs a forward eagerly, once, and replays its graph as often as needed from the very same start.
 
-    Attributes:
-        expected: the effects of the eager run.
-        draws: True if it drew random numbers.
-        written_inputs: names of the inputs that it changed.
-
     Args:
         table, graph: what is proven. Its replays in here are not counted.
         memory: all that the forward may write and that is not its own.
         generators: those it may draw from.
+
+    Attributes:
+        expected: the effects of the eager run.
+        draws: True if it drew random numbers.
+        written_inputs: names of the inputs that it changed.
     """
 
     def __init__(
@@ -176,3 +180,58 @@ class ReplayProof:
 
     def _parts(self, effects: Effects, *, memory: bool) -> list[Any]:
         return [*effects.outputs, *(effects.memory if memory else ()), *effects.inputs]
+
+
+def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+    """Run an engine's batch eagerly, and compare a replay of its graph with that.
+
+    Args:
+        table: has the graph, by the job's key.
+        job: what the graph was captured from.
+        state: all that the forward writes and does not make.
+        run: the forward, eagerly, on the same buffers.
+
+    Returns:
+        What the forward returned.
+
+    Raises:
+        InputError: `state` is not all that the forward writes, so that no replay can be undone, or too large to copy.
+        VerificationError: the replay differs, and ``on_capture_failure`` is "raise"; else that size runs eagerly.
+    """
+    graph, ranks = table.graphs[job.key], table.ranks
+    memory = SavedMemory([(f"state {index}", tensor) for index, tensor in enumerate(state)])
+    limit = copy_limit(table.device.free_memory())
+    if memory.nbytes > limit:
+        raise InputError(f"state has {memory.nbytes} bytes; at most {limit} can be copied for a proof.")
+    with ranks.together(), CAPTURE_LOCK:
+        proof = ReplayProof(table, graph, memory, (default_generator(table.device.torch_device),))
+        try:
+            result, observer = proof.run_eager(run)
+            unknown = {key for key in observer.written if key not in memory}
+            if ranks.any(f"unknown memory that {job.label} writes", bool(unknown)):
+                shapes = [str(tuple(observer.external[key].shape)) for key in unknown if key in observer.external]
+                raise InputError(
+                    f"the forward of {job.label} writes to tensors that state does not name: {', '.join(shapes)}. Pass "
+                    "every tensor that it writes and does not make in state, so that a replay starts where it did."
+                )
+            found = _compare_batch(proof, graph, table)
+        finally:
+            proof.close()
+        failure = ranks.failure(f"the proof of {job.label}", None if found is None else VerificationError(found))
+    if failure is None:
+        graph.prove(padded=False)
+        return result
+    cause = f"a replay of {job.label} does not equal eager: {failure[1]}"
+    table.refuse([job], cause, "Its buffers must be at the same addresses as at the capture.")
+    if table.config.on_capture_failure == "raise":
+        raise VerificationError(f"{cause}.")
+    return result
+
+
+def _compare_batch(proof: ReplayProof, graph: CapturedGraph, table: ProgramTable) -> str | None:
+    first = proof.replay(graph.program.outputs)
+    found = proof.difference(first, proof.expected)
+    if not table.ranks.any(f"a difference in the proof of {graph.counters.label}", found is not None):
+        return None
+    again = proof.replay(graph.program.outputs)
+    return None if found is None else proof.difference(first, proof.expected, noise=again)
