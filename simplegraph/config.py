@@ -8,10 +8,10 @@ import functools
 import os
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from simplegraph.errors import ConfigError
+from simplegraph.errors import ConfigError, did_you_mean
 
 
 class CudaGraphMode(enum.Enum):
@@ -169,6 +169,11 @@ class CudaGraphConfig:
     debug: bool = False
     progress: bool = True
 
+    def __new__(cls, **settings: Any) -> CudaGraphConfig:
+        """Refuse names that are no settings before the generated ``__init__`` does, which has no suggestion."""
+        check_settings(settings)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name, (optional, kind) in _kinds().items():
             value = getattr(self, name)
@@ -221,10 +226,7 @@ class CudaGraphConfig:
         Raises:
             ConfigError: a name is no field, or a value is invalid.
         """
-        unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
-        if unknown:
-            known = ", ".join(field.name for field in dataclasses.fields(self))
-            raise ConfigError(f"no such setting: {', '.join(unknown)}; the settings are {known}.")
+        check_settings(changes)
         if changes.get("capture_sizes") is not None:
             changes.setdefault("max_capture_size", None)
         if changes.get("max_capture_size") is not None:
@@ -251,6 +253,15 @@ class CudaGraphConfig:
         except ConfigError as error:
             variables = ", ".join(ENV_PREFIX + name.upper() for name in changes)
             raise ConfigError(f"{error} (set from the environment: {variables})") from None
+
+
+def check_settings(names: Iterable[str], where: str = "") -> None:
+    """Refuse names that are no fields of `CudaGraphConfig`, and suggest those that were meant."""
+    known = CudaGraphConfig.__dataclass_fields__
+    unknown = sorted(set(names) - known.keys())
+    if unknown:
+        hint = did_you_mean(unknown, known)
+        raise ConfigError(f"{where}no such setting: {', '.join(unknown)}{hint}; the settings are {', '.join(known)}.")
 
 
 def _require(name: str, value: Any, valid: bool, expected: str) -> Any:
@@ -331,7 +342,8 @@ def _from_variable(variable: str, text: str) -> tuple[str, Any]:
     kind = kinds.get(name)
     if kind is None or kind.parse is None:
         names = ", ".join(ENV_PREFIX + field.upper() for field in kinds)
-        raise ConfigError(f"{variable} names no setting; the variables are {names}.")
+        hint = did_you_mean([variable], [ENV_PREFIX + field.upper() for field in kinds])
+        raise ConfigError(f"{variable} names no setting{hint}; the variables are {names}.")
     try:
         return name, kind.parse(text.strip())
     except ValueError as error:

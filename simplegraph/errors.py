@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection, Iterable
+
 
 class SimpleGraphError(Exception):
     """Base class of everything this library raises on purpose."""
@@ -55,3 +58,9 @@ class VerificationError(SimpleGraphError, RuntimeError):
 
 class EmulatorError(SimpleGraphError, RuntimeError):
     """The emulated device saw something that a CUDA graph does not allow."""
+
+
+def did_you_mean(names: Iterable[str], known: Collection[str]) -> str:
+    """Return a question in parentheses that suggests known names like these; nothing if there are none."""
+    close = dict.fromkeys(found for name in names for found in difflib.get_close_matches(name, known, 1))
+    return f" (did you mean {', '.join(close)}?)" if close else ""

@@ -220,9 +220,20 @@ class TestReplace:
         assert BUSY.replace(max_capture_size=64).capture_sizes is None
         assert CudaGraphConfig(max_capture_size=64).replace(capture_sizes=[1]).max_capture_size is None
 
-    def test_a_typo_lists_the_settings(self):
-        with pytest.raises(ConfigError, match="no such setting: capture_size; the settings are mode, capture_sizes"):
-            CudaGraphConfig().replace(capture_size=[1])
+    @pytest.mark.parametrize("take", [CudaGraphConfig, CudaGraphConfig().replace])
+    def test_a_typo_is_told_the_setting_that_was_meant_and_lists_all(self, take):
+        said = r"no such setting: capture_size \(did you mean capture_sizes\?\); the settings are mode, capture_sizes,"
+        with pytest.raises(ConfigError, match=said):
+            take(capture_size=[1])
+
+    def test_a_name_like_no_setting_is_told_none(self):
+        with pytest.raises(ConfigError, match="no such setting: temperature; the settings are mode, capture_sizes,"):
+            CudaGraphConfig().replace(temperature=1)
+
+    def test_several_typos_are_all_named(self):
+        said = r"no such setting: debugs, output \(did you mean debug, outputs\?\)"
+        with pytest.raises(ConfigError, match=said):
+            CudaGraphConfig(output="static", debugs=True)
 
 
 class TestEnvironment:
@@ -256,6 +267,11 @@ class TestEnvironment:
         config = CudaGraphConfig().from_env({"SIMPLEGRAPH_" + variable: text})
         assert getattr(config, field) == value
         assert config == CudaGraphConfig(**{field: value})
+
+    def test_a_misspelt_variable_is_told_the_one_that_was_meant(self):
+        said = r"SIMPLEGRAPH_CAPTURE_SIZE names no setting \(did you mean SIMPLEGRAPH_CAPTURE_SIZES\?\); the variables"
+        with pytest.raises(ConfigError, match=said):
+            CudaGraphConfig().from_env({"SIMPLEGRAPH_CAPTURE_SIZE": "1"})
 
     def test_every_plain_field_has_a_variable(self):
         with pytest.raises(ConfigError, match="names no setting") as caught:

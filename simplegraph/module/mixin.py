@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from simplegraph.config import CudaGraphConfig
+from simplegraph.config import CudaGraphConfig, check_settings
 from simplegraph.distributed import RankGroup
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
@@ -42,12 +42,9 @@ class CudaGraphWrapper(Graphed):
         known = {name: settings.pop(name) for name in list(settings) if name in _SETTINGS}
         try:
             super().__init_subclass__(**settings)
-        except TypeError as error:
-            if not settings:
-                raise
-            raise ConfigError(
-                f"class {cls.__name__} has keywords that are no settings: {', '.join(settings)}."
-            ) from error
+        except TypeError:
+            check_settings(settings, f"class {cls.__name__}: ")
+            raise
         if nn.Module in cls.__mro__ and cls.__mro__.index(nn.Module) < cls.__mro__.index(CudaGraphWrapper):
             raise ConfigError(
                 f"class {cls.__name__} lists CudaGraphWrapper after nn.Module, whose call would win and never use a "

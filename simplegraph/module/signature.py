@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
-from simplegraph.errors import ConfigError, InputError
+from simplegraph.errors import ConfigError, InputError, did_you_mean
 from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -102,7 +102,9 @@ class CallReader:
         for setting in ("batch_dims", "pad_values"):
             for name in getattr(self._config, setting):
                 if name.split(".")[0] not in names:
-                    raise ConfigError(f"{setting} names {name!r}, but forward takes {', '.join(names) or 'nothing'}.")
+                    hint = did_you_mean([name.split(".")[0]], names)
+                    takes = ", ".join(names) or "nothing"
+                    raise ConfigError(f"{setting} names {name!r}{hint}, but forward takes {takes}.")
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[str], TreeSpec]:
         """Return a call's leaves, their names, and how they nest."""

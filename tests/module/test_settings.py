@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 import simplegraph as sg
 from tests.module.answers import close, reasons
@@ -37,6 +38,26 @@ def test_an_invalid_environment_names_the_variable(monkeypatch, name, value):
     monkeypatch.setenv(f"SIMPLEGRAPH_{name}", value)
     with pytest.raises(sg.ConfigError, match=f"SIMPLEGRAPH_{name}"):
         sg.wrap(Mlp())
+
+
+def _class_with_keyword():
+    class Decoder(sg.CudaGraphWrapper, nn.Module, capture_size=[1]): ...
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda: sg.wrap(Mlp(), capture_size=[1]),
+        lambda: sg.cuda_graph(type("Decoder", (nn.Module,), {}), capture_size=[1]),
+        lambda: sg.CudaGraphManager(device="cpu", capture_size=[1]),
+        lambda: MixinMlp().configure_graphs(capture_size=[1]),
+        _class_with_keyword,
+    ],
+    ids=["wrap", "cuda_graph", "CudaGraphManager", "configure_graphs", "class"],
+)
+def test_a_misspelt_setting_is_told_the_one_that_was_meant(take):
+    with pytest.raises(sg.ConfigError, match=r"no such setting: capture_size \(did you mean capture_sizes\?\)"):
+        take()
 
 
 def test_settings_changed_later_take_effect_and_counters_stay(device):
