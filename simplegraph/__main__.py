@@ -85,7 +85,7 @@ class _Function(nn.Module):
 def _graphed(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     from simplegraph.module.mixin import wrap
 
-    return wrap(_Function(function).eval(), capture_sizes=[2, 4], progress=False)
+    return wrap(_Function(function).eval(), capture_sizes=[2, 4], verify=0, progress=False)
 
 
 def _try_replay(device: torch.device) -> str:

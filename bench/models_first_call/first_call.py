@@ -24,7 +24,7 @@ from bench.tools import command, fresh
 from bench.tools.measure import NOT_SPEED, DeviceMemory, Figures, Timeline, gpu_busy, say, step_milliseconds
 from bench.tools.tables import MIB, cell, ratio
 
-READY_CALLS = 3
+READY_CALLS = 4
 RAGGED = (1, 2, 3)  # rows of calls after the measured ones; three are padded to four
 COMPILED = "compiled-reduce-overhead"
 # Of the largest value, for kernels that a compiler chose otherwise.
@@ -110,7 +110,7 @@ def _memory(before: DeviceMemory | None, after: DeviceMemory | None) -> Figures:
 
 def _replayed_difference(step: sg.CudaGraphWrapper, module: nn.Module, inputs: list[Tensor]) -> float:
     """As `_difference`, of a call whose size has its graph by then."""
-    for _ in range(READY_CALLS - 1):
+    for _ in range(READY_CALLS):
         step(*inputs)
     replays = step.graph_stats.replays
     difference = _difference(step, module, inputs)

@@ -60,13 +60,16 @@ def halve(x: Tensor) -> Tensor:
 KINDS = {"in place": InPlace, "functional": Functional, "gathering": Gathering, "breaking": Breaking}
 
 
+ROWS = (1, 2, 3, 4, 4, 3, 2, 1) * 2
+
+
 def serve(rank: int, size: int, kind: str, capture: bool, mode: str = "FULL") -> tuple[list[Tensor], dict[str, Any]]:
     module = dtensor_mlp(size) if kind == "dtensor" else KINDS[kind](rank, size)
     model = sg.wrap(module.eval(), capture_sizes=SIZES, ranks=sg.RankGroup(timeout=30), progress=False, mode=mode)
     with torch.inference_mode():
         if capture:
             model.capture_graphs(batch(3))
-        found = [model(batch(rows)).clone() for rows in (1, 2, 3, 4, 4, 3, 2, 1)]
+        found = [model(batch(rows)).clone() for rows in ROWS]
     return found, model.graph_report().to_dict()
 
 
@@ -75,16 +78,16 @@ def serve(rank: int, size: int, kind: str, capture: bool, mode: str = "FULL") ->
 def test_a_tensor_parallel_model_replays_the_single_rank_answer_on_every_rank(kind: str, size: int) -> None:
     factor = 1 if kind == "dtensor" else 2
     for found, report in values(run_ranks(serve, size, kind, True)):
-        for rows, y in zip((1, 2, 3, 4, 4, 3, 2, 1), found, strict=True):
+        for rows, y in zip(ROWS, found, strict=True):
             torch.testing.assert_close(y, expected(rows) * factor, rtol=1e-5, atol=1e-5)
-        assert (report["captures"], report["replays"], report["eager"]) == (2, 8, {}), report
+        assert (report["captures"], report["replays"], report["eager"]) == (2, 14, {"proof": 2}), report
 
 
 def test_collectives_are_in_the_segments_between_eager_breaks() -> None:
     for found, report in values(run_ranks(serve, 2, "breaking", True, "PIECEWISE")):
-        for rows, y in zip((1, 2, 3, 4, 4, 3, 2, 1), found, strict=True):
+        for rows, y in zip(ROWS, found, strict=True):
             torch.testing.assert_close(y, expected(rows) * 2, rtol=1e-5, atol=1e-5)
-        assert (report["captures"], report["replays"], report["eager"]) == (2, 8, {}), report
+        assert (report["captures"], report["replays"], report["eager"]) == (2, 14, {"proof": 2}), report
 
 
 def test_sizes_are_captured_on_all_ranks_as_calls_come() -> None:

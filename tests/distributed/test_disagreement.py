@@ -30,6 +30,7 @@ def fail_on_one_rank(rank: int, size: int, capture: bool, on_failure: str) -> di
         FailsOnOneRank(rank, size).eval(),
         capture_sizes=SIZES,
         ranks=ranks,
+        verify=0,
         progress=False,
         on_capture_failure=on_failure,
     )
@@ -96,7 +97,7 @@ class Independent(nn.Module):
 
 def call_with_other_sizes(rank: int, size: int) -> tuple[str, str, float]:
     ranks = sg.RankGroup(timeout=WAIT)
-    model = sg.wrap(Independent().eval(), capture_sizes=SIZES, ranks=ranks, progress=False)
+    model = sg.wrap(Independent().eval(), capture_sizes=SIZES, ranks=ranks, verify=0, progress=False)
 
     def call() -> None:
         for _ in range(4):
@@ -115,7 +116,7 @@ def test_ranks_that_capture_for_batches_of_other_sizes_are_all_told() -> None:
 
 def replay_with_other_sizes(rank: int, size: int, eager: bool) -> tuple[str, str, float]:
     ranks = sg.RankGroup(timeout=WAIT)
-    model = sg.wrap(Independent().eval(), capture_sizes=SIZES, progress=False, debug=True)
+    model = sg.wrap(Independent().eval(), capture_sizes=SIZES, verify=0, progress=False, debug=True)
     model.use_ranks(ranks)
     with torch.inference_mode():
         model.capture_graphs(batch(3))
@@ -144,7 +145,7 @@ def move_a_weight(rank: int, size: int, everywhere: bool) -> tuple[tuple[str, st
     module = Independent() if not everywhere else InPlace(rank, size)
     module.weight = nn.Parameter(torch.ones(1), requires_grad=False)
     ranks = sg.RankGroup(timeout=WAIT)
-    model = sg.wrap(module.eval(), capture_sizes=SIZES, ranks=ranks, progress=False)
+    model = sg.wrap(module.eval(), capture_sizes=SIZES, ranks=ranks, verify=0, progress=False)
     with torch.inference_mode():
         model.capture_graphs(batch(3))
         if everywhere:

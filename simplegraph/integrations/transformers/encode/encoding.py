@@ -20,6 +20,9 @@ from simplegraph.module.mixin import CudaGraphWrapper, wrap
 from simplegraph.reasons import CannotBind, Reason
 
 
+_ROW_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
+
+
 class EncoderStep(ModelStep):
     """The model's own forward, by name."""
 
@@ -127,6 +130,7 @@ def graph_encoder(
     step = wrap(
         named(EncoderStep, type(model).__name__)(model),
         pool=pool,
+        batch_dims=dict.fromkeys(_ROW_INPUTS, 0),
         max_signatures=4 * len(lengths),
         progress=False,
         **sizes,
