@@ -19,7 +19,6 @@ from simplegraph.module.changes import Changes
 from simplegraph.module.mixin import CudaGraphWrapper, wrap
 from simplegraph.reasons import CannotBind, Reason
 
-
 _ROW_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
 
 
