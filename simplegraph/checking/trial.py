@@ -24,7 +24,7 @@ from simplegraph.manager.jobs import MemoryEstimate
 from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import CallReader, batch_dim_of
 from simplegraph.module.snapshot import Snapshot, has_address
-from simplegraph.module.state import HeldTensor, held_tensors
+from simplegraph.module.survey import HeldTensor, held_tensors
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 

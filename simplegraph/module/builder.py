@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import CudaGraphMode
@@ -26,7 +26,8 @@ from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators, 
 from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader, ConstantArg
 from simplegraph.module.snapshot import Snapshot, holds_graph_memory
-from simplegraph.module.state import CapturedState
+from simplegraph.module.state import CapturedState, MemoryRead
+from simplegraph.module.survey import Survey
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -44,19 +45,20 @@ class GraphBuilder:
     Attributes:
         inputs_of: the static inputs that each program reads, by key.
         state: what the programs read of the module; None before the first capture.
+        read: the memory that runs were seen to read.
     """
 
     manager: CudaGraphManager
     reader: CallReader
     inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
     state: CapturedState | None = None
-    _external: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    read: MemoryRead = dataclasses.field(default_factory=MemoryRead)
     _written: set[int] = dataclasses.field(default_factory=set)
 
     def drop(self) -> None:
         """Drop the programs and what they own."""
         self.inputs_of.clear()
-        self._external.clear()
+        self.read = MemoryRead()
         self._written.clear()
         self.state = None
         self.manager.reset()
@@ -74,7 +76,7 @@ class GraphBuilder:
         memory = call.memory
         # What eager breaks write, no capture sees: they do not run in one.
         call.binding.note_written(observer, memory)
-        self.keep_external(observer, set(memory.values()))
+        self.keep_external(call.module, [observer], set(memory.values()))
         call.binding.learn_outputs(call.batch, outputs, spec)
         self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.called = True
@@ -107,18 +109,18 @@ class GraphBuilder:
                 leaf.record_stream(torch.cuda.current_stream(leaf.device))
         return outputs, spec, observer, trace
 
-    def keep_external(self, observer: MemoryObserver, inputs: set[int]) -> None:
-        """Own what a run was seen to read, beside its inputs, and note what it wrote."""
-        self._written |= observer.written - inputs
-        for key, tensor in (*observer.external.items(), *observer.passed.items()):
-            known = self._external.get(key)
-            moved = known is not None and storage_key(known) != key  # then its key means another's memory
-            if key not in inputs and (known is None or moved):
-                self._external[key] = tensor
+    def keep_external(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
+        """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
+        for observer in observers:
+            self._written |= observer.written - inputs
+        survey = Survey(module)
+        self.read.add(survey, observers, inputs)
+        if self.state is not None:
+            self.state.accept(survey)
 
     def memory(self, call: Call) -> ModuleMemory:
         """Find the memory that a call's forward may write."""
-        return ModuleMemory(self.manager.table, call, self._external, self._written)
+        return ModuleMemory(self.manager.table, call, self.read.elsewhere, self._written)
 
     def confirmed(self, call: Call) -> bool:
         """True if no batch dimension of the call is a guess from one batch size."""
@@ -235,7 +237,7 @@ class GraphBuilder:
             rehearsal.end()
             for observer in capture.observers:
                 call.binding.note_written(observer, inputs.memory)
-                self.keep_external(observer, inputs.storages)
+            self.keep_external(call.module, capture.observers, inputs.storages)
         if kept:
             manager.table.forget(jobs)
         return summary, kept
@@ -251,7 +253,9 @@ class GraphBuilder:
             if graph is not None:
                 self.inputs_of[job.key] = inputs
                 call.binding.learn_outputs(job.descriptor.num_tokens, graph.program.outputs, graph.program.spec)
-        self.state = CapturedState(call.module, self._external)
+        if self.state is None:
+            self.state = CapturedState(call.module)
+        self.state.take(self.read)
 
     def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.

@@ -2,15 +2,20 @@
 
 A graph reads addresses. Python can put other memory behind a name at any time: ``.to``, ``.data =``,
 ``load_state_dict(assign=True)``, a LoRA merge, a cache that grew. Comparing two hundred addresses costs
-several times a replay, so whoever changes one raises a flag instead: the dicts that hold a module's
-parameters, buffers and children count writes, and so do ``Tensor.data``'s setter and its kin. A call
-compares one number; only when it changed are the addresses looked at.
+several times a replay, so whoever changes one says so instead: the dicts that hold a module's parameters,
+buffers, children and hooks, ``Module.__setattr__``, ``Tensor.data``'s setter and its kin. A call compares
+two numbers; only when they differ does anybody look at what the module holds.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Callable
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Set
 from typing import Any, ClassVar
 
 import torch
@@ -18,18 +23,76 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from simplegraph.graph import patches
+from simplegraph.graph.tensors import storage_key
+
+# Each number is given once: two threads that count at the same time cannot leave a count that was there before.
+_NUMBERS = itertools.count(1)
+
+
+class Watcher:
+    """Is told of every change to what it watches.
+
+    Attributes:
+        watched: ids of tensors, of dicts of modules and of dicts in them, and storage keys. One that is used again
+            after its object is gone costs a look, no more.
+        count: another number after every change; nan, which equals nothing, while changes are not counted.
+    """
+
+    def __init__(self) -> None:
+        self.watched: Set[int] = frozenset()
+        self.count: float = next(_NUMBERS)
+
+    def disturb(self, count: float) -> None:
+        """Take note that something watched is about to change, or has just changed."""
+        self.count = count
 
 
 class Changes:
     """Counts, for the whole process, writes that can put other memory behind a watched name.
 
     Attributes:
-        watched: ids of the tensors and modules that any graph reads; others do not matter. An id
-            that is used again costs a look, no more.
+        count: another number after every such write; nan, which equals nothing, while they are not counted.
+        watched: everything that any watcher watches.
     """
 
-    count = 0
-    watched: ClassVar[set[int]] = set()
+    count: ClassVar[float] = math.nan
+    watched: ClassVar[Set[int]] = frozenset()
+    _watchers: ClassVar[tuple[weakref.ref[Watcher], ...]] = ()
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
+    @classmethod
+    def add(cls, watcher: Watcher) -> None:
+        """Tell a watcher of changes from now on, or after it watches other things; it is held weakly."""
+        with cls._lock:
+            known = {id(each): each for each in (*cls.watchers(), watcher)}
+            cls._watchers = tuple(map(weakref.ref, known.values()))
+            cls.watched = frozenset().union(*(each.watched for each in known.values()))
+
+    @classmethod
+    def watchers(cls) -> list[Watcher]:
+        """List those that live."""
+        return [watcher for ref in cls._watchers if (watcher := ref()) is not None]
+
+    @classmethod
+    def note(cls, things: Iterable[int]) -> None:
+        """Count a change of these. Call it before the change, so that its memory is free, and after it.
+
+        A replay of another thread may lie between the two, and look before the change.
+        """
+        if math.isnan(cls.count):
+            return
+        cls.count = next(_NUMBERS)
+        if not cls.watched.isdisjoint(things):
+            for watcher in cls.watchers():
+                if not watcher.watched.isdisjoint(things):
+                    watcher.disturb(cls.count)
+
+    @classmethod
+    def unwatch(cls) -> None:
+        """Let every call look for itself, since changes are not counted any more."""
+        cls.count = math.nan
+        for watcher in cls.watchers():
+            watcher.disturb(math.nan)
 
 
 class _WatchedDict(dict[str, Any]):
@@ -47,69 +110,157 @@ class _WatchedDict(dict[str, Any]):
         return dict(self)
 
 
-def _counting(name: str) -> Callable[..., Any]:
-    method = getattr(dict, name)
+class _WatchedOrderedDict(collections.OrderedDict[Any, Any]):
+    """The same for hooks, and for a module that has such a dict of parameters."""
 
-    def counted(self: _WatchedDict, *args: Any, **kwargs: Any) -> Any:
-        Changes.count += 1
-        return method(self, *args, **kwargs)
+    def __reduce__(self) -> tuple[type, tuple[dict[Any, Any]]]:
+        return collections.OrderedDict, (dict(self),)
 
-    counted.__name__ = name
+    def copy(self) -> collections.OrderedDict[Any, Any]:  # type: ignore[override]
+        return collections.OrderedDict(self)
+
+
+def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def counted(self: dict[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        things = (id(self),)
+        Changes.note(things)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            Changes.note(things)
+
     return counted
 
 
-for _name in ("__setitem__", "__delitem__", "pop", "popitem", "clear", "update", "setdefault", "__ior__"):
-    setattr(_WatchedDict, _name, _counting(_name))
+for _kind in (_WatchedDict, _WatchedOrderedDict):
+    for _name in ("__setitem__", "__delitem__", "pop", "popitem", "clear", "update", "setdefault", "__ior__"):
+        setattr(_kind, _name, _counting(getattr(_kind, _name)))
+_WatchedOrderedDict.move_to_end = _counting(_WatchedOrderedDict.move_to_end)  # type: ignore[method-assign]
+
+_WATCHED: dict[type, Callable[[Any], Any]] = {dict: _WatchedDict, collections.OrderedDict: _WatchedOrderedDict}
+HOLDERS = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def watch_module(module: nn.Module) -> None:
-    """Count writes to the dicts of a module and of all below it."""
-    for child in module.modules():
-        for name in ("_parameters", "_buffers", "_modules"):
-            if type(vars(child)[name]) is dict:
-                vars(child)[name] = _WatchedDict(vars(child)[name])
+def watch_module(module: nn.Module) -> list[dict[Any, Any]]:
+    """Count writes to the dicts of one module.
+
+    Returns:
+        The dicts that cannot be watched: of a class of their own, or with hooks, whose handles know the very dict.
+    """
+    attributes, unwatched = vars(module), []
+    for name in (*HOLDERS, *HOOKS):
+        holder = attributes.get(name)
+        watched = None if name in HOOKS and holder else _WATCHED.get(type(holder))
+        if watched is not None:
+            attributes[name] = watched(holder)
+        elif type(holder) not in (_WatchedDict, _WatchedOrderedDict) and isinstance(holder, dict):
+            unwatched.append(holder)
+    return unwatched
+
+
+def _tensors(args: tuple[Any, ...]) -> list[int]:
+    """Identify tensors; and their storage, which others may be views of."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    dense = [arg for arg in tensors if arg.layout is torch.strided]
+    return [*map(id, tensors), *(key for key in map(_storage, dense) if key is not None)]
+
+
+def _storage(tensor: Tensor) -> int | None:
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError):  # a wrapper of a transform has none
+        return None
+
+
+def _module(args: tuple[Any, ...]) -> list[int]:
+    return [id(vars(args[0]))]
+
+
+def _hooks(args: tuple[Any, ...]) -> list[int]:
+    return [id(args[0].hooks_dict_ref())]
 
 
 # Calls that change what a graph would read or do without a write to a module's dicts: other memory, another
-# view of it, other code to run.
-_CHANGING: dict[Any, tuple[str, ...]] = {
-    torch.Tensor: (
-        *("set_", "resize_", "resize_as_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_"),
-        *("squeeze_", "unsqueeze_"),
+# view of it, other code to run. By whom they belong to, with what tells which things are changed.
+_CHANGING: tuple[tuple[Any, tuple[str, ...], Callable[[tuple[Any, ...]], list[int]]], ...] = (
+    (
+        torch.Tensor,
+        (
+            *("set_", "resize_", "resize_as_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_"),
+            *("squeeze_", "unsqueeze_"),
+        ),
+        _tensors,
     ),
-    torch.UntypedStorage: ("resize_",),
-    torch._C: ("_swap_tensor_impl",),
-    nn.Module: ("train", "register_forward_hook", "register_forward_pre_hook"),
-    RemovableHandle: ("remove",),
-}
+    (torch, ("resize_as_", "as_strided_"), _tensors),
+    (torch._C, ("_swap_tensor_impl",), _tensors),
+    (torch.UntypedStorage, ("resize_", "share_memory_"), lambda args: [args[0]._cdata]),
+    (nn.Module, ("register_forward_hook", "register_forward_pre_hook"), _module),
+    (RemovableHandle, ("remove",), _hooks),
+)
 
 
 @patches.installer
 def watch_tensors() -> None:
-    """Count, from the first capture of the process on, every call that gives a tensor other memory.
+    """Count, from the first capture of the process on, every call that changes what a graph would read or do.
 
     Neither version counters nor hooks see ``tensor.data = other``. Reading ``.data`` stays a call into C.
     """
-    setter = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-    def set_data(tensor: Tensor, value: Tensor) -> None:
-        Changes.count += id(tensor) in Changes.watched
-        setter(tensor, value)
-
-    data = property(torch.Tensor.data.__get__, set_data, doc=torch.Tensor.data.__doc__)  # type: ignore[attr-defined]
+    Changes.count = next(_NUMBERS)
+    patches.record("simplegraph.module.changes", Changes.unwatch)
+    setter = _door(torch.Tensor.data.__set__, lambda args: [id(args[0])])  # type: ignore[attr-defined]
+    data = property(torch.Tensor.data.__get__, setter, doc=torch.Tensor.data.__doc__)  # type: ignore[attr-defined]
     patches.replace(torch.Tensor, "data", data)
-    for holder, names in _CHANGING.items():
+    for holder, names, things in _CHANGING:
         for name in names:
             if hasattr(holder, name):
-                patches.replace(holder, name, _counting_call(getattr(holder, name)))
+                patches.replace(holder, name, _door(getattr(holder, name), things))
+    patches.replace(nn.Module, "__setattr__", _attribute_door(nn.Module.__setattr__))
+    patches.replace(nn.Module, "__delattr__", _attribute_door(nn.Module.__delattr__))
 
 
-def _counting_call(call: Callable[..., Any]) -> Callable[..., Any]:
+def _door(call: Callable[..., Any], things_of: Callable[[tuple[Any, ...]], list[int]]) -> Callable[..., Any]:
     @functools.wraps(call)
     def counted(*args: Any, **kwargs: Any) -> Any:
         # Of tensors and modules only those that a graph reads matter: others change all the time.
-        changed = args[0] if args else None
-        Changes.count += id(changed) in Changes.watched or not isinstance(changed, (Tensor, nn.Module))
-        return call(*args, **kwargs)
+        things = things_of(args)
+        if Changes.watched.isdisjoint(things):
+            return call(*args, **kwargs)
+        Changes.note(things)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            Changes.note(things)
 
     return counted
+
+
+def _attribute_door(call: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(call)
+    def counted(self: nn.Module, name: str, *value: Any) -> None:
+        attributes = self.__dict__
+        if id(attributes) not in Changes.watched or not _matters(attributes, name, *value):
+            return call(self, name, *value)
+        things = (id(attributes),)
+        Changes.note(things)
+        try:
+            call(self, name, *value)
+        finally:
+            Changes.note(things)
+
+    return counted
+
+
+_PYTHON_STATE = frozenset({bool, int, float, str})  # what `state_key` is for
+
+
+def _matters(attributes: dict[str, Any], name: str, value: Any = None) -> bool:
+    """True if setting an attribute can change what a graph would read or do."""
+    old = attributes.get(name)
+    if name == "training":
+        return old is not value
+    if type(value) in _PYTHON_STATE and type(old) in _PYTHON_STATE:
+        return False
+    # A tensor that no graph reads, in place of another: such as what was computed last.
+    return not (isinstance(old, Tensor) and type(value) is Tensor and id(old) not in Changes.watched)

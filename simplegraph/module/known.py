@@ -35,7 +35,7 @@ class KnownCalls:
         self.bindings: dict[Hashable, Binding] = {}
         self.last: CallLayout | None = None
         self.state_key = config.state_key
-        self._looked_at = -1  # the count of changes at which switches were looked for
+        self._looked_at: float = -1  # the count of changes at which switches were looked for
         self._reader: CallReader | None = None
 
     def reader(self, module: Any) -> CallReader:

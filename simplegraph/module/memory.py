@@ -16,7 +16,7 @@ from simplegraph.manager.table import ProgramTable
 from simplegraph.module.call import Call
 from simplegraph.module.signature import ConstantArg
 from simplegraph.module.snapshot import has_address
-from simplegraph.module.state import held_tensors
+from simplegraph.module.survey import held_tensors
 
 
 class ModuleMemory:

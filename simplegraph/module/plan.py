@@ -15,7 +15,8 @@ from simplegraph.module.call import Call
 from simplegraph.module.inputs import InputSet, StaticInput, overlap, slot
 from simplegraph.module.signature import PLAIN_TENSORS
 from simplegraph.module.snapshot import holds_graph_memory
-from simplegraph.module.state import CapturedState, held_tensors
+from simplegraph.module.state import CapturedState
+from simplegraph.module.survey import held_tensors
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+from torch import nn
 
 from simplegraph.context import bypassed
 from simplegraph.errors import VerificationError
@@ -32,8 +35,8 @@ class Owner(Protocol):
     def memory(self, call: Call) -> ModuleMemory:
         """Find the memory that a call's forward may write."""
 
-    def keep_external(self, observer: MemoryObserver, inputs: set[int]) -> None:
-        """Own what a run was seen to read, beside its inputs, and note what it wrote."""
+    def keep_external(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
+        """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Give up the graph of the call's size: it runs eagerly from now on."""
@@ -101,7 +104,7 @@ class _CallProof:
         unknown = not proof.written_inputs <= binding.written
         binding.written |= proof.written_inputs
         binding.note_written(observer, memory)
-        self._owner.keep_external(observer, set(memory.values()))
+        self._owner.keep_external(self._call.module, [observer], set(memory.values()))
         return unknown or inputs is None or any(key not in inputs for key in observer.written)
 
     # The comparison.

@@ -6,16 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from simplegraph.context import CallContext
 from simplegraph.graph.modes import autocast_dtype
 from simplegraph.module.call import CallLayout
-from simplegraph.module.changes import Changes
 from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan
-from simplegraph.module.state import CapturedState
+from simplegraph.module.state import any_requires_grad
 
 MISS = object()
 # Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.
@@ -50,13 +48,13 @@ def try_replay(
     autocast = autocast_dtype(plan.device.torch_device.type) if _ANY_AUTOCAST() else None
     if autocast is not layout.autocast:
         return MISS
-    if torch.is_grad_enabled() and wants_grad(leaves, plan.state):
+    if torch.is_grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
         return MISS
     state, is_capturing = plan.state, plan.is_capturing
     if state_key is not None and state_key(module) != layout.state:
         return MISS
     with plan.pool.lock:
-        moved = (state.seen != Changes.count or state.watches_plain) and state.moved()
+        moved = (state.seen != state.count or state.watches_plain) and state.moved()
         if moved or not plan.program.live or is_capturing():
             return MISS
         if plan.debug:
@@ -76,10 +74,3 @@ def transforming() -> bool:
     """True if the call is traced, or under a transform of torch.func, or a mode that looks at every operator."""
     traced = torch.jit.is_tracing() or forward_ad._current_level >= 0  # type: ignore[attr-defined,no-untyped-call]
     return traced or _transform_level() is not None or torch._C._len_torch_dispatch_stack() > 0
-
-
-def wants_grad(leaves: Sequence[Any], state: CapturedState | nn.Module) -> bool:
-    """True if eager would build an autograd graph for this call."""
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        return True
-    return any(parameter.requires_grad for parameter in state.parameters())

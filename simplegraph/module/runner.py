@@ -26,7 +26,7 @@ from simplegraph.module.builder import GraphBuilder
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.known import KnownCalls
 from simplegraph.module.proof import prove
-from simplegraph.module.replay import MISS, replay_checked, transforming, try_replay, wants_grad
+from simplegraph.module.replay import MISS, replay_checked, transforming, try_replay
 from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
@@ -125,7 +125,7 @@ class GraphRunner:
         if transforming():
             raise CannotBind(Reason.TRANSFORMED, "")
         size, layout = known.read(module, leaves, names, spec, autocast_dtype(manager.device.torch_device.type))
-        if torch.is_grad_enabled() and wants_grad(leaves, module):
+        if torch.is_grad_enabled() and builder.read.wants_grad(module, leaves):
             raise CannotBind(Reason.GRAD, "")
         if largest:
             dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)

@@ -3,196 +3,215 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
+from simplegraph.errors import ReplayError
+from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import parts, storage_key
-from simplegraph.module.changes import Changes, watch_module, watch_tensors
+from simplegraph.module.changes import HOLDERS, HOOKS, Changes, Watcher, watch_module, watch_tensors
 from simplegraph.module.snapshot import has_address, place
+from simplegraph.module.survey import HeldTensor, Survey, code_of
 
-_DEPTH = 3  # containers inside each other that an attribute's tensors are looked for in
-
-
-class HeldTensor(NamedTuple):
-    """A tensor and where it is found: ``holder[key] is tensor``; the same for the containers that lead there."""
-
-    name: str
-    holder: Any
-    key: Any
-    tensor: Tensor
-    path: tuple[tuple[Any, Any, Any], ...] = ()
-
-    @property
-    def links(self) -> tuple[tuple[Any, Any, Any], ...]:
-        """Every (holder, key, value) on the way from the module to the tensor."""
-        return (*self.path, (self.holder, self.key, self.tensor))
+_requires_grad = operator.attrgetter("requires_grad")
 
 
-class CapturedState:
+@dataclasses.dataclass(eq=False)
+class MemoryRead:
+    """The memory that runs of a module were seen to read, beside their inputs.
+
+    Attributes:
+        keys: its storage keys.
+        elsewhere: by key, tensors that the module does not hold: of a closure, a global, a cache. They have no
+            owner we know, so they are owned here. What the module holds is not: it may be replaced before any capture.
+    """
+
+    keys: set[int] = dataclasses.field(default_factory=set)
+    elsewhere: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    def add(self, survey: Survey, observers: Iterable[MemoryObserver], inputs: set[int]) -> None:
+        """Add what runs were seen to read; `inputs` are the keys of their inputs, `survey` is of their module."""
+        held = {key for each in survey.tensors.values() for key in each.memory}
+        for observer in observers:
+            for key, tensor in (*observer.external.items(), *observer.passed.items()):
+                if key in inputs:
+                    continue
+                self.keys.add(key)
+                known = self.elsewhere.get(key)
+                # If it moved since, its key means another's memory.
+                if key not in held and (known is None or storage_key(known) != key):
+                    self.elsewhere[key] = tensor
+
+    def wants_grad(self, module: nn.Module, leaves: Iterable[Any]) -> bool:
+        """True if eager would build an autograd graph for a call with these leaves."""
+        if any_requires_grad(leaves) or any_requires_grad(module.parameters()):
+            return True  # before looking any further: most often it is one of these
+        held = [each.tensor for each in Survey(module).tensors.values() if self.covers(each)]
+        return any_requires_grad((*held, *self.elsewhere.values()))
+
+    def covers(self, held: HeldTensor) -> bool:
+        """True if a tensor that a module holds matters to a graph."""
+        return held.registered or not self.keys.isdisjoint(held.memory)
+
+
+class CapturedState(Watcher):
     """Remembers what graphs captured from a module read of it, and notices when any of that moved.
 
+    It owns that memory, so that a change nobody noticed means old numbers and never freed memory. From a change that is
+    noticed until somebody has looked, it owns nothing: what was replaced is free at once.
+
     Args:
-        module: the module that was captured.
-        external: memory the capture was seen to read, by storage key (see `MemoryObserver`). It is
-            owned here, so that a graph never reads freed memory.
+        module: the module that is captured.
 
     Attributes:
         seen: the count of changes up to which all was in place.
         watches_plain: True if ordinary attributes are compared at every call.
     """
 
-    def __init__(self, module: nn.Module, external: dict[int, Tensor]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         watch_tensors()
-        watch_module(module)
-        self.seen = Changes.count
-        self._registered = list(_registered(module))
-        self._parts = [_Part(name, child) for name, child in module.named_modules()]
-        plain = [entry for entry in _plain(module) if not external.keys().isdisjoint(_keys(entry.tensor))]
-        links = {(id(holder), key): (holder, key, value) for entry in plain for holder, key, value in entry.links}
-        self._plain_links: tuple[tuple[Any, ...], ...] = tuple(
-            zip(*links.values(), strict=True)
-        )  # holders, keys, values
-        self.watches_plain = bool(links)
-        known = {id(part) for entry in (*self._registered, *plain) for part in parts(entry.tensor)}
-        found = [
-            HeldTensor(f"a {tuple(t.shape)} tensor from elsewhere", [t], 0, t)
-            for t in external.values()
-            if id(t) not in known
-        ]
-        self._places = [(entry, _place(entry.tensor)) for entry in (*self._registered, *plain, *found)]
-        # The module owns what is registered; whoever moves that frees it at once, and is noticed. Memory
-        # found elsewhere has no owner we know, so it is kept: by views, since a tensor that moves takes
-        # its old memory along.
-        registered = {key for entry in self._registered for key in _keys(entry.tensor)}
-        self._owned = [tensor.detach() for key, tensor in external.items() if key not in registered]
-        Changes.watched.update(id(part) for entry, _ in self._places for part in (entry.tensor, *parts(entry.tensor)))
-        Changes.watched.update(id(part.module) for part in self._parts)
+        super().__init__()
+        self.seen = math.nan
+        self._module = weakref.ref(module)
+        self._read = MemoryRead()
+        self._places: dict[str, tuple[Any, ...]] = {}
+        self._elsewhere: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        self._modules: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}
+        self._names: set[str] = set()
+
+    def take(self, read: MemoryRead) -> None:
+        """Remember what more graphs read; where earlier ones read something else, that has moved."""
+        count, survey = self.count, self._survey()
+        moved = bool(self._modules) and bool(self._differences(survey))
+        self._read = MemoryRead(set(read.keys), dict(read.elsewhere))
+        self._hold(survey)
+        tensors = survey.tensors.values()
+        covered = [each for each in tensors if self._read.covers(each)]
+        for each in covered:
+            self._places.setdefault(each.name, _place(each.tensor))
+        for tensor in self._read.elsewhere.values():
+            self._elsewhere.setdefault(id(tensor), (tensor, _place(tensor)))
+        if not self._modules:
+            self._modules = {name: (weakref.ref(each), list(code_of(each))) for name, each in survey.modules.items()}
+            self._names = set(survey.tensors)
+            self._empty = survey.attributes() - {each.attribute for each in tensors}
+        # A tensor that is added to one of these matters; what no graph reads, and a new attribute, may hold any.
+        self._watched_attributes = self._empty | {each.attribute for each in covered}
+        self.seen = math.nan if moved else count
+
+    def accept(self, survey: Survey) -> None:
+        """Accept the tensors that the forward itself has just added, as to a cache by size.
+
+        What was empty before, such as None, may have decided what earlier graphs do.
+        """
+        self._names |= {each.name for each in survey.tensors.values() if each.attribute not in self._empty}
+        self._lengths = list(map(len, self._lists))
+
+    def _hold(self, survey: Survey) -> None:
+        """Watch what is there, and own the memory that graphs read."""
+        unwatched = [holder for module in survey.modules.values() for holder in watch_module(module)]
+        held = [each for each in survey.tensors.values() if self._read.covers(each)]
+        tensors = [*(each.tensor for each in held), *self._read.elsewhere.values()]
+        memory = [part for tensor in tensors for part in parts(tensor) if has_address(part)]
+        dicts = [vars(module) for module in survey.modules.values()]
+        dicts += [attributes[name] for attributes in dicts for name in (*HOLDERS, *HOOKS) if name in attributes]
+        self.watched = frozenset({*map(id, tensors), *map(id, memory), *map(storage_key, memory), *map(id, dicts)})
+        Changes.add(self)
+        links = [link for each in held for link in each.links] + survey.links
+        links += [(holder, key, value) for holder in unwatched for key, value in holder.items()]
+        unique = {(id(holder), key): (holder, key, value) for holder, key, value in links}
+        lists = {id(holder): holder for holder, _, _ in links if type(holder) is list}
+        self._links: tuple[tuple[Any, ...], ...] = tuple(zip(*unique.values(), strict=True))  # holders, keys, values
+        self._lists = list(lists.values())
+        self._lengths = list(map(len, self._lists))
+        self.watches_plain = bool(unique)
+        # By views, since a tensor that moves takes its old memory along.
+        self._held: tuple[list[Tensor], list[Tensor]] | None = tensors, [part.data for part in memory]
+
+    def disturb(self, count: float) -> None:
+        """Give up all memory that somebody else can free, until `moved` has looked."""
+        super().disturb(count)
+        self._held = None
+        self._links, self._lists, self._lengths = (), [], []
 
     def moved(self) -> bool:
         """True if anything is no longer where the graphs read it. Cheap enough for every call."""
-        seen = Changes.count
-        if self.seen != seen:
-            if self.what_moved():
+        count = self.count
+        if self.seen != count:
+            survey = self._survey()
+            if self._differences(survey):
                 return True
-            self.seen = seen  # another tensor or module changed, or this one was changed and changed back
+            self._hold(survey)  # another thing changed, or this one was changed and changed back
+            self.seen = count
         return self.watches_plain and self._plain_replaced()
 
     def _plain_replaced(self) -> bool:
-        holders, keys, values = self._plain_links
+        links, lists, lengths = self._links, self._lists, self._lengths
+        if not links:
+            return True  # disturbed this very moment
+        holders, keys, values = links
         found = map(operator.getitem, holders, keys)
         try:
-            return not all(map(operator.is_, found, values))
+            return not all(map(operator.is_, found, values)) or list(map(len, lists)) != lengths
         except LookupError:
             return True
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Return the module's parameters, as they were found at capture."""
-        return (entry.tensor for entry in self._registered)
+    def wants_grad(self) -> bool:
+        """True if anything that the graphs read requires grad, or if somebody has to look first."""
+        held = self._held
+        return held is None or any(map(_requires_grad, held[0]))
 
     def what_moved(self) -> list[str]:
         """Name everything that moved or was replaced."""
+        return self._differences(self._survey())
+
+    def _survey(self) -> Survey:
+        module = self._module()
+        if module is None:
+            raise ReplayError("the module of these graphs is gone.")
+        return Survey(module)
+
+    def _differences(self, survey: Survey) -> list[str]:
+        now = survey.tensors
         names = []
-        for entry, lay in self._places:
-            if any(_get(holder, key) is not value for holder, key, value in entry.links):
-                names.append(f"{entry.name} (replaced)")
-            elif _place(entry.tensor) != lay:
-                names.append(f"{entry.name} (moved)")
-        for part in self._parts:
-            names += part.changes()
-        return names
+        for name, lay in self._places.items():
+            if name not in now:
+                names.append(f"{name} (removed)")
+            elif _place(now[name].tensor) != lay:
+                names.append(f"{name} (moved or replaced)")
+        added = [each for each in now.values() if each.name not in self._names]
+        names += [
+            f"{each.name} (added)" for each in added if each.registered or each.attribute in self._watched_attributes
+        ]
+        elsewhere = self._elsewhere.values()
+        names += [f"a {tuple(t.shape)} tensor from elsewhere (moved)" for t, lay in elsewhere if _place(t) != lay]
+        return names + self._changed_modules(survey.modules)
+
+    def _changed_modules(self, now: dict[str, nn.Module]) -> list[str]:
+        before = self._modules
+        names = [f"submodule {name} (added)" for name in now if name not in before]
+        for name, (known, code) in before.items():
+            module = now.get(name)
+            if module is None or module is not known():
+                names.append(f"submodule {name} (replaced)")
+            elif not _same(list(code_of(module)), code):
+                names.append(f"{name or 'the module'} (class, forward, training mode, hooks, functions or generators)")
+        return names or ([] if list(now) == list(before) else ["submodules (another order)"])
 
 
-@dataclasses.dataclass(eq=False)
-class _Part:
-    """Remembers a submodule by everything but its tensors' places that decides what its call does."""
-
-    name: str
-    module: nn.Module
-
-    def __post_init__(self) -> None:
-        holders = (self.module._parameters, self.module._buffers, self.module._modules)
-        self._before = [(holder, dict(holder)) for holder in holders]
-        self._mode = _mode(self.module)
-
-    def changes(self) -> list[str]:
-        """Name what is not as it was; a tensor that was replaced is named elsewhere."""
-        dot = f"{self.name}." if self.name else ""
-        names = []
-        for holder, before in self._before:
-            names += [f"{dot}{key} (added)" for key in holder if before.get(key) is None and holder[key] is not None]
-            modules = ((key, value) for key, value in before.items() if isinstance(value, nn.Module))
-            names += [f"submodule {dot}{key} (replaced)" for key, value in modules if holder.get(key) is not value]
-        if _mode(self.module) != self._mode:
-            names.append(f"{self.name or 'the module'} (training mode or hooks)")
-        return names
+def any_requires_grad(leaves: Iterable[Any]) -> bool:
+    """True if eager would build an autograd graph for one of these."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
-def _mode(module: nn.Module) -> tuple[Any, ...]:
-    """Return whether a module is in training mode, and the ids of its hooks."""
-    return module.training, tuple(module._forward_pre_hooks), tuple(module._forward_hooks)
-
-
-def _get(holder: Any, key: Any) -> Any:
-    try:
-        return holder[key]
-    except LookupError:
-        return None
-
-
-def held_tensors(module: nn.Module) -> list[HeldTensor]:
-    """List every tensor that the module holds in parameters, buffers and ordinary attributes."""
-    return [*_registered(module), *_plain(module)]
-
-
-def _registered(module: nn.Module) -> Iterator[HeldTensor]:
-    for prefix, child in module.named_modules():
-        for holder in (child._parameters, child._buffers):
-            for key, tensor in holder.items():
-                if tensor is not None:
-                    yield HeldTensor(f"{prefix}.{key}" if prefix else key, holder, key, tensor)
-
-
-def _plain(module: nn.Module) -> Iterator[HeldTensor]:
-    """Find the tensors in ordinary attributes, alone or inside lists, tuples and dicts."""
-    for prefix, child in module.named_modules():
-        holder = vars(child)
-        for key, value in list(holder.items()):
-            if key in _NO_TENSORS or type(value) in _ATOMS:
-                continue
-            yield from _inside(f"{prefix}.{key}" if prefix else key, holder, key, value)
-
-
-_NO_TENSORS = frozenset(vars(nn.Module())) | {"_simplegraph"}  # registered ones are found elsewhere
-_ATOMS = frozenset({type(None), bool, int, float, str})
-
-
-def _inside(name: str, holder: Any, key: Any, value: Any, path: tuple[Any, ...] = ()) -> Iterator[HeldTensor]:
-    if isinstance(value, Tensor):
-        yield HeldTensor(name, holder, key, value, path)
-    elif len(path) < _DEPTH:
-        inner, items = _contents(value)
-        for item_key, item in items:
-            yield from _inside(f"{name}.{item_key}", inner, item_key, item, (*path, (holder, key, value)))
-
-
-def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Open a container, or an object's attributes: it, and what it holds by index or key."""
-    if isinstance(value, (list, tuple)):
-        return value, list(enumerate(value))
-    if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (dict, ModuleType)):
-        value = vars(value)
-    # A copy: the collector may take entries out of a weak dictionary while a list of them is made.
-    return value, list(dict(value).items()) if isinstance(value, dict) else []
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(place(part) if has_address(part) else None for part in parts(tensor))
-
-
-def _keys(tensor: Tensor) -> set[int]:
-    """Identify its memory."""
-    return {storage_key(part) for part in parts(tensor) if has_address(part)}
+    return tuple(place(part) if has_address(part) else id(part) for part in parts(tensor))

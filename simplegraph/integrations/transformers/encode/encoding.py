@@ -43,7 +43,7 @@ class GraphedEncoder(GraphedModel):
     def __init__(self, model: Any, step: Any, *, lengths: Sequence[int], max_batch_size: int) -> None:
         self._lengths, self._max_batch_size = sorted(lengths), max_batch_size
         self._signature = inspect.signature(type(model).forward)
-        self._checked_at = -1
+        self._checked_at: float = -1
         self._rules: dict[Hashable, LengthRule] = {}
         super().__init__(model, step, {"forward": self._forward})
 

@@ -1,0 +1,137 @@
+"""Finds every module and tensor that a module holds, registered or not, and where."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.graph.tensors import parts, storage_key
+from simplegraph.module.snapshot import has_address
+
+_DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
+_REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
+_ATOMS = frozenset({type(None), bool, int, float, str})
+
+Link = tuple[Any, Any, Any]
+
+
+class HeldTensor(NamedTuple):
+    """A tensor that a module holds.
+
+    Attributes:
+        name: dotted from the module; attribute: the name up to the attribute of a module that it hangs on.
+        links: every (holder, key, value) on the way that no module's own dicts tell of: ``holder[key] is value``.
+        registered: True for parameters and buffers.
+    """
+
+    name: str
+    attribute: str
+    tensor: Tensor
+    links: tuple[Link, ...] = ()
+    registered: bool = False
+
+    @property
+    def memory(self) -> set[int]:
+        """The keys of its storages."""
+        return {storage_key(part) for part in parts(self.tensor) if has_address(part)}
+
+
+class Survey:
+    """What a module holds at the moment, by name.
+
+    Attributes:
+        modules: it, and all that it holds: children, and modules in lists, tuples, dicts and objects.
+        tensors: theirs: parameters, buffers, and tensors in ordinary attributes, alone or in containers.
+        links: the links to modules that are no children.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.tensors: dict[str, HeldTensor] = {}
+        self.links: list[Link] = []
+        self._seen: set[int] = set()
+        self._add_tree("", module)
+        for name in list(self.modules):
+            self._look_at_attributes(name)
+
+    def _add_tree(self, name: str, module: nn.Module) -> list[str]:
+        """Add a module and its children; they are named before anything that attributes lead to."""
+        if id(module) in self._seen:
+            return []
+        self._seen.add(id(module))
+        self.modules[name] = module
+        for holder in (module._parameters, module._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    self._add(HeldTensor(_dotted(name, key), _dotted(name, key), tensor, registered=True))
+        children = [(key, child) for key, child in module._modules.items() if child is not None]
+        return [name, *(added for key, child in children for added in self._add_tree(_dotted(name, key), child))]
+
+    def _look_at_attributes(self, name: str) -> None:
+        attributes = vars(self.modules[name])
+        for key, value in list(attributes.items()):
+            if key not in _REGISTERED and type(value) not in _ATOMS:
+                self._look_inside(_dotted(name, key), _dotted(name, key), ((attributes, key, value),))
+
+    def _look_inside(self, name: str, attribute: str, links: tuple[Link, ...]) -> None:
+        value = links[-1][-1]
+        if isinstance(value, Tensor):
+            self._add(HeldTensor(name, attribute, value, links))
+        elif isinstance(value, nn.Module):
+            self.links += links
+            for added in self._add_tree(name, value):
+                self._look_at_attributes(added)
+        elif len(links) <= _DEPTH:
+            inner, items = _contents(value)
+            for key, item in items:
+                if type(item) not in _ATOMS:
+                    self._look_inside(f"{name}.{key}", attribute, (*links, (inner, key, item)))
+
+    def _add(self, held: HeldTensor) -> None:
+        while held.name in self.tensors:  # {1: a, "1": b}
+            held = held._replace(name=f"{held.name}'")
+        self.tensors[held.name] = held
+
+    def attributes(self) -> set[str]:
+        """Name every attribute of every module, registered or not, whatever it holds."""
+        holders = [(name, vars(module)) for name, module in self.modules.items()]
+        holders += [(name, holder[key]) for name, holder in holders for key in ("_parameters", "_buffers")]
+        return {_dotted(name, key) for name, holder in holders for key in holder}
+
+
+def held_tensors(module: nn.Module) -> list[HeldTensor]:
+    """List every tensor that the module holds in parameters, buffers and ordinary attributes."""
+    return list(Survey(module).tensors.values())
+
+
+def _dotted(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Open a container, or an object's attributes: it, and what it holds by index or key."""
+    if isinstance(value, (list, tuple, collections.deque)):
+        return value, list(enumerate(value))
+    if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (dict, ModuleType)):
+        value = vars(value)
+    # A copy: the collector may take entries out of a weak dictionary while a list of them is made.
+    return value, list(dict(value).items()) if isinstance(value, dict) else []
+
+
+def code_of(module: nn.Module) -> Iterator[Any]:
+    """Yield what else decides what a call of the module does: mode, hooks, functions, random generators."""
+    kind = type(module)
+    yield from (kind, kind.forward, module.training)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for item in hooks.items():
+            yield from item
+        yield len(hooks)
+    for key, value in list(vars(module).items()):
+        if isinstance(value, torch.Generator) or inspect.isroutine(value):
+            yield from (key, value)

@@ -1,0 +1,214 @@
+"""What graphs read is owned while they may read it, and given up as soon as a change of it is noticed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import simplegraph as sg
+from simplegraph.module.changes import Changes
+from tests.module.answers import close
+from tests.module.stateful import MOVED, WIDTH, Model, captured, new, parameter, rows
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def freed(tensor):
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+REPLACED = {
+    ".data =": lambda m: setattr(m.linear.weight, "data", new(m.linear.weight)),
+    "parameter replaced": lambda m: setattr(m.linear, "weight", parameter(m.linear.weight)),
+    "load_state_dict(assign=True)": MOVED["load_state_dict(assign=True)"],
+    "written through _parameters": MOVED["written through _parameters"],
+    "submodule replaced": MOVED["submodule replaced"],
+    "swap_tensors": MOVED["swap_tensors"],
+    "_parameters replaced": lambda m: setattr(
+        m.linear, "_parameters", {"weight": parameter(m.linear.weight), "bias": None}
+    ),
+    "converted": lambda m: m.double(),
+}
+
+
+@pytest.mark.parametrize("change", REPLACED)
+def test_a_replaced_weight_is_free_before_the_next_call(device, change):
+    model, module = captured(device)
+    old = freed(module.linear.weight)
+    REPLACED[change](module)
+    gc.collect()
+    assert old.expired()
+    x = rows(4, device).to(module.scale.dtype)
+    for _ in range(4):
+        close(model(x), module(x))
+
+
+def test_a_replaced_attribute_is_free_before_the_next_call(device):
+    model, module = captured(device)
+    old = freed(module.table)
+    module.table = new(module.table)
+    assert old.expired()
+    for _ in range(4):
+        x = rows(4, device)
+        close(model(x), module(x))
+
+
+def test_a_weight_replaced_after_a_warmup_is_free(device):
+    module = Model(device).eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    model(rows(4, device))
+    old = freed(module.linear.weight)
+    module.linear.weight = parameter(module.linear.weight)
+    gc.collect()
+    assert old.expired()
+    for _ in range(4):
+        x = rows(4, device)
+        close(model(x), module(x))
+
+
+UNNOTICED = {
+    "parameter": lambda m: dict.__setitem__(m.linear._parameters, "weight", parameter(m.linear.weight)),
+    "buffer": lambda m: dict.__setitem__(m._buffers, "shift", new(m.shift)),
+    "submodule": lambda m: dict.__setitem__(m._modules, "linear", nn.Linear(WIDTH, WIDTH, device=m.scale.device)),
+}
+
+
+@pytest.mark.parametrize("change", UNNOTICED)
+def test_a_change_that_nobody_notices_means_old_numbers_and_never_freed_memory(device, change):
+    model, module = captured(device)
+    x = rows(4, device)
+    before = module(x)
+    UNNOTICED[change](module)
+    gc.collect()
+    junk = [torch.full((WIDTH, WIDTH), 1e9, device=device) for _ in range(64)]
+    close(model(x), before)
+    del junk
+    module.linear.train(False)  # changes nothing
+    close(model(x), before)
+    module.blocks[0].weight.data = module.blocks[0].weight.data.clone()  # now somebody looks, and finds both
+    for _ in range(4):
+        close(model(x), module(x))
+
+
+@pytest.mark.parametrize("change", UNNOTICED)
+def test_debug_finds_a_change_that_nobody_notices(device, change):
+    model, module = captured(device, debug=True)
+    UNNOTICED[change](module)
+    with pytest.raises(sg.StaleGraphError, match=r"linear|shift"):
+        model(rows(4, device))
+
+
+def test_memory_is_owned_again_after_a_change_that_was_taken_back(device):
+    model, module = captured(device)
+    module.linear.weight.data = module.linear.weight.data
+    x = rows(4, device)
+    close(model(x), module(x))
+    before = module(x)
+    UNNOTICED["parameter"](module)
+    gc.collect()
+    close(model(x), before)
+    assert model.graph_stats.recaptures == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_replay_between_a_change_and_its_counting_does_not_hide_it(device, monkeypatch, count):
+    """Another thread may replay in the middle of a write: it looks while the old weight is still there."""
+    model, module = captured(device)
+    x = rows(4, device)
+    answers = []
+    note = Changes.note
+
+    def replayed_by_another(things):
+        note(things)
+        if len(answers) < count:
+            thread = threading.Thread(target=lambda: answers.append(call()))
+            thread.start()
+            thread.join()
+
+    @torch.no_grad()
+    def call():
+        return model(x)
+
+    monkeypatch.setattr(Changes, "note", replayed_by_another)
+    module.linear.weight = parameter(module.linear.weight)
+    monkeypatch.undo()
+    assert len(answers) == count
+    for _ in range(3):
+        close(model(x), module(x))
+
+
+def test_what_is_watched_does_not_grow_with_the_models_that_were(device):
+    def served():
+        model, _ = captured(device)
+        return len(Changes.watched), model
+
+    served()
+    gc.collect()
+    first, _ = served()
+    for _ in range(3):
+        _ = None
+        gc.collect()
+        last, _ = served()
+    assert last == first
+
+
+class Growing(nn.Module):
+    """Keeps a cache that a larger batch replaces."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.cache = torch.ones(2, device=device)
+
+    def forward(self, x):
+        if len(x) > len(self.cache):
+            self.cache = torch.full((len(x),), float(len(x)), device=x.device)
+        return x * self.cache[: len(x), None]
+
+
+@pytest.mark.parametrize("upfront", [False, True])
+def test_a_cache_that_a_larger_batch_replaces_is_not_read_at_its_old_place(device, upfront):
+    module = Growing(device).eval()
+    model = sg.wrap(module, capture_sizes=[2, 4], progress=False, padding=False)
+    other = sg.wrap(Growing(device).eval(), capture_sizes=[2, 4], progress=False, padding=False)
+    eager = sg.unwrap(other)
+    x = rows(2, device)
+    for _ in range(3):
+        close(model(x), eager(x))
+    if upfront:
+        model.capture_graphs(rows(4, device))
+        eager(rows(4, device))
+    for size in (4, 4, 4, 2, 2, 2, 4, 2):
+        x = rows(size, device)
+        expected = eager(x)
+        close(model(x), expected)
+
+
+class BySize(nn.Module):
+    """Keeps a tensor for every size that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = {}
+
+    def forward(self, x):
+        name = f"scale_{len(x)}"
+        if not hasattr(self, name):
+            setattr(self, name, torch.full((), float(len(x)), device=x.device))
+        scale = self.scales.setdefault(len(x), getattr(self, name) + 1)
+        return x * scale * getattr(self, name)
+
+
+def test_a_cache_by_size_that_the_forward_fills_moves_nothing(device):
+    module = BySize().eval()
+    model = sg.wrap(module, capture_sizes=[1, 2, 3, 4, 5, 6], progress=False)
+    for _ in range(4):
+        for size in range(1, 7):
+            x = rows(size, device)
+            close(model(x), module(x))
+    assert model.graph_stats.recaptures <= 1
+    assert model.graph_stats.captures <= 7

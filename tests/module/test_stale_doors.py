@@ -1,0 +1,250 @@
+"""Less usual ways to change what a forward reads or runs: none of them lets a replay return the old answer."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import pickle
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+from simplegraph.graph import patches
+from tests.module.answers import close
+from tests.module.stateful import WIDTH, new, parameter, rows
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+class Holder:
+    """An ordinary object that keeps a module."""
+
+    def __init__(self, module):
+        self.module = module
+
+
+class Odd(nn.Module):
+    """Keeps modules and tensors where `named_modules` does not find them, and reads what is not there yet."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, device=device)
+        self.hidden = [nn.Linear(WIDTH, WIDTH, device=device), nn.ReLU()]
+        self.keyed = {"a": nn.Sequential(nn.Linear(WIDTH, WIDTH, device=device))}
+        self.holder = Holder(nn.Linear(WIDTH, WIDTH, device=device))
+        self.mask = None
+        self.extra = []
+        self.act = torch.tanh
+        self.blocks = nn.Sequential(collections.OrderedDict(one=nn.Tanh(), two=nn.Linear(WIDTH, WIDTH, device=device)))
+        self.hooked = nn.Identity()
+        self.hooked.register_forward_hook(lambda *call: call[-1] + 1)
+
+    def forward(self, x):
+        for layer in self.hidden:
+            x = layer(x)
+        x = self.hooked(self.blocks(self.holder.module(self.keyed["a"](self.linear(x)))))
+        for tensor in self.extra:
+            x = x + tensor
+        return self.act(x if self.mask is None else x * self.mask)
+
+
+def other_parameters(module):
+    return {name: parameter(old) for name, old in module.named_parameters()}
+
+
+def ordered(m):
+    m.linear._parameters = collections.OrderedDict(other_parameters(m.linear))
+
+
+def reorder(m):
+    m.blocks._modules = dict(reversed(m.blocks._modules.items()))
+
+
+def doubled(*call):
+    return call[-1] * 2
+
+
+def doubling(_, args):
+    return (args[0] * 2,)
+
+
+def replace_hooks(m):
+    m.hooked._forward_hooks.update(dict.fromkeys(m.hooked._forward_hooks, doubled))
+
+
+def swap_from_the_other(weight):
+    torch.utils.swap_tensors(parameter(weight), weight)
+
+
+def with_class(module, kind):
+    module.__class__ = kind
+
+
+class Negated(nn.Linear):
+    def forward(self, x):
+        return -super().forward(x)
+
+
+CHANGES = {
+    "_parameters replaced": lambda m: setattr(m.linear, "_parameters", other_parameters(m.linear)),
+    "_parameters replaced by an OrderedDict": ordered,
+    "_modules replaced": lambda m: setattr(m.blocks, "_modules", {"one": nn.ReLU()}),
+    "_modules in another order": reorder,
+    "weight of a module in a list": lambda m: setattr(m.hidden[0], "weight", parameter(m.linear.weight)),
+    ".data of a weight in a list": lambda m: setattr(m.hidden[0].weight, "data", new(m.linear.weight)),
+    "module in a list": lambda m: m.hidden.__setitem__(1, nn.Tanh()),
+    "module appended to a list": lambda m: m.hidden.append(nn.Tanh()),
+    "weight of a module below one in a dict": lambda m: setattr(m.keyed["a"][0], "weight", parameter(m.linear.weight)),
+    "module in a dict": lambda m: m.keyed.update(a=nn.ReLU()),
+    "weight of a module in an object": lambda m: setattr(m.holder.module, "bias", parameter(m.linear.bias)),
+    "module in an object": lambda m: setattr(m.holder, "module", nn.ReLU()),
+    "module in a module in a dict": lambda m: m.keyed["a"].append(nn.ReLU()),
+    "None becomes a tensor": lambda m: setattr(m, "mask", new(m.linear.bias)),
+    "empty list becomes one of a tensor": lambda m: setattr(m, "extra", [new(m.linear.bias)]),
+    "forward of a child": lambda m: setattr(m.linear, "forward", torch.relu),
+    "forward of a child in a list": lambda m: setattr(m.hidden[1], "forward", torch.tanh),
+    "forward of the module": lambda m: setattr(m, "forward", types.MethodType(lambda self, x: x * 3, m)),
+    "function in an attribute": lambda m: setattr(m, "act", torch.relu),
+    "class of a child": lambda m: with_class(m.linear, Negated),
+    "hook on the module itself": lambda m: m.register_forward_hook(doubled),
+    "pre-hook on the module itself": lambda m: m.register_forward_pre_hook(doubling),
+    "hook on a module in a list": lambda m: m.hidden[0].register_forward_hook(doubled),
+    "hook written into the dict": lambda m: m.linear._forward_hooks.__setitem__(12345, doubled),
+    "pre-hook written into the dict": lambda m: m.linear._forward_pre_hooks.update({12345: doubling}),
+    "hook dict replaced": lambda m: setattr(m.linear, "_forward_hooks", collections.OrderedDict({1: doubled})),
+    "hook put for another under its key": replace_hooks,
+    "hook taken out of the dict": lambda m: m.hooked._forward_hooks.clear(),
+    "hook beside another": lambda m: m.hooked.register_forward_hook(doubled),
+    "swap_tensors, the other way round": lambda m: swap_from_the_other(m.linear.weight),
+    "swap_tensors in a list": lambda m: swap_from_the_other(m.hidden[0].weight),
+}
+
+
+def replayed(device, **settings):
+    module = Odd(device).eval().requires_grad_(False)
+    model = sg.wrap(module, capture_sizes=[4], progress=False, **settings)
+    for _ in range(4):
+        x = rows(4, device)
+        close(model(x), module(x))
+    assert model.graph_stats.replays >= 1
+    return model, module
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_change_of_what_a_forward_reads_or_runs_is_missed(device, change):
+    model, module = replayed(device)
+    CHANGES[change](module)
+    for _ in range(5):
+        x = rows(4, device)
+        close(model(x), module(x))
+    assert model.graph_stats.recaptures == 1
+    before = model.graph_stats.replays
+    model(rows(4, device))
+    assert model.graph_stats.replays == before + 1
+
+
+def test_training_mode_of_a_child_set_as_an_attribute_is_noticed(device):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[64])
+    x = rows(64, device)
+    for _ in range(3):
+        close(model(x), module[0](x))
+    module[1].training = True
+    assert (model(x) == 0).any()
+    module[1].training = False
+    close(model(x), module[0](x))
+
+
+class Noisy(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.generator = torch.Generator(device)
+
+    def forward(self, x):
+        return x + torch.rand(x.shape, generator=self.generator, device=x.device)
+
+
+def test_a_replaced_generator_is_drawn_from(device):
+    module = Noisy(device).eval()
+    model = sg.wrap(module, capture_sizes=[4])
+    x = rows(4, device)
+    for _ in range(3):
+        model(x)
+    for seed in (1, 2):
+        same = torch.Generator(device).manual_seed(seed)
+        module.generator = torch.Generator(device).manual_seed(seed)
+        for _ in range(4):
+            close(model(x), x + torch.rand(x.shape, generator=same, device=device))
+
+
+def test_growing_the_base_of_a_view_that_is_read_is_noticed(device):
+    class Viewing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = base[1]
+
+        def forward(self, x):
+            return x + self.rows
+
+    base = torch.ones(2, WIDTH, device=device)
+    module = Viewing().eval()
+    for grow in (
+        lambda: base.resize_(1000, WIDTH),
+        lambda: base.resize_as_(torch.empty(2000, WIDTH)),
+        lambda: torch.resize_as_(base, torch.empty(3000, WIDTH)),
+    ):
+        model = sg.wrap(module, capture_sizes=[4])
+        x = rows(4, device)
+        for _ in range(3):
+            close(model(x), module(x))
+        grow()
+        base[1].fill_(5)
+        close(model(x), x + 5)
+        close(model(x), x + 5)
+
+
+def test_moves_are_noticed_after_the_patches_were_taken_back(device):
+    model, module = replayed(device)
+    patches.remove()
+    module.linear.weight.data = new(module.linear.weight)
+    for _ in range(4):
+        x = rows(4, device)
+        close(model(x), module(x))
+    module.hidden[0].weight.data = new(module.linear.weight)
+    patches.remove()
+    module.linear.weight.data = new(module.linear.weight)
+    for _ in range(4):
+        x = rows(4, device)
+        close(model(x), module(x))
+
+
+def test_an_attribute_that_no_forward_reads_may_change_at_every_call(device):
+    model, module = replayed(device)
+    for step in range(6):
+        module.last = rows(4, device)
+        module.step = step
+        module.log = [step]
+        close(model(rows(4, device)), model(rows(4, device)) * 0 + model(rows(4, device))) if False else model(
+            rows(4, device)
+        )
+    assert model.graph_stats.recaptures <= 1
+
+
+def test_modules_in_a_list_are_no_part_of_the_wrapped_module(device):
+    _, module = replayed(device)
+    assert not any(name.startswith("hidden") for name, _ in module.named_parameters())
+
+
+def test_each_dict_of_a_watched_module_pickles_and_copies_as_a_plain_one(device):
+    model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[4])
+    for _ in range(3):
+        model(rows(4, device))
+    for other in (copy.deepcopy(sg.unwrap(model)), pickle.loads(pickle.dumps(sg.unwrap(model)))):
+        assert type(other._parameters) is dict
+        assert type(other._forward_hooks) is collections.OrderedDict
+        handle = other.register_forward_hook(doubled)
+        handle.remove()
+        assert not other._forward_hooks
