@@ -44,7 +44,10 @@ class Reason(str, enum.Enum):
     )
     EAGER_CONTEXT = "eager_context", "inside simplegraph.eager()"
     NESTED = "nested", "an outer graph owns this call"
-    TRANSFORMED = "transformed", "the call is being traced or transformed: vmap, jvp, dual numbers, jit.trace, make_fx"
+    TRANSFORMED = (
+        "transformed",
+        "the call is traced, transformed or observed: vmap, jvp, dual numbers, jit.trace, make_fx, operator modes",
+    )
     CAPTURING_ELSEWHERE = "capturing_elsewhere", "the stream is being captured by someone else"
     WRONG_DEVICE = "wrong_device", "an input is on another device than the module"
     # What the call passes and returns.
@@ -79,7 +82,10 @@ class Reason(str, enum.Enum):
     CACHE_FULL = "cache_full", "the sequence is longer than the static cache; raise max_length"
     LENGTH_TOO_LARGE = "length_too_large", "the sequence is above every captured length; add to lengths"
     ATTENTION = "attention", "the attention implementation cannot be in a graph; use 'sdpa' or 'eager'"
-    HOOKS = "hooks", "submodules have forward hooks, which a replay would not call; remove them for graphs"
+    HOOKS = (
+        "hooks",
+        "forward hooks, on submodules or on all modules, that a replay would not call; remove them for graphs",
+    )
     SPREAD_MODEL = "spread_model", "the model is offloaded, or spread over devices; graphs need it on one"
     LENGTH_PADDING = "length_padding", "padded to a captured length, the model answers otherwise"
     BUSY = "busy", "another thread decodes with these graphs at the moment"

@@ -110,6 +110,7 @@ class CallLayout:
         spec: how the leaves of ``(args, kwargs)`` nest.
         args: what each leaf must be.
         autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
+        settings: those of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
         binding: what is known about the signature.
         plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`).
     """
@@ -118,6 +119,8 @@ class CallLayout:
     args: Sequence[Arg]
     autocast: torch.dtype | None
     state: Hashable
+    settings: tuple[Any, ...]
+    modes: tuple[Any, ...]
     binding: Binding
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
 

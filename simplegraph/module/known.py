@@ -13,6 +13,7 @@ from simplegraph.module.call import Binding, CallLayout
 from simplegraph.module.changes import Changes
 from simplegraph.module.signature import CallReader
 from simplegraph.module.switches import known_switches
+from simplegraph.module.torch_state import TorchSettings, function_modes
 from simplegraph.nested import TreeSpec
 
 StateKey = Callable[[Any], Hashable]
@@ -54,9 +55,13 @@ class KnownCalls:
             InputError: an argument, or what `state_key` returned, cannot be a key.
         """
         state = self._state_of(module)
-        size, args, signature = self.reader(module).read(leaves, names, spec, (autocast, state))
+        settings, modes = TorchSettings.read(), function_modes()
+        size, args, signature = self.reader(module).read(leaves, names, spec, (autocast, state, settings, modes))
+        known = self.layouts.get((spec, signature))
+        if known is not None:
+            return size, known
         binding = self.bindings.get(signature) or Binding(signature)
-        return size, self.layouts.get((spec, signature)) or CallLayout(spec, args, autocast, state, binding)
+        return size, CallLayout(spec, args, autocast, state, settings, modes, binding)
 
     def is_full(self, layout: CallLayout) -> bool:
         """True if the layout would be of one signature too many."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from simplegraph.context import CallContext
 from simplegraph.graph.modes import autocast_dtype
@@ -14,10 +15,17 @@ from simplegraph.module.call import CallLayout
 from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan
 from simplegraph.module.state import any_requires_grad
+from simplegraph.module.torch_state import (
+    GLOBAL_HOOKS,
+    GLOBAL_PRE_HOOKS,
+    TorchSettings,
+    function_modes,
+    num_function_modes,
+    num_operator_modes,
+)
 
 MISS = object()
-# Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.
-_transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
+_grad_enabled = torch.is_grad_enabled  # looked up once
 # Private to torch; where it is absent, every call asks for the device's own state.
 _ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
@@ -48,7 +56,13 @@ def try_replay(
     autocast = autocast_dtype(plan.device.torch_device.type) if _ANY_AUTOCAST() else None
     if autocast is not layout.autocast:
         return MISS
-    if torch.is_grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
+    if _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
+        return MISS
+    if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
+        return MISS
+    if TorchSettings.current is not layout.settings and TorchSettings.read() is not layout.settings:
+        return MISS
+    if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
         return MISS
     state, is_capturing = plan.state, plan.is_capturing
     if state_key is not None and state_key(module) != layout.state:
@@ -68,9 +82,3 @@ def replay_checked(module: Any, plan: Plan, leaves: Sequence[Any], copies: Copie
     result = plan.replay(leaves, copies)
     plan.check_kept(module)
     return result
-
-
-def transforming() -> bool:
-    """True if the call is traced, or under a transform of torch.func, or a mode that looks at every operator."""
-    traced = torch.jit.is_tracing() or forward_ad._current_level >= 0  # type: ignore[attr-defined,no-untyped-call]
-    return traced or _transform_level() is not None or torch._C._len_torch_dispatch_stack() > 0

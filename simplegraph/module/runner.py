@@ -26,7 +26,8 @@ from simplegraph.module.builder import GraphBuilder
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.known import KnownCalls
 from simplegraph.module.proof import prove
-from simplegraph.module.replay import MISS, replay_checked, transforming, try_replay
+from simplegraph.module.replay import MISS, replay_checked, try_replay
+from simplegraph.module.torch_state import hindrance
 from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
@@ -122,8 +123,9 @@ class GraphRunner:
         manager = builder.manager
         if manager.device.is_capturing():
             raise CannotBind(Reason.CAPTURING_ELSEWHERE, "")
-        if transforming():
-            raise CannotBind(Reason.TRANSFORMED, "")
+        hindered = hindrance()
+        if hindered is not None:
+            raise CannotBind(*hindered)
         size, layout = known.read(module, leaves, names, spec, autocast_dtype(manager.device.torch_device.type))
         if torch.is_grad_enabled() and builder.read.wants_grad(module, leaves):
             raise CannotBind(Reason.GRAD, "")

@@ -17,6 +17,7 @@ from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.module.changes import HOLDERS, HOOKS, Changes, Watcher, watch_module, watch_tensors
 from simplegraph.module.snapshot import has_address, place
 from simplegraph.module.survey import HeldTensor, Survey, code_of
+from simplegraph.module.torch_state import watch_settings
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -75,6 +76,7 @@ class CapturedState(Watcher):
 
     def __init__(self, module: nn.Module) -> None:
         watch_tensors()
+        watch_settings()
         super().__init__()
         self.seen = math.nan
         self._module = weakref.ref(module)
@@ -110,7 +112,6 @@ class CapturedState(Watcher):
         What was empty before, such as None, may have decided what earlier graphs do.
         """
         self._names |= {each.name for each in survey.tensors.values() if each.attribute not in self._empty}
-        self._lengths = list(map(len, self._lists))
 
     def _hold(self, survey: Survey) -> None:
         """Watch what is there, and own the memory that graphs read."""
@@ -124,11 +125,9 @@ class CapturedState(Watcher):
         Changes.add(self)
         links = [link for each in held for link in each.links] + survey.links
         links += [(holder, key, value) for holder in unwatched for key, value in holder.items()]
+        links += [(holder, -1, holder[-1]) for holder, _, _ in links if isinstance(holder, list)]  # it may grow
         unique = {(id(holder), key): (holder, key, value) for holder, key, value in links}
-        lists = {id(holder): holder for holder, _, _ in links if type(holder) is list}
         self._links: tuple[tuple[Any, ...], ...] = tuple(zip(*unique.values(), strict=True))  # holders, keys, values
-        self._lists = list(lists.values())
-        self._lengths = list(map(len, self._lists))
         self.watches_plain = bool(unique)
         # By views, since a tensor that moves takes its old memory along.
         self._held: tuple[list[Tensor], list[Tensor]] | None = tensors, [part.data for part in memory]
@@ -137,27 +136,29 @@ class CapturedState(Watcher):
         """Give up all memory that somebody else can free, until `moved` has looked."""
         super().disturb(count)
         self._held = None
-        self._links, self._lists, self._lengths = (), [], []
+        self._links = ()
 
     def moved(self) -> bool:
         """True if anything is no longer where the graphs read it. Cheap enough for every call."""
         count = self.count
-        if self.seen != count:
-            survey = self._survey()
-            if self._differences(survey):
-                return True
-            self._hold(survey)  # another thing changed, or this one was changed and changed back
-            self.seen = count
-        return self.watches_plain and self._plain_replaced()
+        if self.seen == count and not (self.watches_plain and self._plain_replaced()):
+            return False
+        survey = self._survey()
+        if self._differences(survey):
+            return True
+        self._hold(survey)  # another thing changed, or this one was changed and changed back
+        self.seen = count
+        return False
 
     def _plain_replaced(self) -> bool:
-        links, lists, lengths = self._links, self._lists, self._lengths
+        """True if a container or attribute holds something else than it did."""
+        links = self._links
         if not links:
             return True  # disturbed this very moment
         holders, keys, values = links
         found = map(operator.getitem, holders, keys)
         try:
-            return not all(map(operator.is_, found, values)) or list(map(len, lists)) != lengths
+            return not all(map(operator.is_, found, values))
         except LookupError:
             return True
 

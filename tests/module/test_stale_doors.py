@@ -37,6 +37,7 @@ class Odd(nn.Module):
         self.holder = Holder(nn.Linear(WIDTH, WIDTH, device=device))
         self.mask = None
         self.extra = []
+        self.more = [torch.randn(WIDTH, device=device)]
         self.act = torch.tanh
         self.blocks = nn.Sequential(collections.OrderedDict(one=nn.Tanh(), two=nn.Linear(WIDTH, WIDTH, device=device)))
         self.hooked = nn.Identity()
@@ -46,7 +47,7 @@ class Odd(nn.Module):
         for layer in self.hidden:
             x = layer(x)
         x = self.hooked(self.blocks(self.holder.module(self.keyed["a"](self.linear(x)))))
-        for tensor in self.extra:
+        for tensor in (*self.extra, *self.more):
             x = x + tensor
         return self.act(x if self.mask is None else x * self.mask)
 
@@ -104,6 +105,8 @@ CHANGES = {
     "module in a module in a dict": lambda m: m.keyed["a"].append(nn.ReLU()),
     "None becomes a tensor": lambda m: setattr(m, "mask", new(m.linear.bias)),
     "empty list becomes one of a tensor": lambda m: setattr(m, "extra", [new(m.linear.bias)]),
+    "list grows at its end": lambda m: m.more.append(new(m.linear.bias)),
+    "list loses all": lambda m: m.more.clear(),
     "forward of a child": lambda m: setattr(m.linear, "forward", torch.relu),
     "forward of a child in a list": lambda m: setattr(m.hidden[1], "forward", torch.tanh),
     "forward of the module": lambda m: setattr(m, "forward", types.MethodType(lambda self, x: x * 3, m)),
