@@ -40,12 +40,14 @@ class Odd(nn.Module):
         self.more = [torch.randn(WIDTH, device=device)]
         self.act = torch.tanh
         self.blocks = nn.Sequential(collections.OrderedDict(one=nn.Tanh(), two=nn.Linear(WIDTH, WIDTH, device=device)))
+        self.kind = type("Kind", (nn.Tanh,), {})()
         self.hooked = nn.Identity()
         self.hooked.register_forward_hook(lambda *call: call[-1] + 1)
 
     def forward(self, x):
         for layer in self.hidden:
             x = layer(x)
+        x = self.kind(x)
         x = self.hooked(self.blocks(self.holder.module(self.keyed["a"](self.linear(x)))))
         for tensor in (*self.extra, *self.more):
             x = x + tensor
@@ -147,6 +149,35 @@ def test_no_change_of_what_a_forward_reads_or_runs_is_missed(device, change):
     before = model.graph_stats.replays
     model(rows(4, device))
     assert model.graph_stats.replays == before + 1
+
+
+def grow_by_out(m):
+    torch.add(torch.ones(500, WIDTH, device=m.more[0].device), 1, out=m.more[0])
+
+
+def class_forward(m):
+    type(m.kind).forward = lambda self, x: x * 2
+
+
+# No call of Python's tells of these, or none that could be replaced; the documentation lists them.
+UNWATCHED = {
+    "out= that grows": grow_by_out,
+    "resized by its operator": lambda m: torch.ops.aten.resize_(m.more[0], (900, WIDTH)),
+    "forward of a class": class_forward,
+    "vars()": lambda m: vars(m).update(mask=new(m.linear.bias)),
+    "hook written beside another": lambda m: m.hooked._forward_hooks.update({999: doubled}),
+    "dict.update": lambda m: dict.update(m.linear._parameters, weight=parameter(m.linear.weight)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("change", UNWATCHED)
+def test_debug_finds_what_cannot_be_watched(device, change):
+    model, module = replayed(device, debug=True)
+    UNWATCHED[change](module)
+    with pytest.raises(sg.StaleGraphError, match="reset_graphs"):
+        model(rows(4, device))
+    model.reset_graphs()
 
 
 def test_training_mode_of_a_child_set_as_an_attribute_is_noticed(device):
