@@ -88,11 +88,20 @@ class Changes:
                     watcher.disturb(cls.count)
 
     @classmethod
-    def unwatch(cls) -> None:
+    def begin(cls) -> None:
+        """Count from now on; what changed before, nobody told."""
+        cls._set(next(_NUMBERS))
+
+    @classmethod
+    def end(cls) -> None:
         """Let every call look for itself, since changes are not counted any more."""
-        cls.count = math.nan
+        cls._set(math.nan)
+
+    @classmethod
+    def _set(cls, count: float) -> None:
+        cls.count = count
         for watcher in cls.watchers():
-            watcher.disturb(math.nan)
+            watcher.disturb(count)
 
 
 class _WatchedDict(dict[str, Any]):
@@ -207,8 +216,8 @@ def watch_tensors() -> None:
 
     Neither version counters nor hooks see ``tensor.data = other``. Reading ``.data`` stays a call into C.
     """
-    Changes.count = next(_NUMBERS)
-    patches.record("simplegraph.module.changes", Changes.unwatch)
+    Changes.begin()
+    patches.record("simplegraph.module.changes", Changes.end)
     setter = _door(torch.Tensor.data.__set__, lambda args: [id(args[0])])  # type: ignore[attr-defined]
     data = property(torch.Tensor.data.__get__, setter, doc=torch.Tensor.data.__doc__)  # type: ignore[attr-defined]
     patches.replace(torch.Tensor, "data", data)

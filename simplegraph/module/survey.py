@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
-import inspect
+import functools
+import types
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,12 @@ from simplegraph.module.snapshot import has_address
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
 _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
+_CODE = frozenset(
+    {
+        *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType),
+        *(functools.partial, torch.Generator),
+    }
+)
 _ATOMS = frozenset({type(None), bool, int, float, str})
 
 Link = tuple[Any, Any, Any]
@@ -118,7 +124,7 @@ def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     """Open a container, or an object's attributes: it, and what it holds by index or key."""
     if isinstance(value, (list, tuple, collections.deque)):
         return value, list(enumerate(value))
-    if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (dict, ModuleType)):
+    if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (dict, types.ModuleType)):
         value = vars(value)
     # A copy: the collector may take entries out of a weak dictionary while a list of them is made.
     return value, list(dict(value).items()) if isinstance(value, dict) else []
@@ -133,5 +139,5 @@ def code_of(module: nn.Module) -> Iterator[Any]:
             yield from item
         yield len(hooks)
     for key, value in list(vars(module).items()):
-        if isinstance(value, torch.Generator) or inspect.isroutine(value):
+        if type(value) in _CODE:
             yield from (key, value)

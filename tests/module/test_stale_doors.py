@@ -13,6 +13,8 @@ from torch import nn
 
 import simplegraph as sg
 from simplegraph.graph import patches
+from simplegraph.module import state
+from simplegraph.module.survey import Survey
 from tests.module.answers import close
 from tests.module.stateful import WIDTH, new, parameter, rows
 
@@ -253,6 +255,53 @@ def test_moves_are_noticed_after_the_patches_were_taken_back(device):
     for _ in range(4):
         x = rows(4, device)
         close(model(x), module(x))
+
+
+def test_calls_look_no_more_once_changes_are_counted_again(device, monkeypatch):
+    model, module = replayed(device)
+    patches.remove()
+    replayed(device)  # whose capture counts changes again
+    model(rows(4, device))
+    looks = []
+    monkeypatch.setattr(state, "Survey", lambda module: looks.append(module) or Survey(module))
+    x = rows(4, device)
+    close(model(x), module(x))
+    assert not looks
+    module.linear.weight.data = new(module.linear.weight)
+    close(model(x), module(x))
+    assert looks
+
+
+@torch.inference_mode()
+def test_a_module_of_inference_tensors_is_watched(device):
+    model, module = replayed(device)
+    assert module.linear.weight.is_inference()
+    module.linear.weight = parameter(module.linear.weight)
+    for _ in range(4):
+        x = rows(4, device)
+        close(model(x), module(x))
+    assert model.graph_stats.recaptures == 1
+
+
+TABLE = torch.ones(2, WIDTH)
+
+
+class ReadsGlobal(nn.Module):
+    def forward(self, x):
+        return x * TABLE[1]
+
+
+def test_a_global_tensor_whose_views_are_read_is_watched(device):
+    TABLE.data = torch.ones(2, WIDTH, device=device)
+    module = ReadsGlobal().eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    x = rows(4, device)
+    for value in (2, 3):
+        for _ in range(4):
+            close(model(x), module(x))
+        TABLE.data = torch.full((2, WIDTH), float(value), device=device)
+    close(model(x), x * 3)
+    assert model.graph_stats.recaptures == 2
 
 
 def test_an_attribute_that_no_forward_reads_may_change_at_every_call(device):
