@@ -16,7 +16,6 @@ from simplegraph.context import CALLS, bypassed, described_batch
 from simplegraph.errors import CaptureSizeError, ReplayError
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.capture import run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
