@@ -5,19 +5,18 @@ Example:
     >>> model = sg.wrap(module.eval(), capture_sizes=[1, 2, 4, 8])
     >>> with torch.inference_mode():
     ...     y = model(x)  # eager, captured, or replayed; the answer is eager's
+
+Warnings go to the logger "simplegraph", which has no handler of its own: a program that configures no logging sees them
+on stderr. ``logging.getLogger("simplegraph").setLevel(logging.ERROR)`` silences them.
 """
 
 from __future__ import annotations
-
-import logging
 
 from simplegraph._lazy import public_names
 
 __version__ = "0.1.0"
 __all__, __getattr__ = public_names(__name__, __file__)
 __all__ += ["__version__"]
-
-logging.getLogger("simplegraph").addHandler(logging.NullHandler())
 
 
 def __dir__() -> list[str]:

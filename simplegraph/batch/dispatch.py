@@ -103,7 +103,7 @@ class Dispatcher:
         self.lora_cases = _checked_lora_cases(lora_cases)
         self.mode, message = resolve_mode(config.mode, support, config.uniform_query_len)
         if message is not None:
-            logger.warning(message)
+            logger.warning("simplegraph: %s", message)
         self._graphs = _all_graphs(self.mode, config)
         self._known: dict[tuple[int, int | None, int | None, int, bool], Dispatch] = {}
         self._agreed: dict[tuple[CudaGraphMode, int, int], tuple[CudaGraphMode, BatchDescriptor]] = {}

@@ -73,7 +73,7 @@ class Rendezvous:
         try:
             self._store.set(self._key(self.rank), json.dumps({"left": left}))
         except RuntimeError as lost:  # the error that is on its way says more, and the others find out by themselves
-            logger.warning("rank %d could not tell the others: %s", self.rank, lost)
+            logger.warning("simplegraph: rank %d could not tell the others: %s", self.rank, lost)
         self._round += 1
 
     def _meet(self, word: str) -> list[dict[str, Any]]:

@@ -104,12 +104,14 @@ class GraphCapture:
                     break  # its capture will say why, and smaller sizes may do better
             warmed_up()
             self._capture_each(session)
-        for job in jobs:
-            if job.label in self._failed:
-                table.add_failure(job, self._failed[job.label])
+        captured = table.stats.captures - before
+        outcome = f"{captured or 'no'} other size{'s were' if captured > 1 else ' was'} captured"
+        if self.lazy:
+            outcome = "so will other sizes that this stops, see the report"
+        table.add_failures({job: self._failed[job.label] for job in jobs if job.label in self._failed}, outcome)
         self.observers += self._traced
         taken = max(0, free_before - table.device.free_memory())
-        return CaptureSummary(table.stats.captures - before, self._failed, time.perf_counter() - started, taken)
+        return CaptureSummary(captured, self._failed, time.perf_counter() - started, taken)
 
     def _capture_each(self, session: CaptureSession) -> None:
         """Observe the largest and the smallest; the others too, where these two read other memory."""

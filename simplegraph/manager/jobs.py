@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from simplegraph.errors import CaptureError, InputError
 
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
 Key = Hashable
+_BATCH_SIZE = "batch size "
+_MOST_SIZES = 8  # listed one by one in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,44 @@ class CaptureJob:
         kind = "" if self.mode is CudaGraphMode.FULL else f", {self.mode.name}"
         loras = f", {self.descriptor.num_active_loras} LoRAs" if self.descriptor.num_active_loras else ""
         uniform = ", uniform decode" if self.descriptor.uniform_query_len else ""
-        return f"batch size {self.descriptor.num_tokens}{uniform}{loras}{kind}"
+        return f"{_BATCH_SIZE}{self.descriptor.num_tokens}{uniform}{loras}{kind}"
+
+
+def joined_labels(labels: Sequence[str]) -> str:
+    """Name several jobs at once: "batch sizes 8, 4"; labels that differ by more than the size are listed in full."""
+    sizes = [label.removeprefix(_BATCH_SIZE).partition(",") for label in labels]
+    if len(labels) == 1 or len({rest for _, _, rest in sizes}) > 1:
+        return ", ".join(labels)
+    numbers = sorted((int(size) for size, _, _ in sizes), reverse=True)
+    shown = [str(number) for number in numbers]
+    if len(shown) > _MOST_SIZES:
+        shown[_MOST_SIZES - 1 : -1] = [f"... ({len(numbers)} of them)"]
+    _, comma, rest = sizes[0]
+    return f"batch sizes {', '.join(shown)}{comma}{rest}"
+
+
+def origin(label: str, message: str) -> str:
+    """Return what a failure's message says of its cause: equal for batch sizes that fail alike."""
+    first, *rest = message.splitlines()
+    return "\n".join([first.replace(label, "", 1), *(re.sub(r"\d+", "", line) for line in rest)])
+
+
+def merged_failures(failures: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Merge the messages of failures that have one origin; return the labels joined, and a message that names all.
+
+    Args:
+        failures: messages by label.
+    """
+    groups: dict[str, list[str]] = {}
+    for label, message in failures.items():
+        groups.setdefault(origin(label, message), []).append(label)
+    merged = [(labels[0], joined_labels(labels)) for labels in groups.values()]
+    return [(labels, failures[first].replace(first, labels, 1)) for first, labels in merged]
+
+
+def headline(message: str) -> str:
+    """Return the first two lines of an error: what failed, where and why, without the advice after them."""
+    return ": ".join(line.strip() for line in message.splitlines()[:2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +97,12 @@ class CaptureSummary:
     failed: dict[str, CaptureError]
     seconds: float
     bytes: int
+
+    def __str__(self) -> str:
+        total = f"{self.captured} of {self.captured + len(self.failed)} graphs captured"
+        failures = {label: str(error) for label, error in self.failed.items()}
+        lines = [f"  failed: {headline(message)}" for _, message in merged_failures(failures)]
+        return "\n".join([f"{total} in {self.seconds:.3f} s, {self.bytes / 2**20:.1f} MiB", *lines])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from simplegraph.manager.jobs import headline, merged_failures
 from simplegraph.manager.stats import GraphCounters, GraphStats
 
 _TOTALS = ("captures", "capture_seconds", "graph_bytes", "replays", "padded_tokens", "recaptures", "flushes")
@@ -63,7 +64,7 @@ class GraphReport:
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
         if stats.flushes:
             lines.append(f"  flushed {stats.flushes} x: more call signatures than max_signatures")
-        lines += [f"  failed: {_cause(message)}" for message in stats.failures.values()]
+        lines += [f"  failed: {headline(message)}" for _, message in merged_failures(stats.failures)]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -95,11 +96,6 @@ def _shares(graph: GraphCounters) -> str:
     ]
     untimed = "" if times else " (timed at the second replay)"
     return f"  {graph.mode} {graph.size}: {', '.join(shown)}{untimed}"
-
-
-def _cause(message: str) -> str:
-    """Return the first two lines of an error: what failed, where and why, without the advice after them."""
-    return ": ".join(line.strip() for line in message.splitlines()[:2])
 
 
 def _mib(count: int) -> str:

@@ -12,8 +12,9 @@ from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 
-# Reasons that are part of the normal course; the others cost speed and are worth a warning.
+# Reasons that are part of the normal course, or that the failed capture warned of; the others are worth a warning.
 _EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.EAGER_CONTEXT, Reason.NESTED, Reason.MODE_NONE, Reason.PROOF}
+_EXPECTED |= {Reason.CAPTURE_FAILED}
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,7 +97,8 @@ class GraphStats:
         self.eager[reason] += 1
         if first:
             level = logging.DEBUG if reason in _EXPECTED else logging.WARNING
-            logger.log(level, "%s runs eagerly: %s%s", self.name, reason.text, f" ({detail})" if detail else "")
+            said = f"{reason.text} ({detail})" if detail else reason.text
+            logger.log(level, "simplegraph: %s runs eagerly: %s.", self.name, said)
 
     def captured(self, key: Hashable, counters: GraphCounters) -> None:
         """Count a graph that was captured."""

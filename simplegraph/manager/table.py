@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.program import Program
 from simplegraph.manager.hooks import GraphHooks
-from simplegraph.manager.jobs import CaptureJob, Key
+from simplegraph.manager.jobs import CaptureJob, Key, merged_failures, origin
 from simplegraph.manager.stats import GraphCounters, GraphStats
 from simplegraph.reasons import Reason
 
@@ -88,6 +88,7 @@ class ProgramTable:
     hooks: list[GraphHooks] = dataclasses.field(default_factory=list)
     _traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
     _trace_of_any_size: BreakTrace | None = None
+    _warned: set[str] = dataclasses.field(default_factory=set)  # origins of failures
 
     def __post_init__(self) -> None:
         self._current_stream = self.device.current_stream  # on the path of every replay, so looked up once
@@ -156,12 +157,22 @@ class ProgramTable:
         self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, verify, verify)
         self.stats.captured(job.key, counters)
 
-    def add_failure(self, job: CaptureJob, error: CaptureError) -> None:
-        """Note a job that failed: batches of its size run eagerly from now on."""
-        self.failures[job.key] = error
-        self.stats.failures[job.label] = str(error)
-        if self.config.on_capture_failure == "eager":
-            logger.warning("%s\n  %s now runs eagerly; other sizes are unaffected.", error, job.label.capitalize())
+    def add_failures(self, failed: Mapping[CaptureJob, CaptureError], outcome: str) -> None:
+        """Note jobs that failed: batches of their sizes run eagerly from now on.
+
+        Args:
+            failed: the errors.
+            outcome: what became of other sizes, for the warning; each cause gets one in the table's life.
+        """
+        for job, error in failed.items():
+            self.failures[job.key] = error
+            self.stats.failures[job.label] = str(error)
+        messages = {job.label: str(error) for job, error in failed.items()}
+        new = {label: message for label, message in messages.items() if origin(label, message) not in self._warned}
+        self._warned |= {origin(*failure) for failure in new.items()}
+        for labels, message in merged_failures(new) if self.config.on_capture_failure == "eager" else ():
+            run = f"{labels[0].upper()}{labels[1:]} now run{'s' if labels in new else ''} eagerly"
+            logger.warning("simplegraph: %s: %s\n  %s; %s.", self.stats.name, message, run, outcome)
 
     def forget(self, jobs: Iterable[CaptureJob]) -> None:
         """Drop these jobs' programs as if they had not been captured."""
@@ -176,8 +187,7 @@ class ProgramTable:
         self.forget(jobs)
         text = "capturing {} failed\n  {}.\n  {}"
         failed = {job.label: CaptureError(text.format(job.label, cause, remedy), cause=cause) for job in jobs}
-        for job in jobs:
-            self.add_failure(job, failed[job.label])
+        self.add_failures({job: failed[job.label] for job in jobs}, "no other size was captured with them")
         return failed
 
     def raise_failure(self, failed: dict[str, CaptureError]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,6 @@ logger = logging.getLogger("simplegraph")
 
 # Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
 _STALE_LIMIT = 3
-_EMULATED = "%s is on the CPU: its graphs are emulated, which checks CUDA's rules and gives no speed."
 
 
 class GraphRunner:
@@ -171,7 +171,7 @@ class GraphRunner:
                 self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
             )
             if manager.device.emulated:
-                logger.warning(_EMULATED, self.stats.name)
+                _warn_of_emulation()
             known = self.builder = GraphBuilder(manager, self._known.reader(module))
         return known
 
@@ -286,6 +286,12 @@ class GraphRunner:
         self._known.drop_plans()
         if self.builder is not None:
             self.builder.drop()
+
+
+@functools.cache
+def _warn_of_emulation() -> None:
+    """Warn once a process: every wrapper of a model would say the same."""
+    logger.warning("simplegraph: on the CPU graphs are emulated, which checks CUDA's rules and gives no speed.")
 
 
 def _refuse_inside_forward(what: str) -> None:

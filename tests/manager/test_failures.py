@@ -103,8 +103,59 @@ def test_a_forward_that_cannot_be_captured_runs_eagerly_and_says_why(
     if source and not (device.type == "cuda" and fault is swallowed):
         assert "test_failures.py:" in message
         assert source in message
-    assert "Batch size 4 now runs eagerly; other sizes are unaffected." in caplog.text
+    assert [record.message.count("now runs eagerly") for record in caplog.records if "failed" in record.message] == [1]
     assert "capture_failed" in str(model.graph_report())
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings of failed captures."""
+    return [
+        record.message for record in caplog.records if record.levelno == logging.WARNING and "failed" in record.message
+    ]
+
+
+def test_one_bad_line_is_one_warning_for_all_sizes_that_it_stops(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = wrapped(device, branch)
+    assert model.capture_graphs(rows(3, device)).captured == 0
+    warm(model, device)
+    (message,) = warnings_of(caplog)
+    first, *_, last = message.splitlines()
+    assert first.startswith("simplegraph: Net: capturing batch sizes 8, 4, 2, 1 failed at ")
+    assert first.endswith("`if x.sum() > 0:`")
+    assert last == "  Batch sizes 8, 4, 2, 1 now run eagerly; no other size was captured."
+    (failed,) = [line for line in str(model.graph_report()).splitlines() if line.startswith("  failed: ")]
+    assert failed.startswith("  failed: capturing batch sizes 8, 4, 2, 1 failed at ")
+
+
+def test_a_warning_says_how_many_other_sizes_were_captured(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped(device, lambda x: branch(x) if x.shape[0] > 2 else None).capture_graphs(rows(3, device))
+    (message,) = warnings_of(caplog)
+    assert message.endswith("  Batch sizes 8, 4 now run eagerly; 2 other sizes were captured.")
+
+
+def test_a_lazy_failure_claims_nothing_of_sizes_that_were_not_tried(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    warm(wrapped(device, branch), device)
+    (message,) = warnings_of(caplog)
+    assert message.endswith("  Batch size 4 now runs eagerly; so will other sizes that this stops, see the report.")
+
+
+def test_each_cause_has_a_warning_of_its_own(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    wrapped(device, lambda x: branch(x) if x.shape[0] > 2 else item(x)).capture_graphs(rows(3, device))
+    assert ["if x.sum() > 0" in message for message in warnings_of(caplog)] == [True, False]
+    assert ["batch sizes 8, 4 " in message for message in warnings_of(caplog)] == [True, False]
+
+
+def test_printing_the_summary_says_each_cause_once(device: torch.device) -> None:
+    lines = str(wrapped(device, lambda x: branch(x) if x.shape[0] > 2 else None).capture_graphs(rows(3, device)))
+    first, failed = lines.splitlines()
+    assert first.startswith("2 of 4 graphs captured in ")
+    assert failed.startswith("  failed: capturing batch sizes 8, 4 failed at ")
 
 
 @pytest.mark.parametrize(("fault", "source", "remedy"), PARAMETERS)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch import nn
 import simplegraph as sg
 
 WIDTH = 6
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""}
 
 
 class Picky(nn.Module):
@@ -149,6 +154,35 @@ def test_nothing_is_printed_by_a_program_that_configured_no_logging(device, capf
         for _ in range(4):
             model(torch.randn(4, WIDTH, device=device))
     assert capfd.readouterr().out == ""
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import simplegraph as sg
+
+class Picky(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+model = sg.wrap(Picky().eval(), capture_sizes=[2, 4], progress=False)
+with torch.no_grad():
+    for size in (4, 4, 4, 2, 2, 2, 5):
+        model(torch.randn(size, 6))
+"""
+
+
+def test_a_program_that_configured_no_logging_sees_each_warning_once_on_stderr(tmp_path):
+    (tmp_path / "model.py").write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, "model.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "")
+    warnings = [line for line in ran.stderr.splitlines() if line.startswith("simplegraph: ")]
+    assert len(warnings) == 3
+    assert warnings[0].startswith("simplegraph: on the CPU graphs are emulated")
+    assert warnings[1] == (
+        "simplegraph: Picky: capturing batch size 4 failed at model.py:8 `return x * 2 if x.sum() > 0 else x`"
+    )
+    assert warnings[2].startswith("simplegraph: Picky runs eagerly: the batch is above every captured size")
 
 
 def test_every_reason_has_a_text_for_people_and_a_value_for_machines():
