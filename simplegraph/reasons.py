@@ -18,7 +18,7 @@ class Reason(str, enum.Enum):
     PADDED = "padded", "padded to the next captured size"
     # The dispatcher's own.
     MODE_NONE = "mode_none", "mode is NONE: graphs are switched off"
-    BATCH_TOO_LARGE = "batch_too_large", "the batch is above every captured size; raise max_capture_size"
+    BATCH_TOO_LARGE = "batch_too_large", "the batch is above every captured size"
     SIZE_NOT_CAPTURED = "size_not_captured", "padding is off and this size is not in capture_sizes"
     MIXED_BATCH = "mixed_batch", "not a uniform decode batch, and the mode has no graphs for mixed ones"
     FULL_NOT_ALLOWED = "full_not_allowed", "the caller ruled out a full graph, and the mode has no piecewise ones"
@@ -28,7 +28,7 @@ class Reason(str, enum.Enum):
     FIRST_CALL = "first_call", "the first call with such arguments: it runs eagerly, as it is"
     WARMUP = "warmup", "a warmup run: the size is captured after it"
     PROOF = "proof", "a first call of a graph: it runs eagerly, and replays are compared with it"
-    CAPTURE_FAILED = "capture_failed", "capturing this size failed before; see the logged error"
+    CAPTURE_FAILED = "capture_failed", "capturing this size failed before"
     NOT_CAPTURED_UPFRONT = "not_captured_upfront", "capture='upfront' and capture_graphs did not capture this size"
     STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
     TOO_MANY_SIGNATURES = (

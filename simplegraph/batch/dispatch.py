@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.batch.sizes import PaddingMap, mixed_sizes, uniform_decode_sizes
+from simplegraph.batch.sizes import DEFAULT_LARGEST, PaddingMap, mixed_sizes, uniform_decode_sizes
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
 from simplegraph.errors import ConfigError
 from simplegraph.reasons import Reason
@@ -175,6 +175,28 @@ class Dispatcher:
             for size in graphs.sizes.sizes
         ]
         return sorted(found, key=lambda pair: pair[1], reverse=True)
+
+    def advice(self, batch: Dispatch) -> str:
+        """Name a batch that no graph serves, and the setting that would change that, where there is one."""
+        size, config = batch.descriptor.num_tokens, self.config
+        if batch.reason is Reason.SIZE_NOT_CAPTURED:
+            return f"batch size {size}: add {size} to capture_sizes"
+        if batch.reason is not Reason.BATCH_TOO_LARGE:
+            return f"batch size {size}"
+        requests = batch.descriptor.num_reqs or -(-size // (batch.descriptor.uniform_query_len or size))
+        if config.max_num_seqs is not None and requests > config.max_num_seqs:
+            return f"{requests} requests: raise max_num_seqs to {requests}"
+        largest = max(graphs.sizes.largest for graphs in self._graphs)
+        changes = []
+        if config.max_num_tokens is not None and size > config.max_num_tokens:
+            changes.append(f"raise max_num_tokens to {size}")
+        if self.mode.mixed_mode() is CudaGraphMode.NONE and config.decode_capture_sizes is not None:
+            changes.append(f"add {size} to decode_capture_sizes")
+        elif config.capture_sizes is not None:
+            changes.append(f"add {size} to capture_sizes")
+        elif size > (config.max_capture_size or DEFAULT_LARGEST):
+            changes.append(f"set max_capture_size={size}")
+        return f"batch size {size}, the largest is {largest}: {' and '.join(changes) or 'no setting allows it'}"
 
     def _decide(self, batch: BatchDescriptor, allow_full: bool) -> Dispatch:
         reason = Reason.MODE_NONE

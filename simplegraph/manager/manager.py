@@ -232,12 +232,14 @@ class CudaGraphManager:
                 with self.pool.lock:
                     return prove_batch(self.table, job, state, lambda: forward(CudaGraphMode.NONE, batch.descriptor))
             return self._replay(graph, batch.padding)
-        reason = batch.reason
+        reason, detail = batch.reason, ""
         if capturing:
             reason = Reason.CAPTURING_ELSEWHERE
         elif batch.mode is not CudaGraphMode.NONE:
             reason = self._why_uncaptured((batch.mode, batch.descriptor))
-        self.stats.ran_eagerly(reason)
+        else:
+            detail = self.dispatcher.advice(batch)
+        self.stats.ran_eagerly(reason, detail)
         return forward(CudaGraphMode.NONE, batch.descriptor)
 
     def replay(self, batch: Dispatch) -> Any:

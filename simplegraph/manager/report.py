@@ -37,6 +37,7 @@ class GraphReport:
             "emulated": self.emulated,
             **{name: getattr(stats, name) for name in _TOTALS},
             "eager": {reason.value: count for reason, count in stats.eager.most_common()},
+            "details": {reason.value: detail for reason, detail in stats.details.items()},
             "failures": dict(stats.failures),
             "graphs": [_as_dict(graph) for graph in self._graphs()],
         }
@@ -59,7 +60,8 @@ class GraphReport:
         graphs = self._graphs()
         lines += _table([_COLUMNS, *map(_row, graphs)]) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
-        lines += [f"  eager {count:>6} x {reason.value}: {reason.text}" for reason, count in stats.eager.most_common()]
+        eager = stats.eager.most_common()
+        lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
         if stats.flushes:

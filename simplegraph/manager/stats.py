@@ -55,7 +55,7 @@ class GraphStats:
 
     Attributes:
         graphs: one `GraphCounters` for every graph captured and not dropped, by key.
-        eager: eager calls by `Reason`.
+        eager: eager calls by `Reason`; details: what the latest call of each reason was about, where that is known.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
         flushes: how often they were dropped because there were more signatures than `max_signatures`.
@@ -64,6 +64,7 @@ class GraphStats:
     name: str = "model"
     graphs: dict[Hashable, GraphCounters] = dataclasses.field(default_factory=dict)
     eager: collections.Counter[Reason] = dataclasses.field(default_factory=collections.Counter)
+    details: dict[Reason, str] = dataclasses.field(default_factory=dict)
     captures: int = 0
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     recaptures: int = 0
@@ -95,10 +96,16 @@ class GraphStats:
         """Count an eager call; the first of each reason is logged, as a warning if it costs speed."""
         first = reason not in self.eager
         self.eager[reason] += 1
+        if detail:
+            self.details[reason] = detail
         if first:
             level = logging.DEBUG if reason in _EXPECTED else logging.WARNING
-            said = f"{reason.text} ({detail})" if detail else reason.text
-            logger.log(level, "simplegraph: %s runs eagerly: %s.", self.name, said)
+            logger.log(level, "simplegraph: %s runs eagerly: %s.", self.name, self.explained(reason))
+
+    def explained(self, reason: Reason) -> str:
+        """Return a reason's text, and what the latest call of it was about."""
+        detail = self.details.get(reason)
+        return f"{reason.text} ({detail})" if detail else reason.text
 
     def captured(self, key: Hashable, counters: GraphCounters) -> None:
         """Count a graph that was captured."""

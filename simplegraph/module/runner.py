@@ -134,7 +134,7 @@ class GraphRunner:
         else:
             dispatch = manager.dispatcher.dispatch(size, *described_batch())
         if dispatch.mode is CudaGraphMode.NONE:
-            raise CannotBind(dispatch.reason, f"batch size {size}")
+            raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch))
         if known.is_full(layout):
             self._make_room(builder)
         known.use(layout)

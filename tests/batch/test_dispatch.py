@@ -311,3 +311,48 @@ class TestResolveMode:
     def test_nothing_logged_when_nothing_is_lost(self, caplog):
         dispatcher("FULL_AND_PIECEWISE", support=UNIFORM)
         assert caplog.records == []
+
+
+class TestAdvice:
+    """What a batch without a graph is told to change is a setting that changes it."""
+
+    @pytest.mark.parametrize(
+        ("settings", "batch", "advice", "change"),
+        [
+            ({"capture_sizes": [1, 8]}, (9,), "the largest is 8: add 9 to capture_sizes", {"capture_sizes": [1, 8, 9]}),
+            ({}, (600,), "the largest is 512: set max_capture_size=600", {"max_capture_size": 600}),
+            ({"max_capture_size": 64}, (65,), "set max_capture_size=65", {"max_capture_size": 65}),
+            ({"max_num_tokens": 64}, (65,), "the largest is 64: raise max_num_tokens to 65", {"max_num_tokens": 65}),
+            (
+                {"max_num_tokens": 64, "capture_sizes": [64]},
+                (65,),
+                "raise max_num_tokens to 65 and add 65 to capture_sizes",
+                {"max_num_tokens": 65, "capture_sizes": [64, 65]},
+            ),
+            (
+                {"max_num_seqs": 4, "capture_sizes": [8]},
+                (8, 8, 1),
+                "8 requests: raise max_num_seqs to 8",
+                {"max_num_seqs": 8},
+            ),
+            (
+                {"mode": "FULL_DECODE_ONLY", "uniform_query_len": 2, "decode_capture_sizes": [4]},
+                (8, 4, 2),
+                "the largest is 4: add 8 to decode_capture_sizes",
+                {"decode_capture_sizes": [4, 8]},
+            ),
+            (
+                {"padding": False, "capture_sizes": [1, 8]},
+                (3,),
+                "batch size 3: add 3 to capture_sizes",
+                {"capture_sizes": [1, 3, 8]},
+            ),
+        ],
+    )
+    def test_following_it_gives_the_batch_a_graph(self, settings, batch, advice, change):
+        config = CudaGraphConfig(**settings)
+        told = Dispatcher(config)
+        refused = told.dispatch(*batch)
+        assert refused.mode is NONE
+        assert told.advice(refused).endswith(advice)
+        assert Dispatcher(config.replace(**change)).dispatch(*batch).mode is FULL

@@ -29,6 +29,27 @@ def test_a_batch_above_every_size_runs_eagerly(device: torch.device) -> None:
     replayed(model, device)
 
 
+@pytest.mark.parametrize(
+    ("before", "said", "after"),
+    [
+        ({"capture_sizes": [2, 4]}, "add 9 to capture_sizes", {"capture_sizes": [2, 4, 9]}),
+        ({"capture_sizes": None, "max_capture_size": 8}, "set max_capture_size=9", {"max_capture_size": 9}),
+        ({"capture_sizes": [2, 4], "padding": False}, "add 9 to capture_sizes", {"capture_sizes": [2, 4, 9]}),
+    ],
+)
+def test_a_batch_above_every_size_is_told_a_setting_that_serves_it(
+    device: torch.device, caplog: pytest.LogCaptureFixture, before: Any, said: str, after: Any
+) -> None:
+    model = wrapped(device, **before)
+    right(model, rows(9, device))
+    assert f"{said})." in caplog.text
+    assert f"{said})" in str(model.graph_report()), "the report says it, too"
+    model.configure_graphs(**after)
+    for _ in range(3):
+        right(model, rows(9, device))
+    assert model.graph_stats.replays == 2
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_an_empty_batch_is_eagers(device: torch.device, first: bool) -> None:
     model = wrapped(device) if first else settled(device)

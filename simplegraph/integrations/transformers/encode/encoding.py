@@ -73,7 +73,8 @@ class GraphedEncoder(GraphedModel):
     def _padded(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         inputs, flags, (rows, length) = read_call(given)
         if rows > self._max_batch_size:
-            raise CannotBind(Reason.BATCH_TOO_LARGE, f"{rows} rows")
+            found = f"{rows} rows, the largest is {self._max_batch_size}"
+            raise CannotBind(Reason.BATCH_TOO_LARGE, f"{found}: raise max_batch_size, or capture_sizes where given")
         if length > self._lengths[-1]:
             raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{length} tokens")
         padded = self._lengths[bisect.bisect_left(self._lengths, length)]

@@ -69,7 +69,7 @@ class FixedCacheDecoder:
             CannotBind: it does not fit.
         """
         if rows > self._rows:
-            raise CannotBind(Reason.BATCH_TOO_LARGE, f"{rows} rows, max_batch_size is {self._rows}")
+            raise CannotBind(Reason.BATCH_TOO_LARGE, f"{rows} rows, the largest is {self._rows}: raise max_batch_size")
         self._span(length)
         self.stays_eager = False
         own, cross = getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)
