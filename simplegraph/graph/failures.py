@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import linecache
-import os
-import sysconfig
 import traceback
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Iterator, Sequence
 
 from simplegraph.errors import BreakError, CaptureError, EmulatorError
+from simplegraph.graph.user_code import (
+    CalledLine,
+    called_lines,
+    dynamic_shape,
+    failing_part,
+    is_printing,
+    running_lines,
+    users_line,
+)
 
 _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     # (words any of which torch's or the emulator's message holds, cause, remedy); the first that fits is used
@@ -44,66 +48,120 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "a random generator was used that the graph does not know.",
         "Keep the generator as an attribute of the module, and seed outside the forward.",
     ),
-    (
-        (
-            "read back",
-            "stream is capturing",
-            "during capture",
-            "graph capture",
-            "stream capture",
-            "a capturing stream",
-            "a capturing blocking stream",
-        ),
-        "a tensor was read back to Python while its value does not exist yet, or the device was synchronised.",
-        "Keep the test on the device (torch.where), or mark the function with @simplegraph.eager_break (PIECEWISE).",
-    ),
 )
+# Words of a read back to Python, and of a device that was waited for.
+_READS = (
+    *("read back", "stream is capturing", "during capture", "graph capture", "stream capture"),
+    *("a capturing stream", "a capturing blocking stream"),
+)
+_FIX = "Fix it, or call the module inside `with simplegraph.eager():`."
+_BREAK = "mark the function with @simplegraph.eager_break (mode='PIECEWISE')"
 
 
 def capture_error(error: Exception, label: str) -> CaptureError:
     """Make the error a user sees: what failed, at which of their lines, why, and what to do."""
-    location = user_location(error)
-    said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    cause, remedy = said, "Fix it, or leave graphs alone here."
-    if isinstance(error, BreakError):
-        cause = str(error)
-    elif isinstance(error, (RuntimeError, EmulatorError)):
-        text = str(error).lower()
-        known = next((entry for entry in _CAUSES if any(word in text for word in entry[0])), None)
-        if known is not None:
-            cause = str(error) if isinstance(error, EmulatorError) else f"{known[1]} ({said})"
-            remedy = known[2]
+    chain = list(_chain(error))
+    known = next((index for index in reversed(range(len(chain))) if _is_known(chain[index])), None)
+    lines = called_lines(*chain[: len(chain) if known is None else known + 1])
+    if known is None:
+        cause = _said(error) if len(chain) == 1 else f"{_said(error)} (caused by {_said(chain[-1])})"
+        remedy = _FIX
+    else:
+        cause, remedy = _explained(chain[known], lines)
+    location = users_line(lines)
     where = f" at {location}" if location else ""
     return CaptureError(f"capturing {label} failed{where}\n  {cause}\n  {remedy}", location=location, cause=cause)
 
 
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those it was raised from, or while handling, down to the first of them."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+
+
+def release_locals(error: BaseException) -> None:
+    """Clear the finished frames that an error's tracebacks hold: their tensors are memory of a capture that failed."""
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            _ = (
+                frame.f_locals
+            )  # before Python 3.13 a dict that outlives the clearing, and is emptied when asked for again
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _is_known(error: BaseException) -> bool:
+    return isinstance(error, BreakError) or _entry(error) is not None or _is_read(error)
+
+
+def _entry(error: BaseException) -> tuple[Sequence[str], str, str] | None:
+    """Find the known cause that an error of torch or of the emulator tells."""
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return next((entry for entry in _CAUSES if any(word in text for word in entry[0])), None)
+
+
+def _is_read(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _READS)
+
+
+def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, str]:
+    """Return a known error's cause and remedy."""
+    if isinstance(error, BreakError):
+        return str(error), _FIX
+    entry = _entry(error)
+    if entry is not None:
+        return str(error) if isinstance(error, EmulatorError) else f"{entry[1]} ({_said(error)})", entry[2]
+    cause, remedy = _explained_read(error, lines)
+    return cause, _remedy_in_reach(remedy, lines)
+
+
+def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, str]:
+    """Tell apart the ways in which values come to be read back."""
+    emulated = isinstance(error, EmulatorError)
+    said = "" if emulated else f" ({_said(error)})"
+    if is_printing(lines):
+        cause = "a tensor was made into text (print, an f-string, logging), and while captured it has no values"
+        return f"{cause}{said}.", f"Print its shape, or print outside the forward; or {_BREAK}."
+    operation = "a boolean mask" if "boolean mask" in str(error) else dynamic_shape(lines)
+    if operation is None:
+        cause = "a tensor was read back to Python while its value does not exist yet, or the device was synchronised"
+        remedy = f"Keep the test on the device (torch.where), or {_BREAK}."
+        return str(error) if emulated else f"{cause}{said}.", remedy
+    cause = f"{operation} gives as many elements as the values say, and no shape in a graph depends on values{said}."
+    remedy = "torch.where(mask, x, 0) for x[mask], and x = torch.where(mask, y, x) for x[mask] = y"
+    if operation != "a boolean mask":
+        remedy = "use operations of fixed shape, such as torch.where or topk"
+    return cause, f"Keep the shape: {remedy}; or {_BREAK}."
+
+
+def _remedy_in_reach(remedy: str, lines: Sequence[CalledLine]) -> str:
+    """Return a remedy that needs no edit of code which is not the user's."""
+    part = failing_part(lines)
+    if part is None or part.decorable:
+        inner = next((line for line in reversed(lines) if line.is_users), None)
+        own = inner is None or inner.is_own
+        return remedy if own else remedy.replace("mark the function with", "call it in a function of your own, marked")
+    ways = []
+    if part.name:
+        ways.append(f"run that part eagerly: simplegraph.break_at(model, \"{part.pattern}\") and mode='PIECEWISE'")
+    other = part.other_part()
+    if other is not None:
+        ways.append(f"wrap a part in place of the whole: {other}")
+    return f"The code is a library's; {'; or '.join(ways)}." if ways else remedy
+
+
 def user_location(error: BaseException) -> str | None:
     """``file:line `source` `` of the innermost frame of an error that is neither torch's nor this library's."""
-    return _users_line(traceback.extract_tb(error.__traceback__))
+    return users_line(called_lines(error))
 
 
 def current_user_location() -> str:
     """``file:line `source` `` of the running line that is neither torch's nor this library's."""
-    return _users_line(traceback.extract_stack()) or "an unknown line"
-
-
-def _users_line(frames: Sequence[traceback.FrameSummary]) -> str | None:
-    for frame in reversed(frames):
-        if _is_users(frame.filename):
-            source = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            return f"{os.path.relpath(frame.filename)}:{frame.lineno} `{source}`"
-    return None
-
-
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-
-
-def _is_users(filename: str) -> bool:
-    if filename.startswith("<"):
-        return False
-    path = os.path.abspath(filename)
-    if path.startswith(_STDLIB) and "site-packages" not in path:
-        return False
-    return not path.startswith((_OWN, _TORCH))
+    return users_line(running_lines()) or "an unknown line"

@@ -17,6 +17,7 @@ from simplegraph.distributed.ranks import RankGroup, SingleRank
 from simplegraph.errors import CaptureError
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.device import GraphDevice, GraphPool
+from simplegraph.graph.failures import release_locals
 from simplegraph.graph.program import Program
 from simplegraph.manager.hooks import GraphHooks
 from simplegraph.manager.jobs import CaptureJob, Key, merged_failures, origin
@@ -170,7 +171,11 @@ class ProgramTable:
         messages = {job.label: str(error) for job, error in failed.items()}
         new = {label: message for label, message in messages.items() if origin(label, message) not in self._warned}
         self._warned |= {origin(*failure) for failure in new.items()}
-        for labels, message in merged_failures(new) if self.config.on_capture_failure == "eager" else ():
+        if self.config.on_capture_failure == "raise":
+            return
+        for error in failed.values():
+            release_locals(error)
+        for labels, message in merged_failures(new):
             run = f"{labels[0].upper()}{labels[1:]} now run{'s' if labels in new else ''} eagerly"
             logger.warning("simplegraph: %s: %s\n  %s; %s.", self.stats.name, message, run, outcome)
 

@@ -374,3 +374,46 @@ def test_the_error_names_the_cause(
 ) -> None:
     with CaptureSession(cuda, pool, thorough=False) as session, pytest.raises(CaptureError, match=words):
         session.capture(lambda: fault(x), label="batch size 8")
+
+
+def _mask_in_a_name(x: Tensor) -> Any:
+    large = x > 3
+    return x[large]
+
+
+def _assign_by_mask(x: Tensor) -> Any:
+    y = x.clone()
+    y[x > 3] = x[:1].expand(8)
+    return y
+
+
+def _nonzero(x: Tensor) -> Any:
+    return torch.nonzero(x)
+
+
+def _format(x: Tensor) -> Any:
+    return f"{x.sum()}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "source", "words"),
+    [
+        (_print, "print(x)", "made into text"),
+        (_format, 'return f"{x.sum()}"', "made into text"),
+        (_boolean_index, "return x[x > 3]", "a boolean mask"),
+        (_mask_in_a_name, "return x[large]", "a boolean mask"),
+        (_assign_by_mask, "y[x > 3] = x[:1].expand(8)", "a boolean mask"),
+        (_nonzero, "return torch.nonzero(x)", "nonzero"),
+        (read_item, "return x.sum().item()", "read back to Python"),
+        (_to_host, "return (x + 1).cpu()", "host"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_cudas_own_error_becomes_the_line_and_the_cause(
+    cuda: CudaDevice, pool: GraphPool, x: Tensor, fault: Callable[[Tensor], Any], source: str, words: str
+) -> None:
+    with CaptureSession(cuda, pool, thorough=False) as session, pytest.raises(CaptureError) as caught:
+        session.capture(lambda: fault(x), label="batch size 8")
+    assert source in (caught.value.location or "")
+    assert words in (caught.value.cause or "")
+    assert "eager_break" in str(caught.value)

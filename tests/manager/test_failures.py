@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,13 @@ def out_of_memory(x: Tensor) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+def chained(x: Tensor) -> Any:
+    try:
+        x.sum().item()
+    except RuntimeError as error:
+        raise ValueError("no statistics") from error
+
+
 def swallowed(x: Tensor) -> Any:
     try:
         x.sum().item()
@@ -70,14 +78,18 @@ def swallowed(x: Tensor) -> Any:
 FAULTS: dict[Callable[[Tensor], Any], tuple[str, str]] = {
     item: ("return x.sum().item()", "torch.where"),
     branch: ("if x.sum() > 0:", "torch.where"),
-    printed: ('return f"{x}"', "eager_break"),
-    boolean_index: ("return x[x > 0]", "eager_break"),
-    nonzero: ("return torch.nonzero(x)", "eager_break"),
+    printed: (
+        'return f"{x}"',
+        "Print its shape, or print outside the forward; or mark the function with @simplegraph.",
+    ),
+    boolean_index: ("return x[x > 0]", "Keep the shape: torch.where(mask, x, 0) for x[mask]"),
+    nonzero: ("return torch.nonzero(x)", "use operations of fixed shape"),
     to_host: ('return x.to("cpu", copy=True).tolist()', "eager_break"),
     from_host: ("return torch.tensor([1.0] * WIDTH, device=x.device)", "outside the forward"),
     reseeding: ("", "eed outside"),
     exception: ('raise LookupError("not while captured")', "LookupError: not while captured"),
     out_of_memory: ("raise torch.OutOfMemoryError", "capture_sizes"),
+    chained: ("x.sum().item()", "torch.where"),
     swallowed: ("", "eager_break"),
 }
 
@@ -149,6 +161,19 @@ def test_each_cause_has_a_warning_of_its_own(device: torch.device, caplog: pytes
     wrapped(device, lambda x: branch(x) if x.shape[0] > 2 else item(x)).capture_graphs(rows(3, device))
     assert ["if x.sum() > 0" in message for message in warnings_of(caplog)] == [True, False]
     assert ["batch sizes 8, 4 " in message for message in warnings_of(caplog)] == [True, False]
+
+
+def test_tensors_of_a_capture_that_failed_are_freed(device: torch.device) -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    def trouble(x: Tensor) -> Any:
+        kept_by_this_frame = x + 1
+        made.append(weakref.ref(kept_by_this_frame))
+        return kept_by_this_frame.sum().item()
+
+    model = wrapped(device, trouble)
+    assert len(model.capture_graphs(rows(3, device)).failed) == len(SIZES)
+    assert [tensor() for tensor in made] == [None] * len(made)
 
 
 def test_printing_the_summary_says_each_cause_once(device: torch.device) -> None:

@@ -1,0 +1,224 @@
+"""Finds in a traceback the user's line, what it asked for, and the submodule that it belongs to."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import itertools
+import linecache
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# Operations whose results have as many elements as the values say.
+_DYNAMIC = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
+_COMPARISONS = {"isnan", "isinf", "isfinite", "isin", "eq", "ne", "lt", "le", "gt", "ge", "bool", "logical_not"}
+_TEXT = {"__repr__", "__str__", "__format__"}  # of a tensor, called by print, str and f-strings
+
+
+class CalledLine(NamedTuple):
+    """One line of a traceback, and the frame that was running it."""
+
+    frame: FrameType
+    summary: traceback.FrameSummary
+
+    @property
+    def is_users(self) -> bool:
+        """True if it is neither torch's nor this library's."""
+        return _is_users(self.summary.filename)
+
+    @property
+    def is_own(self) -> bool:
+        """True if it is the user's and in no installed package, so that its functions can be decorated."""
+        return self.is_users and _package_path(self.summary.filename) is None
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module whose method this is."""
+        found = self.frame.f_locals.get("self")
+        return found if isinstance(found, nn.Module) else None
+
+    def __str__(self) -> str:
+        return _described(self.summary)
+
+
+def called_lines(*errors: BaseException) -> list[CalledLine]:
+    """Return the lines of errors' tracebacks, each error raised while handling the next: outermost first."""
+    lines: list[CalledLine] = []
+    for error in errors:
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        lines += map(CalledLine, frames, traceback.extract_tb(error.__traceback__))
+    return lines
+
+
+def users_line(lines: Sequence[CalledLine]) -> str | None:
+    """Describe the innermost line that is the user's; one in a package with the line of their own that led there."""
+    users = [line for line in lines if line.is_users]
+    own = next((line for line in reversed(users) if line.is_own), None)
+    if not users or own in (None, users[-1]):
+        return str(users[-1]) if users else None
+    return f"{users[-1]}, called at {own}"
+
+
+def running_lines() -> list[CalledLine]:
+    """Return the lines that are running, outermost first."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    return [CalledLine(*pair) for pair in zip(reversed(frames), traceback.extract_stack(frames[0]), strict=True)]
+
+
+def is_printing(lines: Sequence[CalledLine]) -> bool:
+    """True if what failed was to make text of a tensor."""
+    inside = (line.summary for line in lines[_innermost_users(lines) + 1 :] if _is_torchs(line.summary.filename))
+    return any(line.name in _TEXT or line.filename.endswith("_tensor_str.py") for line in inside)
+
+
+def dynamic_shape(lines: Sequence[CalledLine]) -> str | None:
+    """Name the operation whose result's shape depends on values if the failing line holds one."""
+    index = _innermost_users(lines)
+    for node in _expressions(lines[index].summary) if index >= 0 else ():
+        if isinstance(node, ast.Call) and _name(node.func) in _DYNAMIC:
+            return _name(node.func)
+        if isinstance(node, ast.Subscript) and _is_mask(node.slice, lines[index].frame):
+            return "a boolean mask"
+    return None
+
+
+class FailingPart(NamedTuple):
+    """The submodule that a failing line belongs to.
+
+    Attributes:
+        root: the outermost module that was called.
+        name: the submodule's dotted name in it; empty for the root itself.
+        decorable: True if code of the user's own ran inside it.
+    """
+
+    root: nn.Module
+    name: str
+    decorable: bool
+
+    @property
+    def pattern(self) -> str:
+        """Its name for `break_at`: a layer of a list stands for all of them."""
+        return ".".join("*" if step.isdigit() else step for step in self.name.split("."))
+
+    def other_part(self) -> str | None:
+        """Return a statement that wraps the largest part without the failing one; None if there is no large one."""
+        found: list[tuple[int, str, nn.Module]] = []
+        module, expression = self.root, "model"
+        for step in [*self.name.split("."), ""]:
+            inside = dict(module.named_children())
+            path = inside.get(step)
+            found += [
+                (sum(parameter.numel() for parameter in child.parameters()), f"{expression}.{name}", child)
+                for name, child in inside.items()
+                if type(child) not in (type(path), nn.ModuleDict)  # layers of a list fail alike
+            ]
+            if path is None or isinstance(path, nn.ModuleList):
+                break
+            module, expression = path, f"{expression}.{step}"
+        parameters, part, child = max(found, key=lambda entry: entry[0], default=(0, "", self.root))
+        if parameters * 10 < sum(parameter.numel() for parameter in self.root.parameters()) or not part:
+            return None
+        if isinstance(child, nn.ModuleList):
+            return f"for i, part in enumerate({part}): {part}[i] = simplegraph.wrap(part)"
+        return f"{part} = simplegraph.wrap({part})"
+
+
+def failing_part(lines: Sequence[CalledLine]) -> FailingPart | None:
+    """Find the submodule that failed; None if no module was called."""
+    modules = [(index, line.module) for index, line in enumerate(lines) if line.module is not None]
+    if not modules:
+        return None
+    root: Any = modules[0][1]
+    names = {id(module): name for name, module in root.named_modules()}
+    name = next(names[id(module)] for _, module in reversed(modules) if id(module) in names)
+    start = next(index for index, module in modules if names.get(id(module)) == name)
+    generated = (line.summary.filename.startswith("<") for line in lines[start:])
+    return FailingPart(root, name, any(generated) or any(line.is_own for line in lines[start:]))
+
+
+def _innermost_users(lines: Sequence[CalledLine]) -> int:
+    return max((index for index, line in enumerate(lines) if line.is_users), default=-1)
+
+
+def _expressions(line: traceback.FrameSummary) -> Iterator[ast.AST]:
+    """Yield the expression that failed, or, before Python 3.11, all that its line holds."""
+    source = linecache.getline(line.filename, line.lineno or 0)
+    start, end = getattr(line, "colno", None), getattr(line, "end_colno", None)
+    whole = start is None or getattr(line, "end_lineno", None) != line.lineno
+    text = source.strip() if whole else source.encode()[start:end].decode(errors="replace")
+    for complete in (text, f"{text} pass"):
+        with contextlib.suppress(SyntaxError):
+            body = ast.parse(complete).body
+            yield from itertools.chain(*map(ast.walk, body)) if whole else (vars(it).get("value", it) for it in body)
+            return
+
+
+def _is_mask(index: ast.expr, frame: FrameType) -> bool:
+    """True if an index is a boolean mask, as its text or its present value says."""
+    if isinstance(index, ast.Tuple):
+        return any(_is_mask(item, frame) for item in index.elts)
+    if isinstance(index, ast.BinOp):
+        return isinstance(index.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
+    if isinstance(index, ast.UnaryOp):
+        return isinstance(index.op, ast.Invert)
+    if isinstance(index, ast.Call):
+        return _name(index.func) in _COMPARISONS
+    value = _value(index, frame)
+    return isinstance(index, ast.Compare) or (isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8))
+
+
+def _value(node: ast.expr, frame: FrameType) -> Any:
+    """Look up a name, or an attribute that needs no code to run."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if not isinstance(node, ast.Attribute):
+        return None
+    attributes = getattr(_value(node.value, frame), "__dict__", {})
+    return attributes.get(node.attr, attributes.get("_buffers", {}).get(node.attr))
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TYPED_IN = ("<stdin>", "<ipython-input", "<python-input")
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+
+
+def _described(line: traceback.FrameSummary) -> str:
+    source = linecache.getline(line.filename, line.lineno or 0).strip()
+    typed_in = line.filename.startswith("<")
+    path = _package_path(line.filename) or (line.filename if typed_in else os.path.relpath(line.filename))
+    return f"{path}:{line.lineno} `{source}`"
+
+
+def _is_torchs(filename: str) -> bool:
+    return os.path.abspath(filename).startswith(_TORCH)
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<"):
+        return filename.startswith(_TYPED_IN)
+    path = os.path.abspath(filename)
+    if path.startswith(_STDLIB) and _package_path(path) is None:
+        return False
+    return not path.startswith((_OWN, _TORCH))
+
+
+def _package_path(filename: str) -> str | None:
+    """Return the path of a file inside the folder of installed packages; None for other files."""
+    for folder in ("site-packages", "dist-packages"):
+        _, found, path = filename.rpartition(f"{os.sep}{folder}{os.sep}")
+        if found:
+            return path
+    return None

@@ -1,0 +1,284 @@
+"""The line that failed, what it asked for, and whose code it is, are found in a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.graph.failures import capture_error
+from simplegraph.graph.user_code import called_lines, dynamic_shape, is_printing
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+WIDTH = 6
+READ = "CUDA error: operation not permitted when stream is capturing"
+LIBRARY = """
+import torch
+from torch import nn
+
+class Router(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum().item() < 1e9 else x
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.router, self.mlp = Router(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.mlp(self.router(x))
+
+class Routed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(2))
+        self.decoder = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.decoder(x)
+
+class Checked(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.decoder = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return self.decoder(self.norm(x))
+
+class Stack(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x):
+        if x.isnan().any():
+            raise ValueError("not a number")
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def scaled(x):
+    return x / x.max().item()
+"""
+
+
+def error_of(run: Callable[[], Any]) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        run()
+    return caught.value
+
+
+X, MASK, INDEX = torch.ones(3), torch.ones(4, dtype=torch.bool), torch.tensor([7])
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", MASK)
+
+    def select(self) -> Tensor:
+        return X[self.mask]
+
+
+def assign() -> None:
+    X[MASK] = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("run", "found"),
+    [
+        (lambda: X[MASK], "a boolean mask"),
+        (lambda: X[MASK & MASK], "a boolean mask"),
+        (lambda: X[~MASK], "a boolean mask"),
+        (lambda: X[MASK != 2], "a boolean mask"),
+        (lambda: X[None, MASK], "a boolean mask"),
+        (lambda: X[MASK.isfinite()], "a boolean mask"),
+        (Holder().select, "a boolean mask"),
+        (assign, "a boolean mask"),
+        (lambda: torch.masked_select(X, MASK), "masked_select"),
+        (lambda: X[INDEX], None),
+        (lambda: X[3], None),
+        (lambda: X.view(2, 2), None),
+    ],
+)
+def test_operations_whose_shape_depends_on_values_are_found_in_the_failing_line(run: Any, found: str | None) -> None:
+    assert dynamic_shape(called_lines(error_of(run))) == found
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks have no columns")
+def test_only_the_expression_that_failed_counts() -> None:
+    assert dynamic_shape(called_lines(error_of(lambda: X[X > 0].view(2, 2)))) is None
+
+
+@pytest.mark.parametrize("show", [print, str, repr, "{}".format, lambda x: f"{x}"])
+def test_text_made_of_a_tensor_is_recognised(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._tensor_str.PRINT_OPTS, "threshold", "none")
+    assert is_printing(called_lines(error_of(lambda: show(X))))
+    assert not is_printing(called_lines(error_of(lambda: X.view(2, 2))))
+
+
+def test_a_message_of_cudas_on_a_line_with_a_mask_speaks_of_the_mask() -> None:
+    def fails() -> None:
+        X[MASK]
+
+    error = RuntimeError(READ).with_traceback(error_of(fails).__traceback__)
+    message = str(capture_error(error, "batch size 8"))
+    assert "test_failing_lines.py" in message
+    assert "`X[MASK]`" in message
+    assert "a boolean mask gives as many elements as the values say" in message
+    assert f"(RuntimeError: {READ})" in message
+    assert "torch.where(mask, x, 0)" in message
+    assert "@simplegraph.eager_break" in message
+
+
+def raising(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("how", ["from", "while handling"])
+def test_a_chained_error_is_followed_to_what_broke_the_capture(how: str) -> None:
+    def forward() -> None:
+        try:
+            raising(RuntimeError(READ))
+        except RuntimeError as error:
+            if how == "from":
+                raise ValueError("no statistics") from error
+            raise ValueError("no statistics")  # noqa: B904
+
+    message = str(capture_error(error_of(forward), "batch size 8"))
+    assert "`raise error`" in message
+    assert "read back" in message
+    assert "torch.where" in message
+
+
+def test_an_unknown_cause_is_named_beside_the_error_that_it_became() -> None:
+    def forward() -> None:
+        try:
+            json.loads("{")
+        except ValueError as error:
+            raise LookupError("no settings") from error
+
+    caught = capture_error(error_of(forward), "batch size 8")
+    assert caught.cause is not None
+    assert caught.cause.startswith("LookupError: no settings (caused by JSONDecodeError: Expecting property name")
+    assert caught.location is not None
+    assert 'json.loads("{")' in caught.location
+
+
+def test_an_error_whose_context_is_suppressed_is_not_followed() -> None:
+    def forward() -> None:
+        try:
+            raising(RuntimeError(READ))
+        except RuntimeError:
+            raise ValueError("no statistics") from None
+
+    assert capture_error(error_of(forward), "batch size 8").cause == "ValueError: no statistics"
+
+
+# Code that nobody can decorate.
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A package as pip installs it, with forwards that read values back."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "routing_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module("routing_library")
+    del sys.modules["routing_library"]
+
+
+class Mine(nn.Module):
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+
+def replays(model: nn.Module, device: torch.device, **settings: Any) -> Any:
+    """The wrapped model, called with rows that must give what eager gives."""
+    wrapped: Any = sg.wrap(model, capture_sizes=[4], progress=False, **settings)
+    x = torch.randn(4, WIDTH, device=device)
+    expected = model(x)
+    for _ in range(4):
+        torch.testing.assert_close(wrapped(x), expected)
+    return wrapped
+
+
+def failure(model: nn.Module, device: torch.device) -> str:
+    wrapped: Any = sg.wrap(model, capture_sizes=[4], progress=False)
+    return str(wrapped.capture_graphs(torch.randn(4, WIDTH, device=device)).failed["batch size 4"])
+
+
+def test_a_librarys_part_that_fails_is_named_with_what_breaks_there(library: Any, device: torch.device) -> None:
+    model = library.Routed(WIDTH).to(device).eval()
+    message = failure(model, device)
+    assert "failed at routing_library.py:11 `return self.linear(x) if x.sum().item() < 1e9 else x`" in message
+    assert "simplegraph.break_at(model, \"layers.*.router\") and mode='PIECEWISE'" in message
+    assert "model.decoder = simplegraph.wrap(model.decoder)" in message
+    assert "mark the function" not in message
+    sg.break_at(model, "layers.*.router")
+    assert replays(model, device, mode="PIECEWISE").graph_stats.replays > 0
+
+
+def test_the_line_that_called_a_library_is_named_too(library: Any, device: torch.device) -> None:
+    message = failure(Mine(library.Routed(WIDTH)).to(device).eval(), device)
+    assert "failed at routing_library.py:11 `" in message
+    assert "test_failing_lines.py" in message
+    assert "called at" in message
+    assert "`return self.head(self.backbone(x))`" in message
+    assert 'break_at(model, "backbone.layers.*.router")' in message
+    assert "model.backbone.decoder = simplegraph.wrap(model.backbone.decoder)" in message
+
+
+def test_a_library_whose_own_forward_fails_can_be_wrapped_in_parts(library: Any, device: torch.device) -> None:
+    model = library.Checked(WIDTH).to(device).eval()
+    message = failure(model, device)
+    assert "break_at" not in message
+    assert "wrap a part in place of the whole: model.decoder = simplegraph.wrap(model.decoder)." in message
+    model.decoder = sg.wrap(model.decoder, capture_sizes=[4])
+    x = torch.randn(4, WIDTH, device=device)
+    for _ in range(3):
+        model(x)
+    assert model.decoder.graph_stats.replays == 2
+
+
+def test_layers_in_a_list_are_wrapped_each(library: Any, device: torch.device) -> None:
+    message = failure(library.Stack(WIDTH).to(device).eval(), device)
+    said = "for i, part in enumerate(model.layers): model.layers[i] = simplegraph.wrap(part)"
+    assert f"{said}." in message
+    model = library.Stack(WIDTH).to(device).eval()
+    exec(said, {"model": model, "simplegraph": sg})  # the advice, word for word
+    x = torch.randn(4, WIDTH, device=device)
+    for _ in range(3):
+        model(x)
+    assert [layer.graph_stats.replays for layer in model.layers] == [2, 2]
+
+
+def test_a_librarys_function_is_called_in_one_of_the_users_own(library: Any, device: torch.device) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return library.scaled(x) * 2
+
+    message = failure(Scaled().to(device).eval(), device)
+    assert "call it in a function of your own, marked @simplegraph.eager_break (mode='PIECEWISE')." in message
