@@ -75,6 +75,7 @@ class GraphCapture:
     before_retry: Callable[[], object] = bool
     observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
     _failed: dict[str, CaptureError] = dataclasses.field(default_factory=dict)
+    _raised: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by eager runs
     _traced: list[MemoryObserver] = dataclasses.field(default_factory=list)  # of warmups for what breaks return
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class GraphCapture:
 
         Raises:
             ConfigError: `break_ops` names an operator that does not exist, or ranks differ in their settings.
+            Exception: the forward's own, if no size can even run eagerly: then its inputs are at fault, not the graphs.
         """
         table, jobs, ranks = self.table, self.jobs, self._ranks
         breaking_operators(table.config.break_ops)
@@ -104,6 +106,7 @@ class GraphCapture:
                     break  # its capture will say why, and smaller sizes may do better
             warmed_up()
             self._capture_each(session)
+        self._raise_own_error()
         captured = table.stats.captures - before
         outcome = f"{captured or 'no'} other size{'s were' if captured > 1 else ' was'} captured"
         if self.lazy:
@@ -112,6 +115,13 @@ class GraphCapture:
         self.observers += self._traced
         taken = max(0, free_before - table.device.free_memory())
         return CaptureSummary(captured, self._failed, time.perf_counter() - started, taken)
+
+    def _raise_own_error(self) -> None:
+        """Raise what the forward raised if it fails at every size without graphs, too, and not for want of memory."""
+        memory = any(isinstance(error, torch.OutOfMemoryError) for error in self._raised.values())
+        alone = self._ranks.size == 1 and not self.lazy
+        if alone and not memory and all(job.label in self._raised for job in self.jobs):
+            raise self._raised[self.jobs[0].label]
 
     def _capture_each(self, session: CaptureSession) -> None:
         """Observe the largest and the smallest; the others too, where these two read other memory."""
@@ -191,6 +201,7 @@ class GraphCapture:
             raise
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)
+            self._raised[job.label] = error
             return capture_error(error, job.label)
         observers.append(observer)
         return None

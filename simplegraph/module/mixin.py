@@ -96,6 +96,7 @@ class CudaGraphWrapper(Graphed):
         Raises:
             InputError: these inputs cannot be bound to a graph; the message says which, and why.
             CaptureError: a size failed and ``on_capture_failure`` is "raise".
+            Exception: the module's own, if it cannot run such inputs at any size, graphs or not.
         """
         return self._graph_runner.capture_all(self, args, kwargs)
 

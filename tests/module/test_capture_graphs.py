@@ -44,6 +44,32 @@ def test_capture_graphs_does_not_touch_the_example(device):
     assert torch.equal(example, before)
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_warmups": 0}, {"mode": "PIECEWISE"}, {"on_capture_failure": "raise"}])
+def test_inputs_that_the_module_cannot_take_raise_its_own_error_and_leave_no_trace(device, caplog, settings):
+    model = wrapped_mlp(device, **settings)
+    with pytest.raises(RuntimeError, match="expected input with shape") as caught:
+        model.capture_graphs(torch.randn(3, WIDTH + 1, device=device))
+    assert not isinstance(caught.value, sg.SimpleGraphError)
+    assert "failed" not in caplog.text
+    assert model.graph_stats.failures == {}
+    assert model.capture_graphs(rows(3, device)).captured == 3
+    x = rows(5, device)
+    close(model(x), sg.unwrap(model)(x))
+    assert model.graph_stats.replays == 1
+
+
+def test_one_size_that_the_module_cannot_run_fails_alone(device):
+    class AtMostFour(nn.Module):
+        def forward(self, x):
+            if x.shape[0] > 4:
+                raise ValueError("at most four rows")
+            return x * 2
+
+    summary = sg.wrap(AtMostFour().eval(), capture_sizes=[2, 4, 8], progress=False).capture_graphs(rows(2, device))
+    assert summary.captured == 2
+    assert "ValueError: at most four rows" in str(summary.failed["batch size 8"])
+
+
 @pytest.mark.parametrize("size", [4, 8])
 def test_a_single_size_serves_smaller_batches_after_capture_graphs(device, size):
     model = wrapped_mlp(device, capture_sizes=[size])
