@@ -102,9 +102,15 @@ class Reason(str, enum.Enum):
 
 
 class CannotBind(Exception):
-    """This call cannot be served by a graph; internal, becomes a counted eager call."""
+    """This call cannot be served by a graph; internal, becomes a counted eager call.
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    Attributes:
+        reason, detail: why.
+        size: the batch's size, if a graph of another size could serve the call.
+    """
+
+    def __init__(self, reason: Reason, detail: str, size: int | None = None) -> None:
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
+        self.size = size

@@ -29,6 +29,7 @@ class CaptureJob:
         mode, descriptor: what it serves.
         run: the forward, on static inputs.
         generators: random generators the forward draws from, beside the default one.
+        inputs: what it is captured for, by argument, as text for the report.
     """
 
     key: Key
@@ -36,6 +37,7 @@ class CaptureJob:
     descriptor: BatchDescriptor
     run: Callable[[], Any]
     generators: tuple[torch.Generator, ...] = ()
+    inputs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def label(self) -> str:

@@ -239,7 +239,7 @@ class CudaGraphManager:
             reason = self._why_uncaptured((batch.mode, batch.descriptor))
         else:
             detail = self.dispatcher.advice(batch)
-        self.stats.ran_eagerly(reason, detail)
+        self.stats.ran_eagerly(reason, detail, batch.descriptor.num_tokens - batch.padding)
         return forward(CudaGraphMode.NONE, batch.descriptor)
 
     def replay(self, batch: Dispatch) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from simplegraph.manager.stats import GraphCounters, GraphStats
 
 _TOTALS = ("captures", "capture_seconds", "graph_bytes", "replays", "padded_tokens", "recaptures", "flushes")
 _COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")
+_MOST_SIZES = 12  # of batches, in one line
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -35,9 +37,11 @@ class GraphReport:
             "name": stats.name,
             "device": self.device,
             "emulated": self.emulated,
+            "unit": stats.unit,
             **{name: getattr(stats, name) for name in _TOTALS},
             "eager": {reason.value: count for reason, count in stats.eager.most_common()},
             "details": {reason.value: detail for reason, detail in stats.details.items()},
+            "batch_sizes": [list(pair) for pair in stats.batch_sizes.items()],
             "failures": dict(stats.failures),
             "graphs": [_as_dict(graph) for graph in self._graphs()],
         }
@@ -54,16 +58,21 @@ class GraphReport:
         where = f"{self.device}, emulated: no speed" if self.emulated else self.device
         lines = [
             f"{stats.name} ({where}): {len(stats.graphs)} graphs, {stats.capture_seconds:.3f} s, "
-            f"{_mib(stats.graph_bytes)} MiB; {stats.replays} replays, {stats.padded_tokens} padded tokens, "
+            f"{_mib(stats.graph_bytes)} MiB; {stats.replays} replays, {stats.padded_tokens} padded {stats.unit}, "
             f"{sum(stats.eager.values())} eager calls"
         ]
         graphs = self._graphs()
-        lines += _table([_COLUMNS, *map(_row, graphs)]) if graphs else []
+        lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
         eager = stats.eager.most_common()
         lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
+        sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SIZES)
+        if sizes:
+            shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes))
+            more = f", and {left} other sizes" if (left := len(stats.batch_sizes) - len(sizes)) else ""
+            lines.append(f"  batch sizes in {stats.unit} x calls: {shown}{more}")
         if stats.flushes:
             lines.append(f"  flushed {stats.flushes} x: more call signatures than max_signatures")
         lines += [f"  failed: {headline(message)}" for _, message in merged_failures(stats.failures)]
@@ -81,7 +90,8 @@ def _row(graph: GraphCounters) -> tuple[str, ...]:
 def _as_dict(graph: GraphCounters) -> dict[str, Any]:
     """Return a graph's counters as plain values; `steps` only where there are several."""
     fields = {field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)}
-    costs = fields.pop("costs")
+    costs, _ = fields.pop("costs"), fields.pop("paddings")
+    fields |= {"inputs": dict(graph.inputs), "replays": graph.replays, "padded_tokens": graph.padded_tokens}
     return fields | ({"steps": [dataclasses.asdict(cost) for cost in costs()]} if graph.breaks else {})
 
 
@@ -104,6 +114,15 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f}"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _told_apart(graphs: Sequence[GraphCounters]) -> list[str]:
+    """Return a last column with the inputs in which graphs differ; empty if there are none."""
+    names = dict.fromkeys(name for graph in graphs for name in graph.inputs)
+    differing = [name for name in names if len({graph.inputs.get(name) for graph in graphs}) > 1]
+    told = [", ".join(f"{name} {graph.inputs[name]}" for name in differing if name in graph.inputs) for graph in graphs]
+    return ["inputs", *told] if differing else [""] * (len(graphs) + 1)
+
+
+def _table(rows: Sequence[tuple[str, ...]], last: Sequence[str]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [f"  {line}  {text}".rstrip() for line, text in zip(lines, last, strict=True)]

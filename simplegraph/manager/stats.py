@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from simplegraph.reasons import Reason
@@ -15,6 +15,7 @@ logger = logging.getLogger("simplegraph")
 # Reasons that are part of the normal course, or that the failed capture warned of; the others are worth a warning.
 _EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.EAGER_CONTEXT, Reason.NESTED, Reason.MODE_NONE, Reason.PROOF}
 _EXPECTED |= {Reason.CAPTURE_FAILED}
+_MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every captured size
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,12 +27,13 @@ class GraphCounters:
         mode: FULL or PIECEWISE.
         size: padded rows.
         seconds: capture time; bytes: device memory the capture took.
-        replays: how often it was replayed; padded_tokens: padding rows in all of these together.
         segments, breaks: graphs it consists of, and eager calls between them.
         nodes: operations in it, where the device can say.
         proof: which calls were compared with eager and agreed, "exact" and "padded" ones, or why it is "unverified";
             proof_seconds: the time that took, the eager runs included.
+        inputs: what it was captured for, by argument, as text: dtype and shape, or value.
         costs: its steps and their times; see `StepCost`.
+        paddings: how often it was replayed, by the number of padding rows.
     """
 
     label: str
@@ -42,11 +44,28 @@ class GraphCounters:
     segments: int = 1
     breaks: int = 0
     nodes: int | None = None
-    replays: int = 0
-    padded_tokens: int = 0
     proof: str = ""
     proof_seconds: float = 0.0
+    inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     costs: Callable[[], Sequence[Any]] = tuple
+    paddings: list[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paddings = [0] * (self.size + 1)
+
+    @property
+    def replays(self) -> int:
+        """How often it was replayed."""
+        return sum(self.paddings)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Padding rows in all replays together."""
+        return sum(padding * count for padding, count in enumerate(self.paddings))
+
+    def batch_sizes(self) -> dict[int, int]:
+        """Return how often it was replayed for each number of real rows."""
+        return {self.size - padding: count for padding, count in enumerate(self.paddings) if count}
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,6 +74,7 @@ class GraphStats:
 
     Attributes:
         graphs: one `GraphCounters` for every graph captured and not dropped, by key.
+        unit: what batches are counted in, "rows" or "tokens".
         eager: eager calls by `Reason`; details: what the latest call of each reason was about, where that is known.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
@@ -62,6 +82,7 @@ class GraphStats:
     """
 
     name: str = "model"
+    unit: str = "tokens"
     graphs: dict[Hashable, GraphCounters] = dataclasses.field(default_factory=dict)
     eager: collections.Counter[Reason] = dataclasses.field(default_factory=collections.Counter)
     details: dict[Reason, str] = dataclasses.field(default_factory=dict)
@@ -69,13 +90,25 @@ class GraphStats:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     recaptures: int = 0
     flushes: int = 0
-    _dropped_replays: int = 0
+    _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    _dropped_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     _dropped_padding: int = 0
 
     @property
     def replays(self) -> int:
         """Replays of all graphs, dropped ones included."""
-        return self._dropped_replays + sum(graph.replays for graph in self.graphs.values())
+        return self._dropped_sizes.total() + sum(graph.replays for graph in self.graphs.values())
+
+    @property
+    def batch_sizes(self) -> dict[int, int]:
+        """How often a batch of each size was called, before padding: the histogram that `plan_sizes` takes.
+
+        Eager calls are in it where a graph of some size could have served them: not in training mode, say.
+        """
+        sizes = self._eager_sizes + self._dropped_sizes
+        for graph in list(self.graphs.values()):
+            sizes.update(graph.batch_sizes())
+        return {size: sizes[size] for size in sorted(sizes) if size > 0}
 
     @property
     def padded_tokens(self) -> int:
@@ -92,10 +125,18 @@ class GraphStats:
         """Time that capturing the present graphs took."""
         return sum(graph.seconds for graph in self.graphs.values())
 
-    def ran_eagerly(self, reason: Reason, detail: str = "") -> None:
-        """Count an eager call; the first of each reason is logged, as a warning if it costs speed."""
+    def ran_eagerly(self, reason: Reason, detail: str = "", size: int | None = None) -> None:
+        """Count an eager call; the first of each reason is logged, as a warning if it costs speed.
+
+        Args:
+            reason: why no graph served it.
+            detail: what it was about.
+            size: the batch's size, if a graph of some size could serve it.
+        """
         first = reason not in self.eager
         self.eager[reason] += 1
+        if size is not None and (size in self._eager_sizes or len(self._eager_sizes) < _MOST_SIZES):
+            self._eager_sizes[size] += 1
         if detail:
             self.details[reason] = detail
         if first:
@@ -119,5 +160,7 @@ class GraphStats:
 
     def dropped(self) -> None:
         """Keep the totals of graphs that were dropped."""
-        self._dropped_replays, self._dropped_padding = self.replays, self.padded_tokens
+        self._dropped_padding = self.padded_tokens
+        for graph in self.graphs.values():
+            self._dropped_sizes.update(graph.batch_sizes())
         self.graphs.clear()

@@ -119,10 +119,7 @@ class ProgramTable:
                 replay()
         else:  # an empty context would cost a microsecond
             replay()
-        counters = graph.counters
-        counters.replays += 1
-        if padding:
-            counters.padded_tokens += padding
+        graph.counters.paddings[padding] += 1
 
     @contextlib.contextmanager
     def _around(self, graph: CapturedGraph) -> Any:
@@ -149,9 +146,8 @@ class ProgramTable:
         nodes = [segment.num_nodes for segment in program.segments]
         total = None if None in nodes else sum(filter(None, nodes))
         what = job.label, job.mode.name, job.descriptor.num_tokens
-        counters = GraphCounters(
-            *what, program.seconds, program.bytes, len(nodes), len(program.breaks), total, costs=program.costs
-        )
+        parts = len(nodes), len(program.breaks), total
+        counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs)
         if self.failures.pop(job.key, None) is not None:
             self.stats.failures.pop(job.label, None)
         verify = self.config.verify

@@ -66,7 +66,7 @@ class GraphBuilder:
 
     def run_as_called(self, call: Call, reason: Reason) -> Any:
         """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
-        self.manager.stats.ran_eagerly(reason)
+        self.manager.stats.ran_eagerly(reason, size=call.batch)
         outputs, spec, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs)
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
@@ -291,9 +291,10 @@ def _breaks(call: Call) -> bool:
 def _capture_jobs(
     call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
 ) -> list[CaptureJob]:
-    generators = held_generators(call)
+    generators, described = held_generators(call), call.layout.described_inputs()
     return [
-        CaptureJob((call.binding.signature, *kind), *kind, _forward(call, inputs, kind[1]), generators) for kind in todo
+        CaptureJob((call.binding.signature, *kind), *kind, _forward(call, inputs, kind[1]), generators, described)
+        for kind in todo
     ]
 
 

@@ -17,7 +17,7 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.inputs import InputSet, overlap, shared_rows
 from simplegraph.module.outputs import OutputShapes, unreturnable
-from simplegraph.module.signature import Arg, Signature, TensorArg, batch_dim_of
+from simplegraph.module.signature import Arg, Signature, TensorArg, batch_dim_of, short_repr
 from simplegraph.nested import LEAF, TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -132,6 +132,12 @@ class CallLayout:
         self.positional = self._num_args if self._flat and not self._keywords else -1
         dims = enumerate(map(batch_dim_of, self.args))
         self.anchor, self.anchor_dim = next((index, dim) for index, dim in dims if dim is not None)
+
+    def described_inputs(self) -> dict[str, str]:
+        """Describe each argument, the autocast dtype and the state, as they tell graphs apart."""
+        described = {arg.name: str(arg) for arg in self.args}
+        context = {"autocast": self.autocast, "state": self.state}
+        return described | {name: short_repr(value) for name, value in context.items() if value is not None}
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         """Return the call's leaves in the order of `args`, or None if it passes its arguments another way."""

@@ -74,7 +74,7 @@ class _CallProof:
             self._leave_unverified("it writes more memory than a proof copies")
             return plan.replay(self._call.leaves, plan.copies(self._call.leaves))
         started = time.perf_counter()
-        self._table.stats.ran_eagerly(Reason.PROOF)
+        self._table.stats.ran_eagerly(Reason.PROOF, size=self._call.batch)
         proof = ReplayProof(self._table, plan.graph, memory, self._where.generators())
         found = None
         try:

@@ -47,7 +47,7 @@ class GraphRunner:
     """
 
     def __init__(self, config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> None:
-        self.stats = GraphStats()
+        self.stats = GraphStats(unit="rows")
         self._lock = threading.RLock()
         self._strikes = 0
         self._served_before = 0
@@ -83,11 +83,10 @@ class GraphRunner:
                 return result
         return self._call_slowly(module, args, kwargs, context)
 
-    def _eager(
-        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: Reason, detail: str = ""
-    ) -> Any:
+    def _eager(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
+        """Run eagerly, and count why, as `GraphStats.ran_eagerly` takes it."""
         self.stats.name = type(module).__name__
-        self.stats.ran_eagerly(reason, detail)
+        self.stats.ran_eagerly(*why)
         return invoke(module, args, kwargs)
 
     def _call_slowly(
@@ -100,14 +99,15 @@ class GraphRunner:
                 if result is not MISS:
                     known.last = layout
                     return result
+        call: Call | None = None
         try:
             with self._lock:
                 builder, call = self._read(module, args, kwargs)
                 with builder.manager.pool.lock:
                     return self._serve(builder, call)
         except CannotBind as error:
-            reason, detail = error.reason, error.detail
-        return self._eager(module, args, kwargs, reason, detail)
+            reason, detail, size = error.reason, error.detail, error.size
+        return self._eager(module, args, kwargs, reason, detail, size if call is None else call.batch)
 
     def _read(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
@@ -134,7 +134,7 @@ class GraphRunner:
         else:
             dispatch = manager.dispatcher.dispatch(size, *described_batch())
         if dispatch.mode is CudaGraphMode.NONE:
-            raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch))
+            raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch), size)
         if known.is_full(layout):
             self._make_room(builder)
         known.use(layout)

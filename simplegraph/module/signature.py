@@ -17,6 +17,7 @@ from simplegraph.errors import ConfigError, InputError, did_you_mean
 from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 
+_LONGEST_REPR = 40
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 
 
@@ -43,6 +44,12 @@ class TensorArg:
     address: int | None = None
     pad_declared: bool = False
 
+    def __str__(self) -> str:
+        """Show dtype and shape, such as ``float32[n, 64]``, where n is the batch."""
+        sizes = ", ".join("n" if size == -1 else str(size) for size in self.shape)
+        order = "" if self.order == tuple(range(len(self.shape))) else f" by strides {self.order}"
+        return f"{short_repr(self.dtype)}[{sizes}]{order}" + ("" if self.address is None else f" at {self.address:#x}")
+
 
 @dataclasses.dataclass(frozen=True)
 class ConstantArg:
@@ -53,12 +60,21 @@ class ConstantArg:
     key: Hashable
     leaf: Any = dataclasses.field(compare=False)
 
+    def __str__(self) -> str:
+        return short_repr(self.leaf)
+
     def holds(self, leaf: Any) -> bool:
         """True if a leaf has the value that was captured."""
         return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))
 
 
 Arg = TensorArg | ConstantArg
+
+
+def short_repr(value: Any) -> str:
+    """Return an object's repr as a report has room for it."""
+    text = " ".join(repr(value).split()).removeprefix("torch.")
+    return text if len(text) <= _LONGEST_REPR else f"{text[: _LONGEST_REPR - 3]}..."
 
 
 def batch_dim_of(arg: Arg) -> int | None:

@@ -77,6 +77,101 @@ def test_the_failure_in_the_report_names_the_line(served):
     assert "x.sum().item()" in failures["batch size 8"]
 
 
+def test_the_histogram_of_batches_is_what_plan_sizes_takes(served):
+    """Before padding, replayed or not; the batch above every size, too, or no plan would ever cover it."""
+    histogram = served.graph_stats.batch_sizes
+    assert histogram == {2: 2, 3: 2, 4: 3, 8: 3, 9: 1}
+    assert sg.plan_sizes(histogram, num_graphs=8).sizes == (2, 3, 4, 8, 9)
+    assert sg.plan_sizes(histogram, num_graphs=8).waste_after == 0
+    assert dict(served.graph_report().to_dict()["batch_sizes"]) == histogram
+    assert "  batch sizes in rows x calls: 2 x 2, 3 x 2, 4 x 3, 8 x 3, 9 x 1" in str(served.graph_report()).splitlines()
+
+
+def test_batches_of_graphs_that_were_dropped_stay_in_the_histogram(served, device):
+    before = served.graph_stats.batch_sizes
+    served.reset_graphs()
+    assert served.graph_stats.batch_sizes == before
+    with torch.no_grad():
+        for _ in range(3):
+            served(torch.randn(3, WIDTH, device=device))
+    assert served.graph_stats.batch_sizes == before | {3: 5}
+
+
+def test_a_histogram_of_many_sizes_is_cut_in_print_and_whole_in_json(device):
+    model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[1], progress=False)
+    with torch.no_grad():
+        for size in range(2, 17):
+            model(torch.randn(size, WIDTH, device=device))
+    assert ", and 3 other sizes" in str(model.graph_report())
+    assert len(model.graph_report().to_dict()["batch_sizes"]) == 15
+
+
+def test_calls_that_no_size_could_serve_are_not_in_the_histogram(device):
+    model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).train(), capture_sizes=[4], progress=False)
+    model(torch.randn(4, WIDTH, device=device))
+    with torch.no_grad(), sg.eager():
+        model(torch.randn(4, WIDTH, device=device))
+    assert model.graph_stats.batch_sizes == {}
+    with pytest.raises(sg.ConfigError, match="no batches"):
+        sg.plan_sizes(model.graph_stats.batch_sizes, 2)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, scale=1.0):
+        return self.linear(x.to(self.linear.weight.dtype)) * scale
+
+
+def test_rows_of_one_size_are_told_apart_by_what_differs_between_their_inputs(device):
+    model = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], progress=False)
+    x = torch.randn(4, WIDTH, device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+            model(x.to(torch.float16))
+            model(x, scale=2.5)
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                model(x)
+    lines = str(model.graph_report()).splitlines()
+    assert lines[1].endswith("  inputs")
+    column = lines[1].index("  inputs")
+    told = sorted(line[column:].strip() for line in lines[2:6])
+    assert told == [
+        "x float16[n, 6]",
+        "x float32[n, 6]",
+        "x float32[n, 6], autocast bfloat16",
+        "x float32[n, 6], scale 2.5",
+    ]
+    inputs = [graph["inputs"] for graph in model.graph_report().to_dict()["graphs"]]
+    assert {"x": "float32[n, 6]", "scale": "2.5"} in inputs
+
+
+def test_what_all_rows_have_alike_is_left_out_of_the_table(served):
+    assert "float32" not in str(served.graph_report())
+    assert all(graph["inputs"] == {"x": "float32[n, 6]"} for graph in served.graph_report().to_dict()["graphs"])
+
+
+def test_an_engines_report_counts_tokens(device):
+    manager = sg.CudaGraphManager(device=device, capture_sizes=[4], progress=False)
+    buffer = torch.zeros(8, WIDTH, device=device)
+
+    def forward(mode, descriptor):
+        return buffer[: descriptor.num_tokens] * 2
+
+    with torch.no_grad():
+        manager.capture(forward)
+        for size in (3, 3, 6):
+            manager.run(manager.dispatch(size), forward)
+    report = manager.report()
+    assert "2 replays, 2 padded tokens" in str(report)
+    assert "batch sizes in tokens x calls: 3 x 2, 6 x 1" in str(report)
+    assert "batch size 6, the largest is 4: add 6 to capture_sizes" in str(report)
+    assert report.to_dict()["unit"] == "tokens"
+
+
 def test_json_says_what_the_dict_says(served):
     report = served.graph_report()
     assert json.loads(report.to_json()) == report.to_dict()
@@ -87,7 +182,7 @@ def test_the_table_has_a_row_for_every_graph_and_a_line_for_every_reason(served,
     lines = text.splitlines()
     assert lines[0].startswith("Picky (")
     assert "2 graphs" in lines[0]
-    assert "5 replays, 2 padded tokens, 6 eager calls" in lines[0]
+    assert "5 replays, 2 padded rows, 6 eager calls" in lines[0]
     assert ("emulated: no speed" in lines[0]) is (device.type == "cpu")
     assert lines[1].split() == [
         "mode",

@@ -53,7 +53,7 @@ class GraphedEncoder(GraphedModel):
             self._check_state()
             return self._padded(forward, self._by_name(args, kwargs))
         except CannotBind as error:
-            self.stats.ran_eagerly(error.reason, error.detail)
+            self.stats.ran_eagerly(error.reason, error.detail, error.size)
             return forward(*args, **kwargs)
 
     def _check_state(self) -> None:
@@ -74,7 +74,9 @@ class GraphedEncoder(GraphedModel):
         inputs, flags, (rows, length) = read_call(given)
         if rows > self._max_batch_size:
             found = f"{rows} rows, the largest is {self._max_batch_size}"
-            raise CannotBind(Reason.BATCH_TOO_LARGE, f"{found}: raise max_batch_size, or capture_sizes where given")
+            raise CannotBind(
+                Reason.BATCH_TOO_LARGE, f"{found}: raise max_batch_size, or capture_sizes where given", rows
+            )
         if length > self._lengths[-1]:
             raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{length} tokens")
         padded = self._lengths[bisect.bisect_left(self._lengths, length)]
