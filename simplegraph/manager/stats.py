@@ -76,6 +76,7 @@ class GraphStats:
         graphs: one `GraphCounters` for every graph captured and not dropped, by key.
         unit: what batches are counted in, "rows" or "tokens".
         eager: eager calls by `Reason`; details: what the latest call of each reason was about, where that is known.
+        texts: for a library in front of the wrapper, texts of reasons that advise none of the wrapper's settings.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
         flushes: how often they were dropped because there were more signatures than `max_signatures`.
@@ -86,6 +87,7 @@ class GraphStats:
     graphs: dict[Hashable, GraphCounters] = dataclasses.field(default_factory=dict)
     eager: collections.Counter[Reason] = dataclasses.field(default_factory=collections.Counter)
     details: dict[Reason, str] = dataclasses.field(default_factory=dict)
+    texts: dict[Reason, str] = dataclasses.field(default_factory=dict)
     captures: int = 0
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     recaptures: int = 0
@@ -93,6 +95,7 @@ class GraphStats:
     _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     _dropped_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     _dropped_padding: int = 0
+    _logged: set[tuple[Reason, int]] = dataclasses.field(default_factory=set)
 
     @property
     def replays(self) -> int:
@@ -133,20 +136,21 @@ class GraphStats:
             detail: what it was about.
             size: the batch's size, if a graph of some size could serve it.
         """
-        first = reason not in self.eager
         self.eager[reason] += 1
         if size is not None and (size in self._eager_sizes or len(self._eager_sizes) < _MOST_SIZES):
             self._eager_sizes[size] += 1
         if detail:
             self.details[reason] = detail
-        if first:
-            level = logging.DEBUG if reason in _EXPECTED else logging.WARNING
+        learning = reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail  # this very call makes it known
+        level = logging.DEBUG if learning or reason in _EXPECTED else logging.WARNING
+        if (reason, level) not in self._logged:
+            self._logged.add((reason, level))
             logger.log(level, "simplegraph: %s runs eagerly: %s.", self.name, self.explained(reason))
 
     def explained(self, reason: Reason) -> str:
         """Return a reason's text, and what the latest call of it was about."""
-        detail = self.details.get(reason)
-        return f"{reason.text} ({detail})" if detail else reason.text
+        text, detail = self.texts.get(reason, reason.text), self.details.get(reason)
+        return f"{text} ({detail})" if detail else text
 
     def captured(self, key: Hashable, counters: GraphCounters) -> None:
         """Count a graph that was captured."""

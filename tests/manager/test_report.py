@@ -243,6 +243,30 @@ def test_each_reason_is_logged_once_and_costly_ones_as_warnings(device, caplog):
     assert all(record.name.startswith("simplegraph") for record in caplog.records)
 
 
+def test_a_call_that_shows_how_outputs_follow_the_batch_is_no_cause_for_a_warning(device, caplog):
+    model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for size in (4, 4, 4, 3, 3):
+            model(torch.randn(size, WIDTH, device=device))
+    assert model.graph_stats.eager[sg.Reason.OUTPUT_SHAPE_UNKNOWN] == 1
+    assert model.graph_stats.replays == 3
+    assert not [record for record in caplog.records if "runs eagerly" in record.message]
+
+
+def test_an_output_that_does_not_follow_the_batch_is_one(device, caplog):
+    class Counting(nn.Module):
+        def forward(self, x):
+            return x * 2, x.shape[0]
+
+    model = sg.wrap(Counting().eval(), capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for size in (4, 4, 4, 3, 3):
+            model(torch.randn(size, WIDTH, device=device))
+    (message,) = [record.message for record in caplog.records if "runs eagerly" in record.message]
+    assert sg.Reason.OUTPUT_SHAPE_UNKNOWN.text in message
+    assert "the output holds" in message
+
+
 def test_nothing_is_printed_by_a_program_that_configured_no_logging(device, capfd):
     model = sg.wrap(Picky().to(device).eval(), capture_sizes=[4], progress=False)
     with torch.no_grad():

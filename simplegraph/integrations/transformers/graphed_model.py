@@ -12,7 +12,15 @@ from simplegraph.graph.subclass import subclass
 from simplegraph.integrations.transformers.overrides import Method, original_class, override_methods, restore_methods
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
+from simplegraph.reasons import Reason
 
+# Of reasons whose own texts advise settings of `wrap`, which these handles do not have.
+_TEXTS = {
+    Reason.OPAQUE_ARGUMENT: "an argument is one that graphs of this model do not take",
+    Reason.TOO_MANY_SIGNATURES: "calls come in more kinds (lengths, flags, inputs given) than graphs are kept for",
+    Reason.AMBIGUOUS_BATCH_DIM: "it is not clear which dimension of an input has the rows",
+    Reason.BATCH_MISMATCH: "inputs disagree on the number of rows",
+}
 HandleType = TypeVar("HandleType", bound="GraphedModel")
 
 
@@ -29,6 +37,7 @@ class GraphedModel:
         self.model = model
         self._step = step
         self.stats.name = type(model).__name__
+        self.stats.texts.update(_TEXTS)
         override_methods(model, self, methods)
 
     @property

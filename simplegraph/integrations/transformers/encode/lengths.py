@@ -34,6 +34,8 @@ def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
         if name in _NEVER_PADDED:
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} was given")
         if not isinstance(value, Tensor):
+            if type(value).__hash__ is None and not isinstance(value, (list, dict)):
+                raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(value).__name__}")
             flags[name] = value
         elif value.shape[:2] == (rows, length) and value.dim() <= sequence.dim():
             inputs[name] = value

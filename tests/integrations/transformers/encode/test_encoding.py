@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 from typing import Any
 
@@ -107,6 +109,25 @@ def test_a_model_that_counts_its_tokens_is_not_padded(device: torch.device) -> N
             assert_same(model(ids), plain(ids))
         assert graphs.stats.eager[Reason.LENGTH_PADDING] == 2
         assert graphs.stats.replays == 0
+
+
+def test_no_message_advises_a_setting_that_graph_encoder_does_not_have(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = bert(device, "BertForMaskedLM"), bert(device, "BertForMaskedLM")
+    inputs = batch(3, 10, device)
+    with graph_encoder(model, lengths=[16], capture_sizes=[2, 4]) as graphs, torch.no_grad():
+        for more in ({"labels": inputs["input_ids"]}, {"tags": {1, 2}}):
+            assert torch.equal(model(**inputs, **more).logits, plain(**inputs, **more).logits)
+        model(**batch(5, 10, device))
+        assert graphs.stats.eager[Reason.OPAQUE_ARGUMENT] == 2
+        said = caplog.text + str(graphs.report())
+    assert "an argument is one that graphs of this model do not take (labels was given)" in said
+    assert "(tags is a set)" in said
+    assert "5 rows, the largest is 4: raise max_batch_size, or capture_sizes where given" in said
+    offered = inspect.signature(graph_encoder).parameters
+    settings = {field.name for field in dataclasses.fields(sg.CudaGraphConfig)} - offered.keys()
+    assert {name for name in settings - {"mode", "capture", "padding"} if name in said} == set()
 
 
 def test_what_graphs_cannot_serve_runs_as_it_is(device: torch.device) -> None:
