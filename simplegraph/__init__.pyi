@@ -26,9 +26,9 @@ from simplegraph.errors import StaleGraphError as StaleGraphError
 from simplegraph.errors import VerificationError as VerificationError
 from simplegraph.graph.breaks.marks import break_at as break_at
 from simplegraph.graph.breaks.marks import eager_break as eager_break
+from simplegraph.manager.estimate import MemoryEstimate as MemoryEstimate
 from simplegraph.manager.hooks import GraphHooks as GraphHooks
 from simplegraph.manager.jobs import CaptureSummary as CaptureSummary
-from simplegraph.manager.jobs import MemoryEstimate as MemoryEstimate
 from simplegraph.manager.manager import CudaGraphManager as CudaGraphManager
 from simplegraph.module.mixin import CudaGraphWrapper as CudaGraphWrapper
 from simplegraph.module.mixin import cuda_graph as cuda_graph

@@ -14,7 +14,7 @@ from simplegraph.checking.trial import ModuleTrial
 from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
 from simplegraph.graph.breaks.operators import name_of
-from simplegraph.manager.jobs import MemoryEstimate
+from simplegraph.manager.estimate import MemoryEstimate
 from simplegraph.module.mixin import wrap
 
 
@@ -62,7 +62,7 @@ class CheckReport:
         titles = "writes its own state", "writes its inputs", "outputs that alias"
         lines += [f"{title}: {', '.join(names)}" for title, names in zip(titles, lists, strict=True) if names]
         if self.memory is not None:
-            lines.append(f"memory of {self.memory.graphs} graphs: about {self.memory.bytes / 2**20:.1f} MiB")
+            lines.append(str(self.memory))
         return "\n".join(lines)
 
     def _capture_lines(self) -> list[str]:
@@ -109,12 +109,12 @@ def check(
             breaks read.
         batch_dims: batch dimensions by argument name, as in `CudaGraphConfig`.
         break_ops: operators that break, as in `CudaGraphConfig`.
-        capture_sizes: measure what graphs of these batch sizes would take, by capturing the two largest.
+        capture_sizes: measure what graphs of these batch sizes would take, by capturing some of them.
         **kwargs: example inputs passed by keyword, for every batch.
 
     Raises:
         InputError: it is no module, or in training mode, or these inputs cannot be bound to a graph.
-        CaptureError: `capture_sizes` was given, and the largest cannot be captured.
+        CaptureError: `capture_sizes` was given, and one that is measured cannot be captured.
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"check got a {type(module).__name__}; expected a torch.nn.Module instance first.")

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.config import CudaGraphConfig
+from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed, outside_calls
 from simplegraph.errors import CaptureError, InputError
 from simplegraph.graph.breaks.operators import breaking_operators, inlining, recording_breaks
@@ -20,7 +21,7 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.tensors import parts, storage_key, wait_collectives
 from simplegraph.manager.differences import cloned, first_difference, random_state, set_random_state
-from simplegraph.manager.jobs import MemoryEstimate
+from simplegraph.manager.estimate import MemoryEstimate, estimated, graphs_to_measure
 from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import CallReader, batch_dim_of
 from simplegraph.module.snapshot import Snapshot, has_address
@@ -181,16 +182,20 @@ class ModuleTrial:
             return f"{type(error).__name__} at {user_location(error)}: {error}"
 
     def memory(self, sizes: Collection[int]) -> MemoryEstimate:
-        """Capture the two largest sizes, measure, and drop them again.
+        """Capture some of the sizes, measure, and drop them again.
 
         Raises:
-            CaptureError: one of the two cannot be captured.
+            ConfigError: the sizes are none.
+            CaptureError: one of them cannot be captured.
         """
-        wrapped: Any = self._wrap(capture_sizes=sorted(sizes)[-2:])
+        checked = CudaGraphConfig(capture_sizes=list(sizes)).capture_sizes or ()
+        graphs = [(CudaGraphMode.FULL, BatchDescriptor(size)) for size in reversed(checked)]
+        picked = graphs_to_measure(graphs)
+        wrapped: Any = self._wrap(capture_sizes=[descriptor.num_tokens for _, descriptor in picked])
         with self._captured(wrapped):
-            graphs = wrapped.graph_stats.graphs.values()
-            first, second = [*(graph.bytes for graph in graphs), 0][:2]
-            return MemoryEstimate(len(set(sizes)), first, second)
+            taken = {graph.size: graph.bytes for graph in wrapped.graph_stats.graphs.values()}
+            measured = {graph: taken[graph[1].num_tokens] for graph in picked}
+            return estimated(graphs, measured, emulated=self._device.emulated)
 
     @contextlib.contextmanager
     def _captured(self, wrapped: Any) -> Iterator[None]:

@@ -107,24 +107,6 @@ class CaptureSummary:
         return "\n".join([f"{total} in {self.seconds:.3f} s, {self.bytes / 2**20:.1f} MiB", *lines])
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryEstimate:
-    """The memory that capturing everything would take: the largest graph, and what each further one adds.
-
-    Attributes:
-        graphs: how many there would be.
-        first_bytes: device memory of the largest graph; next_bytes: what the next one added to it.
-    """
-
-    graphs: int
-    first_bytes: int
-    next_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        return self.first_bytes + max(0, self.graphs - 1) * self.next_bytes
-
-
 def bind_forward(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Callable[[], Any]:
     """Bind an engine's forward to one descriptor, and refuse what a capture cannot hold."""
 

@@ -26,8 +26,9 @@ from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.program import Program
 from simplegraph.graph.select import graph_device
 from simplegraph.manager.capture import GraphCapture
+from simplegraph.manager.estimate import MemoryEstimate, estimated, graphs_to_measure
 from simplegraph.manager.hooks import GraphHooks
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, MemoryEstimate, bind_forward
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, bind_forward
 from simplegraph.manager.proof import prove_batch
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
@@ -261,24 +262,25 @@ class CudaGraphManager:
         return graph.program.result()
 
     def memory_estimate(self, forward: Forward) -> MemoryEstimate:
-        """Capture the two largest descriptors into a pool of their own, measure, and drop them again.
+        """Capture some of the descriptors into a pool of their own, measure, and drop them again.
 
         The forward runs `num_warmups` times for real, as `capture` would run it.
 
         Raises:
-            CaptureError: one of the two cannot be captured.
+            CaptureError: one of them cannot be captured.
         """
         todo = self.descriptors()
         trial = CudaGraphManager(self.config.replace(progress=False), device=self.device, name=self.stats.name)
         trial.hooks.extend(self.hooks)
         try:
-            jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in todo[:2]]
+            picked = graphs_to_measure(todo)
+            jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in picked]
             for error in trial.new_capture(jobs).run(self.config.num_warmups).failed.values():
                 raise error  # nothing was measured, so 0 bytes would be no estimate
-            sizes = [trial.stats.graphs[key].bytes for key in todo[:2]]
+            measured = {key: trial.stats.graphs[key].bytes for key in picked}
         finally:
             trial.reset()
-        return MemoryEstimate(len(todo), *[*sizes, 0, 0][:2])
+        return estimated(todo, measured, emulated=self.device.emulated)
 
     def report(self) -> GraphReport:
         """Report captures, replays and eager calls; print it, or ask it for JSON."""

@@ -408,6 +408,19 @@ def test_the_memory_of_the_sizes_asked_for_is_measured_and_nothing_is_left(devic
     assert sg.check(module, rows(device)).memory is None
 
 
+def test_the_memory_that_check_says_is_near_what_capturing_takes(device):
+    if device.type == "cuda":
+        pytest.skip("a few KiB, in a device's steps of 2 MiB")
+    module = module_of(device, lambda m, x: (x @ m.weight).relu())
+    sizes = [1, 2, 4, *range(8, 257, 8)]
+    report = sg.check(module, rows(device), capture_sizes=sizes)
+    model = sg.wrap(module, capture_sizes=sizes, progress=False)
+    with torch.no_grad():
+        assert model.capture_graphs(rows(device)).captured == len(sizes)
+    assert abs(report.memory.bytes - model.graph_stats.graph_bytes) <= 0.05 * model.graph_stats.graph_bytes
+    assert "(emulated: tensors only)" in str(report)
+
+
 def test_sizes_that_are_none_are_refused(device):
     with pytest.raises(sg.ConfigError, match="capture_sizes"):
         sg.check(module_of(device, lambda m, x: x * 2), rows(device), capture_sizes=[0, 4])
