@@ -23,7 +23,7 @@ from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.tensors import wait_collectives
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.progress import capture_bar
-from simplegraph.manager.table import ProgramTable
+from simplegraph.manager.table import OTHERS_TOO, ProgramTable
 
 logger = logging.getLogger("simplegraph")
 
@@ -110,7 +110,7 @@ class GraphCapture:
         captured = table.stats.captures - before
         outcome = f"{captured or 'no'} other size{'s were' if captured > 1 else ' was'} captured"
         if self.lazy:
-            outcome = "so will other sizes that this stops, see the report"
+            outcome = OTHERS_TOO
         table.add_failures({job: self._failed[job.label] for job in jobs if job.label in self._failed}, outcome)
         self.observers += self._traced
         taken = max(0, free_before - table.device.free_memory())

@@ -25,6 +25,7 @@ from simplegraph.manager.stats import GraphCounters, GraphStats
 from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
+OTHERS_TOO = "so will other sizes that this stops, see the report"  # where these were not tried
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -188,7 +189,8 @@ class ProgramTable:
         self.forget(jobs)
         text = "capturing {} failed\n  {}.\n  {}"
         failed = {job.label: CaptureError(text.format(job.label, cause, remedy), cause=cause) for job in jobs}
-        self.add_failures({job: failed[job.label] for job in jobs}, "no other size was captured with them")
+        outcome = "no other size was captured" if len(jobs) > 1 else OTHERS_TOO
+        self.add_failures({job: failed[job.label] for job in jobs}, outcome)
         return failed
 
     def raise_failure(self, failed: dict[str, CaptureError]) -> None:

@@ -136,15 +136,15 @@ class GraphRunner:
         if dispatch.mode is CudaGraphMode.NONE:
             raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch), size)
         if known.is_full(layout):
-            self._make_room(builder)
+            self._make_room(builder, size)
         known.use(layout)
         return builder, Call(module, args, kwargs, leaves, names, size, layout, dispatch)
 
-    def _make_room(self, builder: GraphBuilder) -> None:
+    def _make_room(self, builder: GraphBuilder, size: int) -> None:
         """Drop all graphs for one signature more than `max_signatures`, or refuse it."""
         count = len(self._known.bindings)
         if self.config.on_too_many_signatures == "eager":
-            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known")
+            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known", size)
         builder.manager.ranks.any("dropping graphs, since there are more signatures than max_signatures", True)
         logger.info("%s: dropping all graphs, since %d signatures are known", self.stats.name, count)
         self.stats.flushes += 1
