@@ -88,9 +88,8 @@ def release_locals(error: BaseException) -> None:
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
         for frame, _ in traceback.walk_tb(link.__traceback__):
-            _ = (
-                frame.f_locals
-            )  # before Python 3.13 a dict that outlives the clearing, and is emptied when asked for again
+            # Before Python 3.13 the dict that `f_locals` made outlives the clearing; asked for again, it is emptied.
+            _ = frame.f_locals
 
 
 def _said(error: BaseException) -> str:
@@ -118,6 +117,11 @@ def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, 
     entry = _entry(error)
     if entry is not None:
         return str(error) if isinstance(error, EmulatorError) else f"{entry[1]} ({_said(error)})", entry[2]
+    if "previous error" in str(error).lower():  # whatever line it shows at is not the one
+        cause = (
+            "something before it was refused, and the error swallowed: a tensor read back, or the device synchronised"
+        )
+        return f"{cause} ({_said(error)}).", f"Look for an except that hides it; take it out, or {_BREAK}."
     cause, remedy = _explained_read(error, lines)
     return cause, _remedy_in_reach(remedy, lines)
 
@@ -144,6 +148,8 @@ def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[
 def _remedy_in_reach(remedy: str, lines: Sequence[CalledLine]) -> str:
     """Return a remedy that needs no edit of code which is not the user's."""
     part = failing_part(lines)
+    if part is not None and not getattr(part.root, "takes_settings", True):
+        return "Such calls run as they do without graphs."
     if part is None or part.decorable:
         inner = next((line for line in reversed(lines) if line.is_users), None)
         own = inner is None or inner.is_own

@@ -275,6 +275,25 @@ def test_layers_in_a_list_are_wrapped_each(library: Any, device: torch.device) -
     assert [layer.graph_stats.replays for layer in model.layers] == [2, 2]
 
 
+def test_a_part_of_a_sequence_is_named_by_its_index(library: Any, device: torch.device) -> None:
+    model = nn.Sequential(library.Router(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU()).to(device).eval()
+    message = failure(model, device)
+    assert 'simplegraph.break_at(model, "0")' in message
+    assert "model[1] = simplegraph.wrap(model[1])" in message
+    assert sg.break_at(model, "0") == ["0"]
+    assert replays(model, device, mode="PIECEWISE").graph_stats.replays > 0
+
+
+def test_a_break_of_the_capture_that_shows_later_blames_no_part(device: torch.device) -> None:
+    def forward() -> None:
+        nn.Linear(2, 3)(torch.ones(4))
+
+    later = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    message = str(capture_error(later.with_traceback(error_of(forward).__traceback__), "batch size 8"))
+    assert "something before it was refused, and the error swallowed" in message
+    assert "break_at" not in message
+
+
 def test_a_librarys_function_is_called_in_one_of_the_users_own(library: Any, device: torch.device) -> None:
     class Scaled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

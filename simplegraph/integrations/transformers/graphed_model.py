@@ -74,6 +74,8 @@ class ModelStep(nn.Module):
         model: the model; what its class had as `forward` before methods were overridden is called.
     """
 
+    takes_settings = False  # nobody who sees its messages can set its mode, or mark breaks in it
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
