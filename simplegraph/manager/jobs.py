@@ -46,6 +46,10 @@ class CaptureJob:
         uniform = ", uniform decode" if self.descriptor.uniform_query_len else ""
         return f"{_BATCH_SIZE}{self.descriptor.num_tokens}{uniform}{loras}{kind}"
 
+    @property
+    def label_with_inputs(self) -> str:
+        return f"{self.label} of {', '.join(map(' '.join, self.inputs.items()))}"
+
 
 def joined_labels(labels: Sequence[str]) -> str:
     """Name several jobs at once: "batch sizes 8, 4"; labels that differ by more than the size are listed in full."""

@@ -149,8 +149,7 @@ class ProgramTable:
         what = job.label, job.mode.name, job.descriptor.num_tokens
         parts = len(nodes), len(program.breaks), total
         counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs)
-        if self.failures.pop(job.key, None) is not None:
-            self.stats.failures.pop(job.label, None)
+        self._forget_failure(job)
         verify = self.config.verify
         self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, verify, verify)
         self.stats.captured(job.key, counters)
@@ -163,8 +162,10 @@ class ProgramTable:
             outcome: what became of other sizes, for the warning; each cause gets one in the table's life.
         """
         for job, error in failed.items():
+            self._forget_failure(job)
             self.failures[job.key] = error
-            self.stats.failures[job.label] = str(error)
+            known = self.stats.failures.get(job.label, str(error)) == str(error)
+            self.stats.failures[job.label if known else job.label_with_inputs] = str(error)
         messages = {job.label: str(error) for job, error in failed.items()}
         new = {label: message for label, message in messages.items() if origin(label, message) not in self._warned}
         self._warned |= {origin(*failure) for failure in new.items()}
@@ -175,6 +176,12 @@ class ProgramTable:
         for labels, message in merged_failures(new):
             run = f"{labels[0].upper()}{labels[1:]} now run{'s' if labels in new else ''} eagerly"
             logger.warning("simplegraph: %s: %s\n  %s; %s.", self.stats.name, message, run, outcome)
+
+    def _forget_failure(self, job: CaptureJob) -> None:
+        message = str(self.failures.pop(job.key, ""))
+        for label in (job.label, job.label_with_inputs):
+            if self.stats.failures.get(label) == message:
+                del self.stats.failures[label]
 
     def forget(self, jobs: Iterable[CaptureJob]) -> None:
         """Drop these jobs' programs as if they had not been captured."""

@@ -149,6 +149,34 @@ def test_rows_of_one_size_are_told_apart_by_what_differs_between_their_inputs(de
     assert {"x": "float32[n, 6]", "scale": "2.5"} in inputs
 
 
+def test_failures_of_one_size_for_different_inputs_are_all_reported_until_they_are_gone(device):
+    faulty = [True]
+
+    class Faulty(nn.Module):
+        def forward(self, x):
+            if faulty[0]:
+                if x.dtype is torch.float16:
+                    x.amax().item()
+                else:
+                    x.sum().item()
+            return x * 2
+
+    model = sg.wrap(Faulty().eval(), capture_sizes=[4], progress=False)
+    x = torch.randn(4, WIDTH, device=device)
+    model.capture_graphs(x)
+    model.capture_graphs(x.half())
+    failures = model.graph_report().to_dict()["failures"]
+    assert list(failures) == ["batch size 4", "batch size 4 of x float16[n, 6]"]
+    assert "x.sum().item()" in failures["batch size 4"]
+    assert "x.amax().item()" in failures["batch size 4 of x float16[n, 6]"]
+    assert sum(line.startswith("  failed: ") for line in str(model.graph_report()).splitlines()) == 2
+    faulty[0] = False
+    assert model.capture_graphs(x.half()).captured == 1
+    assert list(model.graph_report().to_dict()["failures"]) == ["batch size 4"]
+    assert model.capture_graphs(x).captured == 1
+    assert model.graph_report().to_dict()["failures"] == {}
+
+
 def test_what_all_rows_have_alike_is_left_out_of_the_table(served):
     assert "float32" not in str(served.graph_report())
     assert all(graph["inputs"] == {"x": "float32[n, 6]"} for graph in served.graph_report().to_dict()["graphs"])
