@@ -12,9 +12,9 @@ from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 
-# Reasons that are part of the normal course, or that the failed capture warned of; the others are worth a warning.
+# Reasons of the normal course, and those that a failed capture or proof warned of; the others are worth a warning.
 _EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.EAGER_CONTEXT, Reason.NESTED, Reason.MODE_NONE, Reason.PROOF}
-_EXPECTED |= {Reason.CAPTURE_FAILED}
+_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}
 _MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every captured size
 
 
