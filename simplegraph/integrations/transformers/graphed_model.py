@@ -19,6 +19,9 @@ _TEXTS = {
     Reason.OPAQUE_ARGUMENT: "an argument is one that graphs of this model do not take",
     Reason.TOO_MANY_SIGNATURES: "calls come in more kinds (lengths, flags, inputs given) than graphs are kept for",
     Reason.AMBIGUOUS_BATCH_DIM: "it is not clear which dimension of an input has the rows",
+    Reason.BATCH_DIM_UNCONFIRMED: "only one batch size has been seen, so what follows it is a guess, and is not padded",
+    Reason.PADDING_SHOWS: "padding rows change the answer; add these sizes to capture_sizes",
+    Reason.RANDOM_PADDING: "the forward draws random numbers: padding would change the next ones; capture this size",
     Reason.BATCH_MISMATCH: "inputs disagree on the number of rows",
 }
 HandleType = TypeVar("HandleType", bound="GraphedModel")
