@@ -194,6 +194,7 @@ class Slot(NamedTuple):
         shape: None for a constant, which has no address either.
         address, end: the memory of the static input.
         reference: True for a tensor that is taken by address and never copied.
+        image: True if kernels may go by its memory format (channels_last), so that another needs a graph of its own.
     """
 
     view: Any
@@ -205,6 +206,7 @@ class Slot(NamedTuple):
     end: int = 0
     stride: tuple[int, ...] = ()
     reference: bool = False
+    image: bool = False
 
 
 def slot(arg: Arg, inputs: InputSet, padded: int, rows: int) -> Slot:
@@ -215,4 +217,5 @@ def slot(arg: Arg, inputs: InputSet, padded: int, rows: int) -> Slot:
     view = static.part(padded, 0, rows)
     address, index = view.data_ptr(), -1 if arg.device.type == "cpu" else arg.device.index
     end = address + max(1, static.view(padded).untyped_storage().nbytes())
-    return Slot(view, arg, view.shape, arg.dtype, index, address, end, view.stride(), arg.batch_dim == "reference")
+    reference, image = arg.batch_dim == "reference", view.dim() in (4, 5)
+    return Slot(view, arg, view.shape, arg.dtype, index, address, end, view.stride(), reference, image)

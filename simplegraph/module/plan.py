@@ -13,7 +13,7 @@ from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.call import Call
 from simplegraph.module.inputs import InputSet, StaticInput, overlap, slot
-from simplegraph.module.signature import PLAIN_TENSORS
+from simplegraph.module.signature import PLAIN_TENSORS, memory_order
 from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import held_tensors
@@ -111,7 +111,9 @@ class Plan:
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         # Unpacking is cheaper than attributes, and as long as each other they are: the layout saw to it.
-        for leaf, (view, arg, shape, dtype, index, start, end, stride, reference) in zip(leaves, self._bindings):  # noqa: B905
+        for leaf, (view, arg, shape, dtype, index, start, end, stride, reference, image) in zip(  # noqa: B905
+            leaves, self._bindings
+        ):
             if leaf is view:
                 continue  # a tensor of static_inputs(), written in place
             if shape is None:
@@ -124,6 +126,8 @@ class Plan:
                 or leaf.shape != shape
                 or leaf.get_device() != index
             ):
+                return None
+            if image and leaf.stride() != stride and memory_order(leaf) != arg.order:
                 return None
             if start <= leaf.data_ptr() < end:
                 if leaf.data_ptr() == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):

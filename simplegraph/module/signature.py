@@ -238,7 +238,15 @@ class CallReader:
         pad: PadRule = "zero" if declared is None else rules[declared]
         address = tensor.data_ptr() if batch_dim == "reference" else None
         return TensorArg(
-            name, tensor.dtype, tensor.device, shape, batch_dim, _order(tensor), pad, address, declared is not None
+            name,
+            tensor.dtype,
+            tensor.device,
+            shape,
+            batch_dim,
+            memory_order(tensor),
+            pad,
+            address,
+            declared is not None,
         )
 
     def _constant(self, name: str, value: Any) -> ConstantArg:
@@ -281,14 +289,26 @@ def _normal(dim: int, tensor: Tensor, name: str) -> int:
     return dim % tensor.dim()
 
 
-def _order(tensor: Tensor) -> tuple[int, ...]:
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Sort dimensions by falling stride; this keeps ``channels_last`` and its like."""
     natural = tuple(range(tensor.dim()))
-    if tensor.is_contiguous():
-        return natural
     strides = tensor.stride()
+    if tensor.is_contiguous():
+        # With one channel, or one pixel, images are contiguous either way, and convolutions go by the strides.
+        last = (0, *natural[2:], 1)
+        is_last = len(natural) in (4, 5) and strides == _strides(tensor.shape, last) != _strides(tensor.shape, natural)
+        return last if is_last else natural
     order = tuple(sorted(natural, key=lambda dim: (-strides[dim], dim)))
     return order if tensor.permute(order).is_contiguous() else natural
+
+
+def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose dimensions lie in this order, without gaps."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
 
 
 @functools.lru_cache(maxsize=1024)

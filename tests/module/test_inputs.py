@@ -145,6 +145,32 @@ def test_channels_last_images_stay_channels_last(device, memory_format):
     assert model.graph_stats.replays >= 5
 
 
+@pytest.mark.parametrize(("channels", "pixels"), [(3, 5), (1, 5), (3, 1)])
+def test_the_forward_sees_each_images_memory_format(device, channels, pixels):
+    """Contiguous and channels_last in turn; with one channel or one pixel only the strides tell them apart."""
+    seen = []
+
+    class Format(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(channels, 4, 1)
+
+        def forward(self, x):
+            seen.append(x.stride())
+            return self.conv(x), x + 1
+
+    module = Format().to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    for memory_format in (torch.contiguous_format, torch.channels_last) * 4:
+        x = torch.empty(4, channels, pixels, pixels, device=device, memory_format=memory_format).normal_()
+        actual, expected = model(x), module(x)
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)  # convolutions use TF32
+        assert [leaf.stride() for leaf in actual] == [leaf.stride() for leaf in expected]
+    assert len(set(seen)) == 2
+    assert model.graph_stats.captures == 2
+    assert model.graph_stats.replays >= 4
+
+
 def test_one_tensor_for_two_arguments_is_right(device):
     model = graphed(device, lambda m, x, y: x - 3 * y)
     for size in (4, 4, 4, 3, 4):
