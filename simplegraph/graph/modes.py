@@ -14,6 +14,22 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+@contextlib.contextmanager
+def autocast_cache_off() -> Iterator[None]:
+    """Keep casts of weights out of autocast's cache: in a capture they are pool memory, and ones from before are freed.
+
+    The warmup does without it too, since Dynamo compiles for either state, and must not compile in the capture.
+    """
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
+        torch.clear_autocast_cache()
+
+
 class Modes(NamedTuple):
     """Grad mode, inference mode and autocast around an operation."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.graph.operators import OperatorMode, may_draw, written_args
-from simplegraph.graph.tensors import only_shapes, storage_key, wrapper_class
+from simplegraph.graph.tensors import storage_key
 
 
 class MemoryObserver(OperatorMode):
@@ -73,14 +73,8 @@ class MemoryObserver(OperatorMode):
             if number is not None:
                 self.found.setdefault(number, use)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(map(wrapper_class, types)):
-            return NotImplemented  # it first turns into operators on plain tensors
-        kwargs = kwargs or {}
-        if only_shapes():
-            return func(*args, **kwargs)
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and note what it reads, writes and makes."""
         self.may_draw = self.may_draw or may_draw(func)
         own = self._own
         inside = self._made_inside

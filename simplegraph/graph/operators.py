@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_Key = torch._C.DispatchKey
+_KeySet = torch._C.DispatchKeySet
+_keys_at_entry: Any = getattr(torch._C, "_RestorePythonTLSSnapshot")  # noqa: B009 - torch leaves it untyped
+_AUTOCAST = {name: _KeySet(key) for name, key in vars(_Key).items() if name.startswith("Autocast")}
+_ALL_AUTOCAST = functools.reduce(operator.or_, _AUTOCAST.values())
+_LAZY = _KeySet(_Key.Conjugate) | _KeySet(_Key.Negative) | _KeySet(_Key.ZeroTensor)
+# Only torch.cdist calls them, whose autocast kernel has run; a mode does not see that one but in inference mode.
+_CAST_ALREADY = frozenset({"aten::_cdist_forward", "aten::_euclidean_dist"})
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that Dynamo leaves alone where it is loaded, and that does not load it where it is not.
+    """A dispatch mode that sees every operator and changes none: results are to the bit what they are without it.
 
-    Torch disables Dynamo in every mode by importing it at the first operator, which takes seconds.
+    Torch runs an operator inside a mode without autocast and lazy conjugation, on which operators that are made of
+    others rely; refuses to run higher-order operators; and runs what is compiled uncompiled. Here all do as usual.
+    What remains: operators that ask torch if a mode is active, as torch.linalg.eigvalsh and svdvals do under no_grad.
+    Dynamo leaves this mode alone where it is loaded; it is not loaded where it is not, as torch does for every mode at
+    its first operator, which takes seconds.
     """
+
+    supports_higher_order_operators = True
+    _cast = _KeySet(_Key.Undefined)  # autocast keys that have run for an operator that is being taken apart
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OperatorMode:
         """An instance of the class, which Dynamo leaves alone from now on if it is loaded."""
@@ -29,10 +47,79 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let compiled functions run compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(wrapper_class, types)):
+            return NotImplemented  # it first turns into operators on plain tensors
+        kwargs = kwargs or {}
+        if only_shapes():
+            return func(*args, **kwargs)
+        if is_higher_order(func):
+            return self.run(func, args, kwargs)
+        with _keys_without_mode(func, self._cast):
+            return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on plain tensors."""
+        return func(*args, **kwargs)
+
+    def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what an operator is made of, and see each of these; call it from `run`."""
+        before, self._cast = self._cast, self._cast | (_ALL_AUTOCAST - _not_run_before(func, False))
+        try:
+            with self:
+                return func._op_dk(_Key.CompositeImplicitAutograd, *args, **kwargs)
+        finally:
+            self._cast = before
+
 
 @functools.cache
 def _hide_from_dynamo(mode: Any) -> None:
     mode.__torch_dispatch__ = torch.compiler.disable(mode.__torch_dispatch__)  # type: ignore[no-untyped-call]
+
+
+def _keys_without_mode(func: Any, cast: Any) -> Any:
+    """Give an operator inside a dispatch mode the dispatch keys that it has without one.
+
+    A mode comes after autocast, and torch excludes all that comes before, lest it runs twice. What an operator calls
+    in turn must find it, but for autocast where the operator's own autocast kernel, which excludes it, has run.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    with _keys_at_entry():  # as it was when Python called
+        excluded_before = torch._C._dispatch_tls_local_exclude_set()
+    hidden = _not_run_before(func, torch.is_inference_mode_enabled()) - excluded_before - cast
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded - hidden)
+
+
+@functools.lru_cache(maxsize=4096)
+def _not_run_before(func: Any, inference: bool) -> Any:
+    """Return the dispatch keys before a mode's that have not run for an operator when a mode sees it."""
+    name, may_run = func.name(), {} if func.name() in _CAST_ALREADY else _AUTOCAST
+    if inference:  # elsewhere autograd comes before a mode, and does without views inside operators
+        may_run = may_run | {"ADInplaceOrView": _KeySet(_Key.ADInplaceOrView)}
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return functools.reduce(operator.or_, (key for kind, key in may_run.items() if not has_kernel(name, kind)), _LAZY)
+
+
+def wrapper_class(kind: type) -> bool:
+    """True if tensors of this class have no memory of their own."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def only_shapes() -> bool:
+    """True if operators now run on fake tensors, as when DTensor computes how its results are sharded."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_higher_order(func: Any) -> bool:
+    """True if the operator runs functions that it is passed, as torch.cond and flex_attention do; it has no schema."""
+    return isinstance(func, HigherOrderOperator)
 
 
 def is_collective(func: Any) -> bool:
@@ -43,12 +130,13 @@ def is_collective(func: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def may_draw(func: Any) -> bool:
     """True if the operator draws random numbers, or is not torch's own and may do so unsaid."""
-    return torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims", "prim")
+    own = func.namespace in ("aten", "prims", "prim")  # no higher-order operator is
+    return not own or torch.Tag.nondeterministic_seeded in func.tags
 
 
 def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an operator writes to."""
-    for position, name, flag in _written(func):
+    for position, name, flag in () if is_higher_order(func) else _written(func):
         if flag is not None and not _argument(args, kwargs, *flag):
             continue
         value = _argument(args, kwargs, position, name)

@@ -18,6 +18,7 @@ from simplegraph.graph.breaks.recorder import SegmentRecorder
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool
 from simplegraph.graph.failures import capture_error
+from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import is_wrapper, wait_collectives
 from simplegraph.nested import flatten
@@ -56,7 +57,7 @@ class CaptureSession:
             stack.enter_context(self.device.on_capture_stream())
             self.device.wait_for(self.pool.stream)
             self.pool.stream = self.device.current_stream()
-            stack.enter_context(_autocast_cache_off())
+            stack.enter_context(autocast_cache_off())
             self._stack = stack.pop_all()
         return self
 
@@ -133,19 +134,6 @@ def _collection_paused(thorough: bool) -> Iterator[None]:
             gc.collect(0)  # what this session made: with collection off, all of it is young
         if was_enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _autocast_cache_off() -> Iterator[None]:
-    """Weights cast inside a capture are pool memory; cast ones from before would be freed under the graph."""
-    was_enabled = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was_enabled)
-        torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager

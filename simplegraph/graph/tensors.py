@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from simplegraph.graph.operators import wrapper_class
 from simplegraph.nested import flatten
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -17,16 +17,6 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 def storage_key(tensor: Tensor) -> int:
     """Identify a tensor's memory while the tensor lives."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def wrapper_class(kind: type) -> bool:
-    """True if tensors of this class have no memory of their own."""
-    return hasattr(kind, "__tensor_flatten__")
-
-
-def only_shapes() -> bool:
-    """True if operators now run on fake tensors, as when DTensor computes how its results are sharded."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_wrapper(tensor: Tensor) -> bool:

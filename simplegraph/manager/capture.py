@@ -17,6 +17,7 @@ from simplegraph.graph.breaks.operators import breaking_operators, recording_bre
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.breaks.trace import BreakTracer
 from simplegraph.graph.failures import capture_error
+from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
@@ -43,7 +44,7 @@ def run_observed(
     if traced:
         operators = breaking_operators(table.config.break_ops)
         tracer = BreakTracer(operators, observer, table.device.torch_device)
-    with observer, recording_breaks(tracer):
+    with autocast_cache_off(), observer, recording_breaks(tracer):
         outputs = wait_collectives(run())
     return outputs, observer, None if tracer is None else tracer.finish(outputs)
 

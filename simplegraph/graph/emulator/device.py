@@ -9,11 +9,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
@@ -22,6 +22,8 @@ from simplegraph.graph.device import GraphPool, MemoryReading
 from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, living
 from simplegraph.graph.emulator.recording import EmulatedCapture
 from simplegraph.graph.emulator.segment import EmulatorSegment
+
+_functions: Any = overrides  # typed loosely because torch leaves it untyped
 
 DEFAULT_STREAM = 0
 CAPTURE_STREAM = 1
@@ -63,6 +65,7 @@ class EmulatorMark(NamedTuple):
 
 
 _TORCH_IS_CAPTURING = torch.cuda.is_current_stream_capturing
+_TORCH_IS_OVERRIDDEN = overrides.has_torch_function
 
 
 class _ThreadState(threading.local):
@@ -158,11 +161,19 @@ class EmulatorDevice:
         self._thread.recording = recording
         # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
         patches.restore(torch.cuda, "is_current_stream_capturing")
+        patches.restore(overrides, "has_torch_function")
         if recording is not None:
             patches.replace(torch.cuda, "is_current_stream_capturing", self._any_capturing)
+            patches.replace(overrides, "has_torch_function", self._overridden)
 
     def _any_capturing(self) -> bool:
         return self.is_capturing() or _TORCH_IS_CAPTURING()
+
+    def _overridden(self, args: Iterable[Any]) -> bool:
+        """Answer as on a GPU, where a capture has no function mode: torch.nn's attention takes a fast path then."""
+        alone = self.is_capturing() and torch._C._len_torch_function_stack() == 1
+        with _functions._pop_mode_temporarily() if alone else contextlib.nullcontext():
+            return _TORCH_IS_OVERRIDDEN(args)
 
     def end(self) -> EmulatorSegment | None:
         """Stop recording and return what was recorded; None for an empty segment behind another of its Program.

@@ -84,6 +84,20 @@ def waiting(func: Any) -> Callable[..., Any]:
     return call
 
 
+def with_autocast(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operator that finds the autocast in force now at every later call, for what it calls in turn."""
+    return (
+        functools.partial(_autocast, torch.get_autocast_dtype("cpu"), func)
+        if torch.is_autocast_enabled("cpu")
+        else func
+    )
+
+
+def _autocast(dtype: torch.dtype, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast("cpu", dtype, cache_enabled=False):
+        return func(*args, **kwargs)
+
+
 def run_for_shapes(func: Callable[..., Any], args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
     """Run an operator for the shapes of its results; the values of its arguments may be undefined."""
     try:

@@ -16,8 +16,8 @@ from simplegraph.errors import EmulatorError
 from simplegraph.graph.emulator import operators as ops
 from simplegraph.graph.emulator.collectives import Launches
 from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, Output, Recorded, RecordedCall, poison_byte
-from simplegraph.graph.operators import OperatorMode, is_collective
-from simplegraph.graph.tensors import only_shapes, storage_key, wrapper_class
+from simplegraph.graph.operators import OperatorMode, is_collective, is_higher_order
+from simplegraph.graph.tensors import storage_key
 
 # Typed loosely because torch leaves them untyped.
 _functions: Any = overrides
@@ -35,16 +35,16 @@ class _RecordingMode(OperatorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(wrapper_class, types)):
-            return NotImplemented  # It first turns into operators on plain tensors.
-        kwargs = kwargs or {}
-        if only_shapes():
-            return func(*args, **kwargs)
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator, taken apart where it is made of others."""
+        if is_higher_order(func):
+            if func.name() == "cond":  # which runs no Python where a mode could see it choose
+                self._recording.fail(f"{ops.READ_BACK} (torch.cond)")
+            with self, _FunctionMode(self._recording):
+                return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         self._recording.check(func, args, kwargs)
         if ops.is_composite(func):
-            with self:
-                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+            return self.take_apart(func, args, kwargs)
         if getattr(func, "_defined_in_python", False):
             # Python does not run again at replay: record what the function does, not the call of it.
             with self, _FunctionMode(self._recording):
@@ -199,7 +199,7 @@ class EmulatedCapture:
         written = ops.written_tensors(func, args, kwargs)
         for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
             memory.save()
-        call = ops.waiting(func)
+        call = ops.with_autocast(ops.waiting(func))
         if is_collective(func):
             result = self._launches.launch(func, args, kwargs)
         else:
