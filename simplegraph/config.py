@@ -126,7 +126,9 @@ class CudaGraphConfig:
         state_key: called with the module before every call, must be cheap, and returns the Python state that the
             forward reads (``lambda model: (model.enabled, model.scale)``), hashable: a graph is only
             replayed in the state it was captured in. None takes the switches of peft's adapters and diffusers'
-            attention processors; other state is frozen.
+            attention processors; other state is frozen. What the forward itself changes at every run (``self.calls +=
+            1``) no replay would: such a size runs eagerly, and the report names it. Where what this returns changes
+            with it, a graph serves the state it was captured in, and a replay leaves the state as it is.
         trusted_args: argument names whose non-tensor objects are known never to change inside; they
             become part of the key by identity.
         break_ops: operators (``"mylib::attention"``) that are eager breaks, beside those that carry

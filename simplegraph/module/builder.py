@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,22 @@ from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
+
+
+class _LeftBehind(NamedTuple):
+    """Names of what a capture changed below the module, and no replay would change again."""
+
+    kept: list[str]  # graph memory
+    counted: list[str]  # see `CountedState`
+
+    @property
+    def refusal(self) -> tuple[str, str]:
+        """Say why there can be no graph, and what to do."""
+        if self.kept:
+            cause = f"{', '.join(self.kept)} would keep a tensor that exists only inside the graph"
+            return cause, "Return it instead, or copy it into a buffer of the module."
+        cause = f"{', '.join(self.counted)} changes whenever the forward runs, in Python, and a replay runs no Python"
+        return cause, "Keep it in a buffer that the forward writes in place, or change it outside the forward."
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,7 +112,8 @@ class GraphBuilder:
         """Run eagerly with these arguments, observed; the warmup of a piecewise graph also traces its breaks."""
         generators = self.memory(call).generators()
         before = random_states(generators)
-        with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED):
+        counted = call.binding.counted.eager_run(call.module)
+        with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED), counted:
             result, observer, trace = run_observed(
                 self.manager.table, lambda: invoke(call.module, args, kwargs), traced=_breaks(call)
             )
@@ -162,7 +179,7 @@ class GraphBuilder:
         trace = call.binding.trace_at(call.padded) if call.padding and _breaks(call) else None
         if trace is not None and self.manager.table.trace(call.key) is None:
             self.manager.table.add_trace(call.key, trace)
-        jobs = _capture_jobs(call, inputs, [call.dispatch[:2]])
+        jobs = _capture_jobs(self.manager, call, inputs, [call.dispatch[:2]])
         failed = self._capture(call, inputs, jobs, lazy=True).failed
         if failed:
             if self.manager.config.on_capture_failure == "raise":
@@ -177,7 +194,7 @@ class GraphBuilder:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
         inputs.tile(call.tensors, call.batch, call.padded)
-        jobs = _capture_jobs(call, inputs, self.manager.descriptors())
+        jobs = _capture_jobs(self.manager, call, inputs, self.manager.descriptors())
         jobs = [job for job in jobs if job.key not in table.graphs]
         summary = self._capture(call, inputs, jobs, lazy=False)
         self._note_captured(call, inputs, jobs)
@@ -193,27 +210,24 @@ class GraphBuilder:
         an attribute, with no meaning outside a replay: those sizes run eagerly.
         """
         warmups = 0 if lazy else self.manager.config.num_warmups
-        summary, kept = self._capture_once(call, inputs, jobs, warmups, lazy=lazy)
-        if kept and not lazy:
+        summary, left = self._capture_once(call, inputs, jobs, warmups, lazy=lazy)
+        if left.kept and not lazy:
             with self.manager.device.on_capture_stream():
                 for job in jobs:
                     job.run()
-            summary, kept = self._capture_once(call, inputs, jobs, 0, lazy=lazy)
-        if not kept:
+            summary, left = self._capture_once(call, inputs, jobs, 0, lazy=lazy)
+        if not any(left):
             return summary
-        cause = f"{', '.join(kept)} would keep a tensor that exists only inside the graph"
-        failed = self.manager.table.refuse(jobs, cause, "Return it instead, or copy it into a buffer of the module.")
-        return dataclasses.replace(summary, captured=0, failed=failed)
+        return dataclasses.replace(summary, captured=0, failed=self.manager.table.refuse(jobs, *left.refusal))
 
     def _capture_once(
         self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], num_warmups: int, *, lazy: bool
-    ) -> tuple[CaptureSummary, list[str]]:
+    ) -> tuple[CaptureSummary, _LeftBehind]:
         """Capture, and put back what Python, and runs beside the warmups, changed meanwhile, whatever happens.
 
-        Returns:
-            What was captured, and the names of what was made to hold graph memory; if there are any, no graph is left.
+        If that is graph memory, or what eager runs changed, too, no graph is left.
         """
-        manager = self.manager
+        manager, binding = self.manager, call.binding
         rehearsal = Rehearsal(self.memory(call))
         capture = manager.new_capture(jobs, lazy=lazy, retry=not lazy or call.padding > 0, before_retry=rehearsal.begin)
         taken: list[Snapshot] = []
@@ -231,19 +245,22 @@ class GraphBuilder:
         finally:
             changes = [change for before in taken for change in before.changes()]
             kept = [name for name, value in changes if holds_graph_memory(value, manager.device, manager.pool)]
+            left = _LeftBehind(kept, binding.counted.names or [])
             for before in taken:
                 before.put_back()
             rehearsal.end()
             for observer in capture.observers:
-                call.binding.note_written(observer, inputs.memory)
+                binding.note_written(observer, inputs.memory)
             self.keep_external(call.module, capture.observers, inputs.storages)
-        if kept:
+        if any(left):
             manager.table.forget(jobs)
-        return summary, kept
+        return summary, left
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Give up the graph of the call's size: it runs eagerly from now on."""
-        self.manager.table.refuse(_capture_jobs(call, self.inputs_of[call.key], [call.dispatch[:2]]), cause, remedy)
+        self.manager.table.refuse(
+            _capture_jobs(self.manager, call, self.inputs_of[call.key], [call.dispatch[:2]]), cause, remedy
+        )
 
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
         """Take note of new programs, and of everything they read."""
@@ -289,21 +306,26 @@ def _breaks(call: Call) -> bool:
 
 
 def _capture_jobs(
-    call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
+    manager: CudaGraphManager, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
 ) -> list[CaptureJob]:
     generators, described = held_generators(call), call.layout.described_inputs()
     return [
-        CaptureJob((call.binding.signature, *kind), *kind, _forward(call, inputs, kind[1]), generators, described)
+        CaptureJob(
+            (call.binding.signature, *kind), *kind, _forward(manager, call, inputs, kind[1]), generators, described
+        )
         for kind in todo
     ]
 
 
-def _forward(call: Call, inputs: InputSet, descriptor: BatchDescriptor) -> Callable[[], Any]:
+def _forward(manager: CudaGraphManager, call: Call, inputs: InputSet, descriptor: BatchDescriptor) -> Callable[[], Any]:
     """Make the forward on the static inputs of a size."""
     args, kwargs = call.spec.unflatten(inputs.leaves(call.layout.args, descriptor.num_tokens))
+    module, counted, state_key = call.module, call.binding.counted, manager.config.state_key
 
     def run() -> Any:
-        with bypassed(Reason.NESTED), torch.no_grad():
-            return invoke(call.module, args, kwargs)
+        is_captured = manager.device.is_capturing()
+        watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
+        with bypassed(Reason.NESTED), torch.no_grad(), watched:
+            return invoke(module, args, kwargs)
 
     return run

@@ -15,6 +15,7 @@ from simplegraph.batch.dispatch import Dispatch
 from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
+from simplegraph.module.counted import CountedState
 from simplegraph.module.inputs import InputSet, overlap, shared_rows
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import Arg, Signature, TensorArg, batch_dim_of, short_repr
@@ -45,6 +46,7 @@ class Binding:
         traces: what the breaks of eager calls returned, by batch size; of the latest few.
         warm: warmup runs by padded size.
         written: names of the inputs that the forward was seen to write to; draws: True if it draws random numbers.
+        counted: Python state that every run changes.
     """
 
     signature: Signature
@@ -55,6 +57,7 @@ class Binding:
     called: bool = False
     warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     written: set[str] = dataclasses.field(default_factory=set)
+    counted: CountedState = dataclasses.field(default_factory=CountedState)
     draws: bool = False
     layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
     traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)

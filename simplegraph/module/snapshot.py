@@ -46,9 +46,13 @@ class Snapshot:
 
     Functions, classes, modules of Python, objects with slots and objects of its standard library, of torch (`nn.Module`
     excepted) and of this library are not looked into. Values of tensors are not copied: a capture writes none.
+
+    Args:
+        module: what is looked into.
+        tensors: False leaves out where tensors lie, and dispatches no operator.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, tensors: bool = True) -> None:
         # A container or an object's attributes, what it held, the index of what holds it, and under which key.
         self._holders: list[tuple[Any, Any, int, Any]] = []
         self._modules: dict[int, tuple[nn.Module, type]] = {}  # by the index of their attributes, with their class
@@ -60,7 +64,8 @@ class Snapshot:
             kind = _kind_of(type(value))
             container = value if kind is not object else getattr(value, "__dict__", None)
             if kind is Tensor:
-                self._note(value, parent, key, seen)
+                if tensors:
+                    self._note(value, parent, key, seen)
             elif id(container) not in seen and (kind is not object or type(container) is dict):
                 seen.add(id(container))
                 if isinstance(value, nn.Module):
@@ -80,17 +85,22 @@ class Snapshot:
     def changes(self) -> list[Change]:
         """Find every place that holds something else, and every tensor that was moved.
 
-        A dict, and hence an object, is told apart by its keys; a list, a set or a deque is one place.
+        A dict, and hence an object, is told apart by its keys; a list, a set or a deque is one place. Equal numbers,
+        texts and tuples of them are the same.
         """
         found: list[Change] = []
         for index, (container, before, parent, key) in enumerate(self._holders):
             now = None if _untouched(container, before) else _copied(container)
             if isinstance(now, dict):
-                keys = [name for name in now | before if name not in before or now.get(name) is not before[name]]
+                keys = [name for name in now | before if not _same(now.get(name, _UNSEEN), before.get(name, _UNSEEN))]
                 found += [Change(self._name(index, name), now.get(name)) for name in keys if name != _UNSEEN]
-            elif now is not None:
+            elif now is not None and not _same(tuple(now), tuple(before)):
                 found.append(Change(self._name(parent, key), now))
         return found + [Change(self._name(parent, key), tensor) for tensor, _, _, parent, key in self._moved()]
+
+    def changed_names(self) -> set[str]:
+        """Name the places that `changes` finds."""
+        return {change.name for change in self.changes()}
 
     def _name(self, holder: int, key: Any) -> str:
         names = [str(key)]
@@ -182,6 +192,15 @@ def _untouched(container: Any, before: Any) -> bool:
     if kind.__len__(container) != len(before) or not all(map(operator.is_, kind.__iter__(container), before)):
         return False
     return kind is not dict or all(map(operator.is_, dict.values(container), before.values()))
+
+
+def _same(now: Any, before: Any) -> bool:
+    """True for the same object, and for equal values that nothing can change inside."""
+    if now is before:
+        return True
+    if isinstance(now, tuple) and type(now) is type(before) and len(now) == len(before):
+        return all(map(_same, now, before))
+    return type(now) is type(before) and isinstance(now, ATOMS) and now == before
 
 
 def _tensors_differ(container: Any, before: Any) -> bool:

@@ -174,7 +174,7 @@ def test_python_state_that_changes_from_call_to_call_is_found(device):
 
     report = sg.check(Counts().eval(), rows(device))
     assert report.capturable is False
-    assert "eager" in report.problem
+    assert "calls changes whenever the forward runs" in report.problem
 
 
 def test_state_that_is_written_is_named_and_put_back(device):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_log import run_log
 from torch import Tensor, nn
 from troubled import SIZES, WIDTH, capturing, right, rows, warm, wrapped
 
@@ -349,10 +350,10 @@ class NeedsWarmup(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tuned: dict[int, float] = {}
-        self.runs: list[tuple[int, bool]] = []
+        self.runs = run_log()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs.append((x.shape[0], capturing(x)))
+        self.runs(x.shape[0], capturing(x))
         if x.shape[0] not in self.tuned:
             if capturing(x):
                 raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
@@ -367,11 +368,11 @@ def test_a_size_that_only_needs_a_warmup_of_its_own_is_captured_up_front(device:
     assert summary.failed == {}
     assert summary.captured == len(SIZES)
     module.tuned.clear()
-    module.runs.clear()
+    module.runs().clear()
     for size in (8, 4, 2, 1, 3):
         x = rows(size, device)
         assert torch.equal(model(x), x * 2)
-    assert module.runs == [], "every call was a replay"
+    assert module.runs() == [], "every call was a replay"
     assert model.graph_stats.failures == {}
     assert not model.graph_stats.eager
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from run_log import run_log
 from torch import nn
 
 import simplegraph as sg
+from simplegraph.graph.select import graph_device
 
 WIDTH = 8
 SIZES = [2, 4, 7]
@@ -34,17 +36,22 @@ class DecoratedMlp(Mlp):
 
 
 class Counting(nn.Module):
-    """Counts its calls twice: on the device, and in Python."""
+    """Counts its calls twice: on the device, and in Python, outside the module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.python_count = 0
+        self.runs = run_log()
 
     def forward(self, x):
         self.count += 1
-        self.python_count += 1
+        self.runs(graph_device(x.device).is_capturing())
         return x * 2
+
+    @property
+    def python_count(self) -> int:
+        """Runs that were no capture."""
+        return self.runs().count((False,))
 
 
 class Attention(nn.Module):

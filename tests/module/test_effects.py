@@ -153,23 +153,116 @@ class Counter(Stateful):
         self.k += 1
 
 
-def test_a_capture_is_no_call_to_a_counter_in_python(device: torch.device) -> None:
+def test_a_counter_in_python_counts_every_call_and_is_named_as_the_reason(device: torch.device) -> None:
     model = sg.wrap(Counter().to(device).eval(), capture_sizes=[2], num_warmups=1, progress=False)
     x = torch.randn(2, 4, device=device)
     counts = []
     for _ in range(5):
-        model(x)
+        torch.testing.assert_close(model(x), model.l(x))
         counts.append(model.k)
-    eager = sum(model.graph_stats.eager.values())
-    assert model.graph_stats.replays == 5 - eager > 0
-    assert counts == [min(count + 1, eager) for count in range(5)], "replays run no Python"
+    assert counts == [1, 2, 3, 4, 5], "no replay that forgets to count, and a capture is no call"
+    assert model.graph_stats.captures == 0
+    assert model.graph_stats.eager[sg.Reason.CAPTURE_FAILED] == 4
+    assert "k changes whenever the forward runs" in model.graph_stats.failures["batch size 2"]
 
 
 def test_warmups_of_all_sizes_count_and_captures_do_not(device: torch.device) -> None:
     model = sg.wrap(Counter().to(device).eval(), capture_sizes=[1, 2, 4], num_warmups=2, progress=False)
-    model.capture_graphs(torch.randn(4, 4, device=device))
-    assert model.graph_stats.captures == 3
+    summary = model.capture_graphs(torch.randn(4, 4, device=device))
     assert model.k == 2
+    assert summary.captured == 0
+    assert len(summary.failed) == 3
+    assert all("k changes" in str(error) for error in summary.failed.values())
+    assert model.graph_stats.captures == 0
+
+
+def _item_of_a_dict(m: Counter) -> None:
+    m.s["calls"] += 1
+
+
+def _list(m: Counter) -> None:
+    m.s.append(1)
+
+
+def _queue(m: Counter) -> None:
+    m.s.rotate()
+
+
+def _attribute_of_an_object(m: Counter) -> None:
+    m.s.calls += 1
+
+
+def _child(m: Counter) -> None:
+    m.l.calls = getattr(m.l, "calls", 0) + 1
+
+
+def _last_input(m: Counter) -> None:
+    m.s = object()
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "name"),
+    [
+        (_item_of_a_dict, {"calls": 0}, "s.calls"),
+        (_list, [0], "s"),
+        (_queue, collections.deque([1, 2]), "s"),
+        (_attribute_of_an_object, SimpleNamespace(calls=0), "s.calls"),
+        (_child, None, "l.calls"),
+        (_last_input, None, "s"),
+    ],
+)
+def test_python_state_that_every_run_changes_is_named_wherever_it_hangs(
+    change: Any, state: Any, name: str, device: torch.device
+) -> None:
+    class Changing(Stateful):
+        def keep(self, y: Tensor) -> None:
+            change(self)
+
+    module = Changing().to(device).eval()
+    module.s = copy.deepcopy(state)
+    model = sg.wrap(module, capture_sizes=[2], progress=False)
+    for _ in range(3):
+        x = torch.randn(2, 4, device=device)
+        torch.testing.assert_close(model(x), module.l(x))
+    assert f"{name} changes whenever" in model.graph_stats.failures["batch size 2"]
+
+
+def test_values_set_again_and_caches_by_size_are_no_change(device: torch.device) -> None:
+    class SetsAgain(Stateful):
+        def keep(self, y: Tensor) -> None:
+            self.s = {"shape": tuple(y.shape[1:]), "name": f"width {y.shape[1]}", "big": int("9" * 30)}
+            self.shape, self.name, self.big = self.s.values()
+            self.s = None
+            self.sizes.setdefault(y.shape[0], 2.0 * y.shape[0])
+
+    module = SetsAgain().to(device).eval()
+    module.sizes = {}
+    model = sg.wrap(module, capture_sizes=[2, 4], progress=False)
+    model.capture_graphs(torch.randn(4, 4, device=device))
+    assert model.graph_stats.captures == 2
+    x = torch.randn(2, 4, device=device)
+    torch.testing.assert_close(model(x), module.l(x))
+    assert model.graph_stats.replays == 1
+
+
+def test_state_that_state_key_returns_may_change(device: torch.device) -> None:
+    class Alternates(Stateful):
+        k = 0
+
+        def keep(self, y: Tensor) -> None:
+            self.k = 1 - self.k
+
+        def scale(self) -> float:
+            return 1.0 + self.k
+
+    model = sg.wrap(Alternates().to(device).eval(), capture_sizes=[2], progress=False, state_key=lambda m: m.k)
+    for k in (0, 1, 0, 1, 0, 1, 1, 0):
+        model.k = k
+        x = torch.randn(2, 4, device=device)
+        torch.testing.assert_close(model(x), model.l(x) * (2.0 - k))
+    assert model.graph_stats.captures == 2
+    assert model.graph_stats.failures == {}
+    assert model.graph_stats.replays >= 4
 
 
 class FillsOnce(Stateful):

@@ -108,7 +108,8 @@ def test_python_counts_eager_calls_but_neither_captures_nor_replays(device):
     for _ in range(5):
         model(x)
         counts.append(module.python_count)
-    assert counts == [1, 1, 1, 1, 1], "what the capture's Python counted is taken back"
+    assert counts == [1, 1, 1, 1, 1], "replays run no Python"
+    assert module.runs() == [(False,), (True,)], "nor does a capture run twice"
     assert module.count.item() == 5
 
 

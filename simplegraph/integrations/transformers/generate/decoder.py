@@ -91,10 +91,11 @@ class FixedCacheDecoder:
             CannotBind: the cache is full.
         """
         span, step = self._span(length), self._step
-        step.store.position.fill_(length)
+        store: CacheStore = step.store
+        store.position.fill_(length)
         logits: Tensor = step(span, source, **inputs)
-        if step.ran:
-            step.ran = False
+        if store.ran:
+            store.ran = False
             before, self._progress = self._progress, self._count_progress()
             self.stays_eager = self._progress == before
         return logits

@@ -199,12 +199,14 @@ class CacheStore:
     Attributes:
         position: (1,) int64, where the next token goes.
         first: the layer of self-attention that stands for all.
+        ran: True once a step's forward ran, as it does in every call that is not a replay.
     """
 
     def __init__(
         self, layout: CacheLayout, rows: int, length: int, source_length: int, *, triton: bool = False
     ) -> None:
         self.layout, self.triton, self.first = layout, triton, layout.first
+        self.ran = False
         device = layout.first_layer.device
         # Graphs write here inside and outside of inference mode, so these are no inference tensors.
         with torch.inference_mode(False), torch.no_grad():

@@ -34,14 +34,12 @@ class TokenStep(ModelStep):
 
     Attributes:
         store: what it decodes from; None until a generation brings its cache.
-        ran: True once the forward ran, as it does in every call that is not a replay.
     """
 
     def __init__(self, model: nn.Module, *, fused_kernels: bool) -> None:
         super().__init__(model)
         self.store: CacheStore | None = None
         self.fused_kernels = fused_kernels
-        self.ran = False
         self._masks = _masks_taken(model)
 
     def forward(self, span: int, source: int, **inputs: Any) -> Tensor:
@@ -52,8 +50,8 @@ class TokenStep(ModelStep):
             source: positions of the encoder's outputs; 0 without an encoder.
             **inputs: the model's own arguments but for masks, cache and encoder outputs.
         """
-        self.ran = True
         store: Any = self.store
+        store.ran = True
         rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
         view = store.view(rows, span, source)
         view.mask.index_fill_(1, store.position, 1)
