@@ -83,7 +83,7 @@ class GraphDevice(Protocol):
         """Make a pool that no graph uses yet."""
 
     def release_pool(self, pool: GraphPool) -> None:
-        """Give the pool's memory back. Every segment captured into it must have been reset."""
+        """Give the pool's memory back, once no borrowed tensor is left. Every segment in it must have been reset."""
 
     def on_capture_stream(self) -> contextlib.AbstractContextManager[None]:
         """Make the process-wide capture stream current, ordered after and before the caller's stream."""
@@ -134,9 +134,10 @@ class GraphDevice(Protocol):
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
         """True if a capture into `pool` allocated the memory of `tensor`."""
 
-    def borrow(self, tensor: Tensor) -> Tensor:
+    def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         """Return the same memory without owning it, or `tensor` itself where that is impossible.
 
-        Only for memory of a live pool that every replay writes before it is read: later captures
-        may then reuse it, and it is valid from one replay to the next.
+        Only for memory of a live pool that every replay writes before it is read: later captures may then
+        reuse it, and it is valid from one replay to the next. The result and its views keep the pool's memory
+        from being given back, so that it stays readable when graphs and pool are dropped.
         """

@@ -117,7 +117,7 @@ class CaptureSession:
     def _held(self, leaf: Any) -> Any:
         """Return an output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""
         if isinstance(leaf, Tensor) and not is_wrapper(leaf) and self.device.in_pool(self.pool, leaf):
-            return self.device.borrow(leaf)
+            return self.device.borrow(self.pool, leaf)
         return leaf
 
 

@@ -54,9 +54,9 @@ def test_pool_memory_does_not_grow_with_the_number_of_sizes(cuda: CudaDevice) ->
         captured = _capture_sizes(cuda, pool, x, borrow=borrow)
         grown[borrow] = torch.cuda.memory_reserved() - before
         torch.cuda.synchronize()
-        for _, graph, _ in captured:
+        while captured:
+            graph = captured.pop()[1]
             graph.drop() if borrow else graph.reset()
-        del captured
         cuda.release_pool(pool)
     largest = x.nbytes
     assert largest <= grown[True] <= 4 * largest
@@ -86,7 +86,7 @@ def test_borrowed_outputs_hold_right_values_whatever_the_allocator_does(cuda: Cu
 
 def test_a_borrowed_tensor_is_the_same_memory_and_owns_none_of_it(cuda: CudaDevice, pool: GraphPool, x: Tensor) -> None:
     _, output = capture(cuda, pool, lambda: (x * 2).view(2, 4).t()[1:])
-    borrowed = cuda.borrow(output)
+    borrowed = cuda.borrow(pool, output)
     assert borrowed.data_ptr() == output.data_ptr()
     assert (borrowed.shape, borrowed.stride(), borrowed.dtype) == (output.shape, output.stride(), output.dtype)
     assert borrowed.storage_offset() == output.storage_offset()
@@ -98,7 +98,7 @@ def test_a_borrowed_tensor_is_the_same_memory_and_owns_none_of_it(cuda: CudaDevi
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_every_dtype_can_be_borrowed(cuda: CudaDevice, pool: GraphPool, x: Tensor, dtype: torch.dtype) -> None:
     segment, output = capture(cuda, pool, lambda: x.to(dtype))
-    borrowed = cuda.borrow(output)
+    borrowed = cuda.borrow(pool, output)
     segment.replay()
     assert torch.equal(borrowed.to(torch.complex64), x.to(dtype).to(torch.complex64))
 
@@ -129,9 +129,8 @@ def test_a_released_pool_gives_its_memory_back(cuda: CudaDevice) -> None:
         pool = cuda.new_pool()
         captured = _capture_sizes(cuda, pool, x, borrow=True)
         torch.cuda.synchronize()
-        for _, program, _ in captured:
-            program.drop()
-        del captured
+        while captured:
+            captured.pop()[1].drop()
         cuda.release_pool(pool)
         torch.cuda.empty_cache()
         after, _ = torch.cuda.mem_get_info()

@@ -127,7 +127,7 @@ class SegmentRecorder:
         if type(tensor) is Tensor and self.device.in_pool(self.pool, tensor):
             # Not inference tensors, whatever mode the forward is in: those refuse writes from other modes.
             with torch.inference_mode(False):
-                return self.device.borrow(tensor)
+                return self.device.borrow(self.pool, tensor)
         return tensor
 
     def _watch(self, cell: Cell) -> None:

@@ -65,8 +65,8 @@ class _Pool:
 
     Attributes:
         id: what captures allocate from.
-        anchors: by id, a one-node graph. A pool that its last graph released cannot be captured into
-            again (an internal assert of the allocator); while its anchor lives, that cannot happen.
+        anchors: by id, a one-node graph. While it lives, the allocator gives none of the pool's memory back, and
+            the pool can be captured into: into one that its last graph released, it cannot (an internal assert).
         segments: by id, how many live graphs it has.
         ranges: addresses (start, end) known to belong to it; grown: there may be more by now.
     """
@@ -92,7 +92,7 @@ class _Pool:
     def retire(self, pool_id: tuple[int, int]) -> None:
         """Give a pool back that captures no longer go to, once its last graph is gone."""
         if pool_id != self.id and not self.segments[pool_id] and pool_id in self.anchors:
-            self.anchors.pop(pool_id).reset()
+            del self.anchors[pool_id]
 
 
 class _Capture(NamedTuple):
@@ -159,9 +159,7 @@ class CudaDevice:
             anchor.capture_end()
 
     def release_pool(self, pool: GraphPool) -> None:
-        for anchor in pool.handle.anchors.values():
-            anchor.reset()
-        pool.handle.anchors.clear()
+        pool.handle.anchors.clear()  # each ends with the last tensor that was borrowed from its pool
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -269,12 +267,14 @@ class CudaDevice:
             found = handle.covers(address)
         return found
 
-    def borrow(self, tensor: Tensor) -> Tensor:
+    def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         if not _CAN_BORROW or tensor.is_conj() or tensor.is_neg():  # lazy bits that metadata does not carry
             return tensor
         storage, device = tensor.untyped_storage(), tensor.device
         address, nbytes = storage.data_ptr(), storage.nbytes()
-        borrowed = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+        borrowed: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+        # A storage keeps its attributes, whatever becomes of the Python object: views of the tensor keep them too.
+        borrowed.anchors = tuple(pool.handle.anchors.values())
         metadata = {
             "nbytes": nbytes,
             "data_ptr": address,

@@ -221,12 +221,12 @@ class EmulatorDevice:
         memory = self._captured(tensor)
         return memory is not None and memory.pool is pool.handle
 
-    def borrow(self, tensor: Tensor) -> Tensor:
+    def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         memory = self._captured(tensor)
         if memory is None:
             return tensor
         with _python_dispatch._disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            return MemoryView.of(tensor, memory).tensor()
+            return MemoryView.of(tensor, memory).tensor(memory.lent())
 
     def _captured(self, tensor: Tensor) -> Memory | None:
         """Find the captured memory that a tensor, owning or borrowed, lies in."""

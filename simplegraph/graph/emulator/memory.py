@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import weakref
@@ -16,6 +17,7 @@ from simplegraph.errors import EmulatorError
 
 # Typed loosely because torch leaves it untyped.
 _weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
+_CPU = torch.device("cpu")
 _new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
 
 
@@ -49,7 +51,17 @@ class Memory:
     @functools.cached_property
     def alias(self) -> Any:
         """The same address without a share in its ownership: what a CUDA graph has of its memory."""
-        return torch._C._construct_storage_from_data_pointer(self.address, torch.device("cpu"), self.storage.nbytes())
+        return torch._C._construct_storage_from_data_pointer(self.address, _CPU, self.storage.nbytes())
+
+    def lent(self) -> Any:
+        """Return an alias that keeps the memory from being given back, though the pool may use it again."""
+        storage: Any = torch._C._construct_storage_from_data_pointer(self.address, _CPU, self.storage.nbytes())
+        storage.memory = self  # a storage keeps its attributes, whatever becomes of the Python object
+        return storage
+
+    def __del__(self) -> None:
+        if self.pool is not None and self.reusable():  # not by an operator, which a capture under way would record
+            ctypes.memset(self.storage.data_ptr(), self.poison, self.storage.nbytes())
 
     @functools.cached_property
     def bytes(self) -> Tensor:
@@ -106,9 +118,10 @@ class MemoryView(NamedTuple):
         size, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
         return cls(memory, tensor.dtype, offset, size, stride, tensor.is_conj(), tensor.is_neg())
 
-    def tensor(self) -> Tensor:
-        """The tensor again, owning nothing."""
-        tensor = torch.empty(0, dtype=self.dtype).set_(self.memory.alias, self.offset, self.size, self.stride)
+    def tensor(self, storage: Any = None) -> Tensor:
+        """The tensor again, in `storage`, or owning nothing."""
+        storage = self.memory.alias if storage is None else storage
+        tensor = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
         tensor = torch.conj(tensor) if self.conj else tensor
         return torch._neg_view(tensor) if self.neg else tensor
 

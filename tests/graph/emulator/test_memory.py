@@ -90,7 +90,7 @@ def test_segments_of_one_program_see_each_others_results(pool: GraphPool) -> Non
 def test_memory_that_died_before_a_segment_is_undefined_after_it(pool: GraphPool) -> None:
     x = torch.ones(2)
     first, (kept, dropped) = capture(pool, lambda: (x + 1, x + 2))
-    borrowed = device.borrow(dropped)
+    borrowed = device.borrow(pool, dropped)
     del dropped
     second, output = capture(pool, lambda: x + 3, continues=True)
     first.replay()
@@ -104,16 +104,16 @@ def test_memory_that_died_before_a_segment_is_undefined_after_it(pool: GraphPool
 def test_a_borrowed_tensor_is_the_same_memory_in_a_later_segment(pool: GraphPool) -> None:
     x = torch.ones(2, 3)
     first, hidden = capture(pool, lambda: (x + 1).t())
-    second, output = capture(pool, functools.partial(torch.mul, device.borrow(hidden), 2), continues=True)
+    second, output = capture(pool, functools.partial(torch.mul, device.borrow(pool, hidden), 2), continues=True)
     first.replay()
     second.replay()
     assert output.shape == (3, 2)
     assert output.unique().tolist() == [4]
 
 
-def test_borrowing_memory_that_is_no_pools_gives_it_back_as_it_is() -> None:
+def test_borrowing_memory_that_is_no_pools_gives_it_back_as_it_is(pool: GraphPool) -> None:
     x = torch.ones(2)
-    assert device.borrow(x) is x
+    assert device.borrow(pool, x) is x
 
 
 def test_only_captured_memory_is_in_its_pool(pool: GraphPool) -> None:
@@ -121,7 +121,7 @@ def test_only_captured_memory_is_in_its_pool(pool: GraphPool) -> None:
     before = device.memory()
     segment, output = capture(pool, lambda: x.view(2, 2) * 2)
     assert device.in_pool(pool, output[1])
-    assert device.in_pool(pool, device.borrow(output))
+    assert device.in_pool(pool, device.borrow(pool, output))
     assert not device.in_pool(pool, x)
     assert not device.in_pool(pool, x.to_sparse())
     assert not device.in_pool(device.new_pool(), output)
