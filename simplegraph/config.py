@@ -105,11 +105,11 @@ class CudaGraphConfig:
             (left as they are), ``"repeat-last"``, or a number.
         padding: False serves only batches whose size was captured exactly.
         outputs: ``"clone"`` gives every caller tensors of its own; ``"static"`` hands out graph memory,
-            valid until the next replay of any graph in the same pool.
-        capture: ``"lazy"`` captures a size when calls of that size come; ``"upfront"`` only in
-            `capture_graphs`, so that a later call never pays for a capture.
-        on_capture_failure: ``"eager"`` logs the error and runs that size eagerly from then on;
-            ``"raise"`` raises it.
+            valid until the next replay of any graph in the same pool, also when its own graph is dropped. What
+            the forward returns of its inputs is the caller's own with both.
+        capture: ``"lazy"`` captures a size when calls of that size come; ``"upfront"`` only in `capture_graphs`, so
+            that a later call never pays for a capture.
+        on_capture_failure: ``"eager"`` warns and runs that size eagerly from then on; ``"raise"`` raises the error.
         on_stale: ``"recapture"`` drops all graphs when something they read was moved or replaced, and
             captures again; ``"raise"`` raises `StaleGraphError`.
         pad_random: let batches be padded though the forward draws random numbers: the next numbers are then others

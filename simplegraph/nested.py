@@ -86,6 +86,15 @@ def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
     return TreeSpec(kind, tuple(keys), tuple(_flatten_into(item, leaves) for item in values), context)
 
 
+def containers(value: Any) -> list[Any]:
+    """List the containers of a nested value that can be changed, itself included."""
+    opened = None if type(value) in _PLAIN_LEAVES else opened_once(value)
+    if opened is None:
+        return []
+    own = [] if isinstance(value, tuple) else [value]
+    return own + [found for item in opened[1] for found in containers(item)]
+
+
 def opened_once(value: Any) -> tuple[Iterable[Any], Iterable[Any], Any] | None:
     """Open a container: its keys, its values, and what a registered node is rebuilt with; None for a leaf."""
     kind = type(value)

@@ -54,6 +54,14 @@ class Reason(str, enum.Enum):
     AMBIGUOUS_BATCH_DIM = "ambiguous_batch_dim", "the batch dimension of an input is not clear; name it in batch_dims"
     BATCH_MISMATCH = "batch_mismatch", "inputs disagree on the batch size; check batch_dims"
     ALIASED_INPUTS = "aliased_inputs", "inputs share memory that the forward writes to; pass tensors of their own"
+    ALIASED_OUTPUTS = (
+        "aliased_outputs",
+        "outputs share memory with an input, or each other, in a way that a replay cannot repeat; return clones",
+    )
+    CHANGED_ARGUMENTS = (
+        "changed_arguments",
+        "the forward sets items or fields of its arguments, or gives them another shape or memory; return results",
+    )
     OPAQUE_ARGUMENT = (
         "opaque_argument",
         "an argument holds an object that may change inside; name it in trusted_args if it never does",

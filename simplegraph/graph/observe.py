@@ -12,6 +12,8 @@ from torch import Tensor
 from simplegraph.graph.operators import OperatorMode, may_draw, written_args
 from simplegraph.graph.tensors import storage_key
 
+_LIFTED = torch.ops.aten.lift_fresh.default
+
 
 class MemoryObserver(OperatorMode):
     """Sees every operator while active, and collects the tensors that came from outside.
@@ -81,6 +83,8 @@ class MemoryObserver(OperatorMode):
         external = self.external
         tensors = _tensors((*args, *kwargs.values()) if kwargs else args)
         given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        if func is _LIFTED:  # Python data, which became a tensor before any operator saw it
+            own.update(given)
         if inside is None:
             self.find(tensors, f"reads it ({func})")
             for key, tensor in given.items():

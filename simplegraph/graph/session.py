@@ -109,7 +109,8 @@ class CaptureSession:
         seconds = time.perf_counter() - started
         leaves, spec = flatten(result)
         del result
-        outputs = [self._held(leaf) for leaf in leaves]
+        held = {id(leaf): self._held(leaf) for leaf in leaves}  # one tensor returned twice stays one
+        outputs = [held[id(leaf)] for leaf in leaves]
         leaves.clear()
         taken = max(0, free_before - self.device.free_memory())
         return Program(self.device, steps, outputs, spec, seconds, taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,15 +20,17 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.manager.capture import run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.module.call import Call, CallLayout, invoke
+from simplegraph.module.arguments import invoke_watched
+from simplegraph.module.call import Call, CallLayout
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators, random_states
+from simplegraph.module.outside import MemoryInUse
 from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader, ConstantArg
 from simplegraph.module.snapshot import Snapshot, holds_graph_memory
-from simplegraph.module.state import CapturedState, MemoryRead
+from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
-from simplegraph.nested import TreeSpec, flatten
+from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
@@ -60,21 +63,19 @@ class GraphBuilder:
     Attributes:
         inputs_of: the static inputs that each program reads, by key.
         state: what the programs read of the module; None before the first capture.
-        read: the memory that runs were seen to read.
+        seen: memory that the forward was seen to use beside its arguments.
     """
 
     manager: CudaGraphManager
     reader: CallReader
     inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
     state: CapturedState | None = None
-    read: MemoryRead = dataclasses.field(default_factory=MemoryRead)
-    _written: set[int] = dataclasses.field(default_factory=set)
+    seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
 
     def drop(self) -> None:
         """Drop the programs and what they own."""
         self.inputs_of.clear()
-        self.read = MemoryRead()
-        self._written.clear()
+        self.seen = MemoryInUse()
         self.state = None
         self.manager.reset()
 
@@ -83,20 +84,22 @@ class GraphBuilder:
     def run_as_called(self, call: Call, reason: Reason) -> Any:
         """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
         self.manager.stats.ran_eagerly(reason, size=call.batch)
-        outputs, spec, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs)
+        memory = call.memory  # before the run, which may give an argument other memory
+        result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs)
+        outputs, spec = flatten(result)
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
             if not call.padding:
                 self.manager.table.add_trace(call.key, trace)
-        memory = call.memory
         # What eager breaks write, no capture sees: they do not run in one.
         call.binding.note_written(observer, memory)
         self.keep_external(call.module, [observer], set(memory.values()))
         call.binding.learn_outputs(call.batch, outputs, spec)
-        self.reader.learn(call.batch, call.leaves, call.spec)
+        if call.binding.unsupported is None:  # else the run may have given arguments other shapes
+            self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.called = True
         call.binding.warm[call.padded] += not call.padding or reason is Reason.WARMUP
-        return spec.unflatten(outputs)
+        return result
 
     def needs_warmup(self, call: Call) -> bool:
         """True if the call's size must run eagerly once more before its capture, padded sizes as they are called."""
@@ -108,39 +111,31 @@ class GraphBuilder:
 
     def _run_on_capture_stream(
         self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Any], TreeSpec, MemoryObserver, BreakTrace | None]:
+    ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
         """Run eagerly with these arguments, observed; the warmup of a piecewise graph also traces its breaks."""
         generators = self.memory(call).generators()
         before = random_states(generators)
         counted = call.binding.counted.eager_run(call.module)
+        run = functools.partial(invoke_watched, call, self.reader, args, kwargs)
         with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED), counted:
-            result, observer, trace = run_observed(
-                self.manager.table, lambda: invoke(call.module, args, kwargs), traced=_breaks(call)
-            )
+            result, observer, trace = run_observed(self.manager.table, run, traced=_breaks(call))
         pairs = zip(before, random_states(generators), strict=True)
         call.binding.draws |= observer.may_draw and any(not torch.equal(*pair) for pair in pairs)
-        outputs, spec = flatten(result)
-        for leaf in outputs:
+        for leaf in flatten(result)[0]:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 leaf.record_stream(torch.cuda.current_stream(leaf.device))
-        return outputs, spec, observer, trace
+        return result, observer, trace
 
     def keep_external(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
-        for observer in observers:
-            self._written |= observer.written - inputs
         survey = Survey(module)
-        self.read.add(survey, observers, inputs)
+        self.seen.add(survey, observers, inputs)
         if self.state is not None:
             self.state.accept(survey)
 
     def memory(self, call: Call) -> ModuleMemory:
         """Find the memory that a call's forward may write."""
-        return ModuleMemory(self.manager.table, call, self.read.elsewhere, self._written)
-
-    def confirmed(self, call: Call) -> bool:
-        """True if no batch dimension of the call is a guess from one batch size."""
-        return self.reader.confirmed(call.batch, call.leaves, call.names, call.spec)
+        return ModuleMemory(self.manager.table, call, self.seen.read.elsewhere, self.seen.written)
 
     def _inputs(self, call: Call) -> InputSet:
         known = self.inputs_of.get(call.key)
@@ -154,7 +149,8 @@ class GraphBuilder:
         if self.state is None:
             raise ReplayError("a program exists without the state it reads; call reset_graphs().")
         table = self.manager.table
-        plan = Plan(call, table, table.graphs[call.key], self.inputs_of[call.key], self.state)
+        guards = self.seen.guards(call)
+        plan = Plan(call, table, table.graphs[call.key], self.inputs_of[call.key], self.state, guards)
         if not plan.unproven:
             call.layout.plans[call.batch if CALLS.context is None else (call.batch, described_batch())] = plan
         return plan
@@ -179,7 +175,7 @@ class GraphBuilder:
         trace = call.binding.trace_at(call.padded) if call.padding and _breaks(call) else None
         if trace is not None and self.manager.table.trace(call.key) is None:
             self.manager.table.add_trace(call.key, trace)
-        jobs = _capture_jobs(self.manager, call, inputs, [call.dispatch[:2]])
+        jobs = self._jobs(call, inputs, [call.dispatch[:2]])
         failed = self._capture(call, inputs, jobs, lazy=True).failed
         if failed:
             if self.manager.config.on_capture_failure == "raise":
@@ -194,7 +190,7 @@ class GraphBuilder:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
         inputs.tile(call.tensors, call.batch, call.padded)
-        jobs = _capture_jobs(self.manager, call, inputs, self.manager.descriptors())
+        jobs = self._jobs(call, inputs, self.manager.descriptors())
         jobs = [job for job in jobs if job.key not in table.graphs]
         summary = self._capture(call, inputs, jobs, lazy=False)
         self._note_captured(call, inputs, jobs)
@@ -233,7 +229,7 @@ class GraphBuilder:
         taken: list[Snapshot] = []
 
         def warmed_up() -> None:
-            taken.append(Snapshot(call.module))  # after the warmups: what real runs change stays
+            taken.extend(map(Snapshot, (call.module, *call.trusted)))  # after the warmups: what real runs change stays
             if not lazy:
                 self._observe_second_size(call, inputs, rehearsal)
 
@@ -254,13 +250,20 @@ class GraphBuilder:
             self.keep_external(call.module, capture.observers, inputs.storages)
         if any(left):
             manager.table.forget(jobs)
+        for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
+            for observer in capture.observers:
+                binding.note_made(observer, graph.program.outputs)
         return summary, left
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Give up the graph of the call's size: it runs eagerly from now on."""
-        self.manager.table.refuse(
-            _capture_jobs(self.manager, call, self.inputs_of[call.key], [call.dispatch[:2]]), cause, remedy
-        )
+        jobs = self._jobs(call, self.inputs_of[call.key], [call.dispatch[:2]])
+        self.manager.table.refuse(jobs, cause, remedy)
+
+    def _jobs(
+        self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
+    ) -> list[CaptureJob]:
+        return _capture_jobs(self.manager, call, inputs, todo, self.reader)
 
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
         """Take note of new programs, and of everything they read."""
@@ -271,14 +274,14 @@ class GraphBuilder:
                 call.binding.learn_outputs(job.descriptor.num_tokens, graph.program.outputs, graph.program.spec)
         if self.state is None:
             self.state = CapturedState(call.module)
-        self.state.take(self.read)
+        self.state.take(self.seen.read)
 
     def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
 
         Outputs can then be cut to their rows, and no batch dimension is a guess.
         """
-        binding, confirmed = call.binding, self.confirmed(call)
+        binding, confirmed = call.binding, call.confirmed(self.reader)
         sliced = binding.outputs.known or len({kind.num_tokens for _, kind in self.manager.descriptors()}) > 1
         if (sliced and confirmed) or binding.unsliceable or binding.unsupported or call.padded == 1:
             return
@@ -290,11 +293,11 @@ class GraphBuilder:
         args, kwargs = call.spec.unflatten(leaves)
         rehearsal.begin()
         try:
-            outputs, spec, _, trace = self._run_on_capture_stream(call, args, kwargs)
+            result, _, trace = self._run_on_capture_stream(call, args, kwargs)
         except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
             logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
         else:
-            binding.learn_outputs(other, outputs, spec)
+            binding.learn_outputs(other, *flatten(result))
             self.reader.learn(other, leaves, call.spec)
             if trace is not None:
                 binding.note_trace(other, trace)
@@ -306,26 +309,37 @@ def _breaks(call: Call) -> bool:
 
 
 def _capture_jobs(
-    manager: CudaGraphManager, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
+    manager: CudaGraphManager,
+    call: Call,
+    inputs: InputSet,
+    todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]],
+    reader: CallReader,
 ) -> list[CaptureJob]:
     generators, described = held_generators(call), call.layout.described_inputs()
     return [
         CaptureJob(
-            (call.binding.signature, *kind), *kind, _forward(manager, call, inputs, kind[1]), generators, described
+            (call.binding.signature, *kind),
+            *kind,
+            _forward(manager, call, inputs, kind[1], reader),
+            generators,
+            described,
         )
         for kind in todo
     ]
 
 
-def _forward(manager: CudaGraphManager, call: Call, inputs: InputSet, descriptor: BatchDescriptor) -> Callable[[], Any]:
+def _forward(
+    manager: CudaGraphManager, call: Call, inputs: InputSet, descriptor: BatchDescriptor, reader: CallReader
+) -> Callable[[], Any]:
     """Make the forward on the static inputs of a size."""
-    args, kwargs = call.spec.unflatten(inputs.leaves(call.layout.args, descriptor.num_tokens))
     module, counted, state_key = call.module, call.binding.counted, manager.config.state_key
 
     def run() -> Any:
+        # In containers of its own: a run before may have changed them.
+        args, kwargs = call.spec.unflatten(inputs.leaves(call.layout.args, descriptor.num_tokens))
         is_captured = manager.device.is_capturing()
         watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
         with bypassed(Reason.NESTED), torch.no_grad(), watched:
-            return invoke(module, args, kwargs)
+            return invoke_watched(call, reader, args, kwargs)
 
     return run

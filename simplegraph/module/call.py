@@ -18,8 +18,8 @@ from simplegraph.graph.tensors import storage_key
 from simplegraph.module.counted import CountedState
 from simplegraph.module.inputs import InputSet, overlap, shared_rows
 from simplegraph.module.outputs import OutputShapes, unreturnable
-from simplegraph.module.signature import Arg, Signature, TensorArg, batch_dim_of, short_repr
-from simplegraph.nested import LEAF, TreeSpec, flatten
+from simplegraph.module.signature import Arg, CallReader, ConstantArg, Signature, TensorArg, batch_dim_of, short_repr
+from simplegraph.nested import LEAF, ById, TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
 _TRACES = 3  # of as many batch sizes traces of eager calls are kept, to learn from two of them
@@ -47,6 +47,7 @@ class Binding:
         warm: warmup runs by padded size.
         written: names of the inputs that the forward was seen to write to; draws: True if it draws random numbers.
         counted: Python state that every run changes.
+        made: places of the outputs that the forward was seen to make.
     """
 
     signature: Signature
@@ -61,6 +62,7 @@ class Binding:
     draws: bool = False
     layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
     traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)
+    made: set[int] = dataclasses.field(default_factory=set)
 
     def inputs_for(self, padded: int, largest: int, args: Sequence[Arg], leaves: Sequence[Any]) -> InputSet:
         """Find or make the static inputs of a padded size; `args` and `leaves` in the order of the call that asks."""
@@ -92,6 +94,10 @@ class Binding:
     def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
         """Remember which inputs a run wrote to; `memory` has their storage keys by name."""
         self.written |= {name for name, key in memory.items() if key in observer.written}
+
+    def note_made(self, observer: MemoryObserver, outputs: Sequence[Any]) -> None:
+        """Remember which outputs of a capture it made, rather than found."""
+        self.made |= {at for at, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and observer.made(leaf)}
 
     def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""
@@ -197,6 +203,16 @@ class Call(NamedTuple):
             raise CannotBind(Reason.RANDOM_PADDING, f"batch size {self.batch}")
         if binding.written and self.aliased:
             raise CannotBind(Reason.ALIASED_INPUTS, ", ".join(name for name, _ in self.tensors))
+
+    @property
+    def trusted(self) -> list[Any]:
+        """The objects of `trusted_args`."""
+        constants = [arg for arg in self.layout.args if isinstance(arg, ConstantArg)]
+        return [arg.leaf for arg in constants if isinstance(arg.key, ById)]
+
+    def confirmed(self, reader: CallReader) -> bool:
+        """True if no batch dimension of the call is a guess from one batch size."""
+        return reader.confirmed(self.batch, self.leaves, self.names, self.spec)
 
     @property
     def aliased(self) -> bool:

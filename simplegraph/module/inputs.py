@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from simplegraph.module.signature import Arg, ConstantArg, TensorArg, batch_dim_
 # Static inputs are made for the largest size at once, so that all sizes share them, unless that would
 # take more than this; then a size gets its own when it is captured.
 _SHARED_LIMIT_BYTES = 64 << 20
+_MAX_PARTS = 8192  # views that are kept
 
 
 class StaticInput:
@@ -36,9 +37,10 @@ class StaticInput:
             count = torch.Size(self._shape(rows)).numel() if self._reference is None else 0
             self._buffer = torch.full((count,), self.pad_number, dtype=arg.dtype, device=arg.device)
             self.pad_value = torch.full((), self.pad_number, dtype=arg.dtype, device=arg.device)
-        # Views are made once per size; slicing again would cost as much as a replay.
-        self.view = functools.lru_cache(maxsize=None)(self._view)
-        self.part = functools.lru_cache(maxsize=8192)(self._part)
+        # Views are made once per size; slicing again would cost as much as a replay. Not by lru_cache: what
+        # refers to a method of its own is freed when garbage is collected, and buffers are large.
+        self._views: dict[int, Tensor] = {}
+        self._parts: dict[tuple[int, int, int], Tensor] = {}
 
     @property
     def batched(self) -> bool:
@@ -61,8 +63,22 @@ class StaticInput:
     def pad_number(self) -> int | float | bool:
         return self.pad if not isinstance(self.pad, str) else 0
 
-    def _view(self, padded: int) -> Tensor:
+    def view(self, padded: int) -> Tensor:
         """View the whole input of a captured size, padding rows included."""
+        if padded not in self._views:
+            self._views[padded] = self._new_view(padded)
+        return self._views[padded]
+
+    def part(self, padded: int, start: int, end: int) -> Tensor:
+        """View rows `start` to `end` of the input of a captured size."""
+        key = padded, start, end
+        if key not in self._parts:
+            if len(self._parts) >= _MAX_PARTS:
+                self._parts.clear()
+            self._parts[key] = self._new_part(padded, start, end)
+        return self._parts[key]
+
+    def _new_view(self, padded: int) -> Tensor:
         if self._reference is not None:
             return self._reference
         shape = self._shape(padded)
@@ -72,8 +88,7 @@ class StaticInput:
             flat = self._buffer[: torch.Size(shape).numel()]
             return flat.view(ordered).permute(places)
 
-    def _part(self, padded: int, start: int, end: int) -> Tensor:
-        """View rows `start` to `end` of the input of a captured size."""
+    def _new_part(self, padded: int, start: int, end: int) -> Tensor:
         view = self.view(padded)
         if not isinstance(self.arg.batch_dim, int):
             return view
@@ -177,6 +192,24 @@ def overlap(tensors: Iterable[Tensor]) -> bool:
 def _span(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+class Spans:
+    """Address ranges of the storages of tensors."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+        ranges = sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
+        self._starts = [start for start, _ in ranges]
+        self._ends = [start + size for start, size in ranges]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def hold(self, address: int) -> bool:
+        """True if an address lies in one of them."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        return at >= 0 and address < self._ends[at]
 
 
 def shared_rows(args: Sequence[Arg], largest: int, padded: int) -> int:

@@ -16,6 +16,8 @@ from simplegraph.module.switches import known_switches
 from simplegraph.module.torch_state import TorchSettings, function_modes
 from simplegraph.nested import TreeSpec
 
+_MAX_LAYOUTS = 4  # per signature, on average: keywords come in any order
+
 StateKey = Callable[[Any], Hashable]
 
 
@@ -72,7 +74,11 @@ class KnownCalls:
         signature = layout.binding.signature
         self.bindings[signature] = layout.binding
         layout.binding.layouts[layout.spec] = layout
+        self.layouts.pop((layout.spec, signature), None)  # the latest comes last
         self.layouts[layout.spec, signature] = self.last = layout
+        while len(self.layouts) > _MAX_LAYOUTS * self._config.max_signatures:
+            oldest = self.layouts.pop(next(iter(self.layouts)))  # its plan is made again when such a call comes
+            del oldest.binding.layouts[oldest.spec]
 
     def _state_of(self, module: Any) -> Hashable:
         """Read the Python state that is part of the key: of known switches, unless `state_key` says which."""
@@ -98,6 +104,8 @@ class KnownCalls:
     def clear(self) -> None:
         """Forget all layouts and signatures."""
         self.drop_plans()
+        for binding in self.bindings.values():
+            binding.layouts.clear()  # they refer to it: static inputs would wait for a garbage collection
         self.bindings.clear()
         self.layouts.clear()
         self.last = None

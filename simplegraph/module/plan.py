@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import StaleGraphError
-from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.call import Call
-from simplegraph.module.inputs import InputSet, StaticInput, overlap, slot
+from simplegraph.module.inputs import InputSet, Spans, StaticInput, overlap, slot
+from simplegraph.module.sharing import SharedOutputs
 from simplegraph.module.signature import PLAIN_TENSORS, memory_order
 from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import CapturedState
@@ -33,16 +33,24 @@ class Plan:
         table, graph: what is replayed.
         inputs: what the graph reads.
         state: what it reads of the module.
+        guards: by the index of an argument, memory that it may not lie in.
 
     Attributes:
         slots: what each leaf must be, and where it goes.
         rows, padded: real rows, and rows of the graph.
         outputs: views of the real rows of what a replay writes, and leaves that are no graph memory.
+        guarded: some calls with such arguments must run eagerly; `refusal` says which.
         debug: replays check addresses.
     """
 
     def __init__(
-        self, call: Call, table: ProgramTable, graph: CapturedGraph, inputs: InputSet, state: CapturedState
+        self,
+        call: Call,
+        table: ProgramTable,
+        graph: CapturedGraph,
+        inputs: InputSet,
+        state: CapturedState,
+        guards: Sequence[tuple[int, Spans]],
     ) -> None:
         self.state = state
         self.table = table
@@ -52,6 +60,7 @@ class Plan:
         self.pool = table.pool
         self.is_capturing = table.device.is_capturing
         self.inputs = inputs
+        self._guards = guards
         self.rows = call.batch
         self.padded = call.padded
         self.padding = call.padding
@@ -69,19 +78,22 @@ class Plan:
         self._addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
 
     def _prepare_outputs(self, call: Call) -> None:
-        """Find the outputs that are graph memory, and hence cloned for the caller."""
+        """Find the outputs that must be cloned for the caller."""
         program, inputs, table = self.program, self.inputs, self.table
         tensors = {index: leaf for index, leaf in enumerate(program.outputs) if isinstance(leaf, Tensor)}
-        clone = {index for index, leaf in tensors.items() if storage_key(leaf) in inputs.storages}
-        if table.config.outputs == "static":
-            inputs.handed_out = inputs.handed_out or bool(clone)
-            clone = set()
-        else:
-            clone |= {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
+        self._ours = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
+        clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
+        if table.config.outputs == "clone":
+            clone |= self._ours
         self.outputs = call.binding.outputs.cut(program.outputs, self.rows, self.padded)
         self._clone = sorted(clone)
+        passed = inputs.leaves(call.layout.args, self.padded)
+        self._shared = SharedOutputs(program.outputs, passed, self.outputs, self.slots, clone)
+        self._shares = bool(self._shared)
+        self.guarded = bool(self.written_back or self._shared.sources or self._guards)
         self._spec = program.spec
-        self._single = len(self.outputs) == 1 and not program.spec.children and program.spec.type is None
+        single = len(self.outputs) == 1 and not program.spec.children and program.spec.type is None
+        self._single = single and not self._shares
 
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
         """View the padding rows, and prepare what goes into them."""
@@ -102,8 +114,9 @@ class Plan:
     def copies(self, leaves: Sequence[Any]) -> Copies:
         """Find what has to be copied for a call that was read as one of these. Raises CannotBind."""
         copies = self.bind(leaves)
-        if copies is None:
-            raise CannotBind(Reason.OPAQUE_ARGUMENT, "an argument does not equal itself")
+        refusal = self.refusal(leaves) if self.guarded else None
+        if copies is None or refusal is not None:
+            raise refusal or CannotBind(Reason.OPAQUE_ARGUMENT, "an argument does not equal itself")
         return copies
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
@@ -165,7 +178,16 @@ class Plan:
         for tail, last in self._repeated:
             tail.copy_(last)
 
-    def aliased(self, leaves: Sequence[Any]) -> bool:
+    def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
+        """Return why a replay cannot serve these leaves as eager would; None unless the plan is `guarded`."""
+        if self.written_back and self._aliased(leaves):
+            return CannotBind(Reason.ALIASED_INPUTS, "the forward writes to one of them")
+        for index, spans in self._guards:
+            if spans.hold(leaves[index].data_ptr()):
+                return CannotBind(Reason.ALIASED_INPUTS, f"{self.slots[index].arg.name} and memory of the module")
+        return self._shared.refusal(leaves)
+
+    def _aliased(self, leaves: Sequence[Any]) -> bool:
         """True if inputs share memory that their static buffers do not share; matters where inputs are written."""
         slots = zip(leaves, self.slots, strict=True)
         return overlap(leaf for leaf, slot in slots if slot.shape is not None and not slot.reference)
@@ -194,6 +216,8 @@ class Plan:
             self.write_back(leaves)
         if self._single:
             return self.outputs[0].clone() if self._clone else self.outputs[0]
+        if self._shares:
+            return self._spec.unflatten(self._shared.hand_out(leaves))
         outputs = self.outputs
         if self._clone:
             outputs = outputs.copy()
@@ -205,10 +229,11 @@ class Plan:
         """Return eager's result as a replay would: static outputs are always the same memory."""
         if self.table.config.outputs != "static":
             return result
-        for output, leaf in zip(self.outputs, flatten(result)[0], strict=True):
-            if isinstance(output, Tensor):
-                output.copy_(leaf)
-        return self._spec.unflatten(self.outputs)
+        leaves, _ = flatten(result)
+        ours = {id(leaves[index]): self.outputs[index] for index in self._ours}
+        for index in self._ours:
+            self.outputs[index].copy_(leaves[index])
+        return self._spec.unflatten(ours.get(id(leaf), leaf) for leaf in leaves)
 
     # With `debug`.
 

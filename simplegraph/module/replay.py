@@ -51,7 +51,7 @@ def try_replay(
         copies = plan.bind(leaves)
     except RuntimeError:  # a layout without an address, such as sparse
         return MISS
-    if copies is None or (plan.written_back and plan.aliased(leaves)):
+    if copies is None or (plan.guarded and plan.refusal(leaves) is not None):
         return MISS
     autocast = autocast_dtype(plan.device.torch_device.type) if _ANY_AUTOCAST() else None
     if autocast is not layout.autocast:

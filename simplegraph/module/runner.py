@@ -127,7 +127,7 @@ class GraphRunner:
         if hindered is not None:
             raise CannotBind(*hindered)
         size, layout = known.read(module, leaves, names, spec, autocast_dtype(manager.device.torch_device.type))
-        if torch.is_grad_enabled() and builder.read.wants_grad(module, leaves):
+        if torch.is_grad_enabled() and builder.seen.read.wants_grad(module, leaves):
             raise CannotBind(Reason.GRAD, "")
         if largest:
             dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
@@ -181,6 +181,7 @@ class GraphRunner:
         table, binding = builder.manager.table, call.binding
         table.order_streams()
         call.check(pad_random=self.config.pad_random)
+        builder.seen.check(call)
         if call.key not in table.graphs:
             if call.key in table.failures:
                 raise CannotBind(Reason.CAPTURE_FAILED, table.failures[call.key].args[0].splitlines()[0])
@@ -190,7 +191,7 @@ class GraphRunner:
                 return builder.run_as_called(call, Reason.FIRST_CALL)
             if call.padding and not binding.outputs.can_cut(call.padded):
                 return builder.run_as_called(call, Reason.OUTPUT_SHAPE_UNKNOWN)
-            if call.padding and not builder.confirmed(call):
+            if call.padding and not call.confirmed(builder.reader):
                 return builder.run_as_called(call, Reason.BATCH_DIM_UNCONFIRMED)
             if builder.needs_warmup(call):
                 return builder.run_as_called(call, Reason.WARMUP)
@@ -198,7 +199,7 @@ class GraphRunner:
             self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
         if call.padding and not binding.outputs.known:
             return builder.run_as_called(call, Reason.OUTPUT_SHAPE_UNKNOWN)
-        if call.padding and not builder.confirmed(call):
+        if call.padding and not call.confirmed(builder.reader):
             return builder.run_as_called(call, Reason.BATCH_DIM_UNCONFIRMED)
         plan = builder.plan(call)
         copies = plan.copies(call.leaves)

@@ -18,6 +18,8 @@ from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 
 _LONGEST_REPR = 40
+_MAX_FORMS = 256  # ways of calling a module that shapes are kept of: keyword names are the caller's to choose
+
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 
 
@@ -108,7 +110,7 @@ class CallReader:
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         # By the shape-free form of a call: for each leaf, the shapes it was seen with, by batch size.
-        self._seen: dict[Hashable, list[dict[int, tuple[int, ...]]]] = {}
+        self._seen: dict[Hashable, list[dict[int, tuple[int, ...]]]] = {}  # the latest of them, oldest first
 
     def _check_names(self, parameters: Collection[inspect.Parameter]) -> None:
         """Refuse a misspelt argument, which would be padded by another rule than its user thinks."""
@@ -125,10 +127,19 @@ class CallReader:
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[str], TreeSpec]:
         """Return a call's leaves, their names, and how they nest."""
         leaves, spec = flatten((args, dict(kwargs)))
+        return leaves, self.names(spec), spec
+
+    def names(self, spec: TreeSpec) -> list[str]:
+        """Name the leaves of a call, no two alike: each tensor has a buffer of its own, found by its name."""
         names = [name for argument, child in self._arguments(spec) for name in child.names(argument)]
-        if len(set(names)) < len(names):  # {1: x, "1": y}: each has a buffer of its own, found by its name
-            names = [f"{name}#{index}" if name in names[:index] else name for index, name in enumerate(names)]
-        return leaves, names, spec
+        if len(set(names)) < len(names):  # {1: x, "1": y}
+            seen: set[str] = set()
+            for index, name in enumerate(names):
+                while name in seen:
+                    name = f"{name}#{index}"
+                seen.add(name)
+                names[index] = name
+        return names
 
     def _arguments(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
         """Name the arguments of a call, and tell how each nests."""
@@ -152,7 +163,7 @@ class CallReader:
         batch = leaves[anchor].shape[anchor_dim]
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
-        seen = self._seen_before(leaves, spec)
+        seen = self._shapes(leaves, spec)
         args: list[Arg] = []
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
             if not isinstance(leaf, Tensor):
@@ -189,19 +200,23 @@ class CallReader:
                 return index, 0
         raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no tensor argument has a batch dimension")
 
-    def _seen_before(self, leaves: Sequence[Any], spec: TreeSpec) -> list[dict[int, tuple[int, ...]]]:
-        form = (spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves))
-        return self._seen.setdefault(form, [{} for _ in leaves])
+    def _shapes(self, leaves: Sequence[Any], spec: TreeSpec) -> list[dict[int, tuple[int, ...]]]:
+        """Return the shapes that each leaf was seen with, by batch size."""
+        return self._seen.get(_form(leaves, spec)) or [{}] * len(leaves)
 
     def learn(self, batch: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Remember a call that went well; a later one of another size tells dimensions apart by it."""
-        for leaf, seen in zip(leaves, self._seen_before(leaves, spec), strict=True):
+        form = _form(leaves, spec)
+        known = self._seen[form] = self._seen.pop(form, []) or [{} for _ in leaves]
+        while len(self._seen) > _MAX_FORMS:
+            del self._seen[next(iter(self._seen))]
+        for leaf, seen in zip(leaves, known, strict=True):
             if isinstance(leaf, Tensor) and (len(seen) < 64 or batch in seen):
                 seen[batch] = tuple(leaf.shape)
 
     def confirmed(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> bool:
         """True if no batch dimension of a call is a guess: each is declared, or followed two batch sizes."""
-        triples = zip(leaves, names, self._seen_before(leaves, spec), strict=True)
+        triples = zip(leaves, names, self._shapes(leaves, spec), strict=True)
         guesses = [seen for leaf, name, seen in triples if isinstance(leaf, Tensor) and not self._declared(name)[0]]
         return all(any(rows != batch for rows in seen) for seen in guesses)
 
@@ -287,6 +302,11 @@ def _normal(dim: int, tensor: Tensor, name: str) -> int:
             f"expected a dimension from {-tensor.dim()} to {tensor.dim() - 1}."
         )
     return dim % tensor.dim()
+
+
+def _form(leaves: Sequence[Any], spec: TreeSpec) -> Hashable:
+    """Describe a call without its shapes."""
+    return spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:

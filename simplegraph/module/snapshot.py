@@ -42,7 +42,7 @@ class Change(NamedTuple):
 
 
 class Snapshot:
-    """Remembers who holds what below a module, and where each tensor lies.
+    """Remembers who holds what below a module, or any other object, and where each tensor lies.
 
     Functions, classes, modules of Python, objects with slots and objects of its standard library, of torch (`nn.Module`
     excepted) and of this library are not looked into. Values of tensors are not copied: a capture writes none.
@@ -52,7 +52,7 @@ class Snapshot:
         tensors: False leaves out where tensors lie, and dispatches no operator.
     """
 
-    def __init__(self, module: nn.Module, *, tensors: bool = True) -> None:
+    def __init__(self, module: Any, *, tensors: bool = True) -> None:
         # A container or an object's attributes, what it held, the index of what holds it, and under which key.
         self._holders: list[tuple[Any, Any, int, Any]] = []
         self._modules: dict[int, tuple[nn.Module, type]] = {}  # by the index of their attributes, with their class

@@ -41,6 +41,21 @@ CALLS: dict[str, tuple[Any, Any, Any]] = {
         lambda args, kwargs: args[0],
         lambda args, kwargs: kwargs["args"][0],
     ),
+    "a keyword that is called like an argument of args": (
+        lambda a, b: ((a,), {"args.0": b}),
+        lambda args, kwargs: args[0],
+        lambda args, kwargs: kwargs["args.0"],
+    ),
+    "a keyword that is called like a name made for another": (
+        lambda a, b: ((a,), {"args.0#2": b, "args": [a * 3]}),
+        lambda args, kwargs: args[0] + kwargs["args"][0] * 0,
+        lambda args, kwargs: kwargs["args.0#2"],
+    ),
+    "a key that is called like a name made for another": (
+        lambda a, b: (({1: a, "1#2": b, "1": a * 5},), {}),
+        lambda args, kwargs: args[0][1] + args[0]["1"] * 0,
+        lambda args, kwargs: args[0]["1#2"],
+    ),
 }
 
 

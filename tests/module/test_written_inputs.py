@@ -117,3 +117,24 @@ def test_a_cache_passed_by_reference_is_written_where_it_is(device):
         close(cache, twin)
     assert model.graph_stats.replays >= 5
     assert len(model.graph_stats.graphs) == 2
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("norm", ["batch_norm", "instance_norm"])
+def test_running_statistics_passed_as_arguments_advance_at_every_call(device, norm, inference):
+    def step(m, x, mean, var):
+        if norm == "batch_norm":
+            return torch.nn.functional.batch_norm(x, mean, var, training=True)
+        return torch.nn.functional.instance_norm(x.unsqueeze(-1).expand(-1, -1, 3), mean, var, use_input_stats=True)
+
+    model = graphed(device, step, capture_sizes=[4], padding=False)
+    eager = sg.unwrap(model)
+    with torch.inference_mode() if inference else torch.no_grad():
+        mean, var = torch.zeros(WIDTH, device=device), torch.ones(WIDTH, device=device)
+        expected = mean.clone(), var.clone()
+        for _ in range(6):
+            x = rows(4, device)
+            close(model(x, mean, var), eager(x, *expected))
+            close(mean, expected[0])
+            close(var, expected[1])
+    assert model.graph_stats.replays >= 4
