@@ -18,6 +18,7 @@ from simplegraph.errors import CaptureError as CaptureError
 from simplegraph.errors import CaptureSizeError as CaptureSizeError
 from simplegraph.errors import ConfigError as ConfigError
 from simplegraph.errors import EmulatorError as EmulatorError
+from simplegraph.errors import EscapeError as EscapeError
 from simplegraph.errors import InputError as InputError
 from simplegraph.errors import RankError as RankError
 from simplegraph.errors import ReplayError as ReplayError

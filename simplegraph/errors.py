@@ -36,6 +36,10 @@ class CaptureError(SimpleGraphError, RuntimeError):
         self.cause = cause
 
 
+class EscapeError(CaptureError):
+    """A forward left tensors of its graph in Python objects that outlive it: a global, a closure, a cache."""
+
+
 class BreakError(SimpleGraphError, RuntimeError):
     """An eager break cannot be part of a captured forward, or returned something else than it did before."""
 

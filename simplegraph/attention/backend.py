@@ -204,6 +204,10 @@ class BackendGroup(GraphHooks):
         for backend in self._each:
             backend.before_replay(mode, descriptor)
 
+    def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        for backend in self._each:
+            backend.end_of_forward(mode, descriptor)
+
     def enter(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """As `AttentionBackend.enter`, for each."""
         for backend in self._each:

@@ -134,6 +134,12 @@ class GraphDevice(Protocol):
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
         """True if a capture into `pool` allocated the memory of `tensor`."""
 
+    def left_alive(self, pool: GraphPool) -> set[int]:
+        """List the addresses of memory that the last Program's captures into `pool` made and that something still owns.
+
+        Borrowed tensors own nothing. Cheap where there is none.
+        """
+
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         """Return the same memory without owning it, or `tensor` itself where that is impossible.
 

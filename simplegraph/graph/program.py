@@ -89,6 +89,11 @@ class Program:
         """The steps that are graphs."""
         return tuple(step for step in self.steps if not isinstance(step, Break))
 
+    @property
+    def held(self) -> list[Any]:
+        """What it keeps for replays: outputs, and what breaks are passed and return."""
+        return [self.outputs, *[(step.args, step.kwargs, step.rebuilt, step.accepts) for step in self.breaks]]
+
     def costs(self) -> list[StepCost]:
         """List its steps, timed once if it was replayed twice; waits for that replay to be over."""
         times: Sequence[float | None] = [None] * len(self.steps)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from simplegraph.graph.breaks.operators import recording_breaks
 from simplegraph.graph.breaks.recorder import SegmentRecorder
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool
+from simplegraph.graph.escapes import PythonState, refuse_escapes
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.program import Program
@@ -76,6 +77,8 @@ class CaptureSession:
         label: str,
         generators: Sequence[torch.Generator] = (),
         trace: BreakTrace | None = None,
+        state: PythonState | None = None,
+        observed: Callable[[], Iterable[Tensor]] = tuple,
     ) -> Program:
         """Record one run. The run executes nothing; its outputs hold values after the first replay.
 
@@ -84,9 +87,12 @@ class CaptureSession:
             label: what is captured, for messages ("batch size 8").
             generators: random generators, beside the device's default one, that the run draws from.
             trace: what a warmup saw of the run's eager breaks, which split it; None captures them as part of it.
+            state: puts Python's objects back if the run left tensors in some.
+            observed: returns tensors that observers of the run own.
 
         Raises:
-            CaptureError: the run cannot be captured; everything is as it was before the call.
+            CaptureError: the run cannot be captured, or left tensors of the graph in Python objects. Stream, pool and
+                generators are as they were before the call.
         """
         started = time.perf_counter()
         free_before = self.device.free_memory()
@@ -113,7 +119,14 @@ class CaptureSession:
         outputs = [held[id(leaf)] for leaf in leaves]
         leaves.clear()
         taken = max(0, free_before - self.device.free_memory())
-        return Program(self.device, steps, outputs, spec, seconds, taken)
+        program = Program(self.device, steps, outputs, spec, seconds, taken)
+        try:  # Outputs are borrowed by now, so that one which is kept elsewhere shows.
+            state = state or PythonState()
+            refuse_escapes(self.device, self.pool, label, own=program.held, state=state, observed=observed)
+        except BaseException:
+            program.drop()
+            raise
+        return program
 
     def _held(self, leaf: Any) -> Any:
         """Return an output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""
@@ -125,8 +138,7 @@ class CaptureSession:
 @contextlib.contextmanager
 def _collection_paused(thorough: bool) -> Iterator[None]:
     was_enabled = gc.isenabled()
-    if thorough:
-        gc.collect(1)  # what was made lately; a whole collection takes longer than twenty captures
+    gc.collect(1 if thorough else 0)  # what was made lately; a whole collection takes longer than twenty captures
     gc.disable()
     try:
         yield

@@ -6,16 +6,18 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import CaptureError, InputError
+from simplegraph.errors import CaptureError, EscapeError, InputError
 from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.breaks.trace import BreakTracer
+from simplegraph.graph.escapes import PythonState
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.observe import MemoryObserver
@@ -62,6 +64,7 @@ class GraphCapture:
         settings: beside the configuration, what ranks that capture together must have alike.
         lazy: this is a single capture in the middle of serving.
         retry: a size that failed gets a warmup of its own and a second try; before_retry: called before such a warmup.
+        state: Python's objects, remembered before the captures and put back after one that fails.
 
     Attributes:
         observers: what warmups and captures were seen to read. Looking costs time, so where the largest and the
@@ -74,6 +77,7 @@ class GraphCapture:
     lazy: bool = False
     retry: bool = True
     before_retry: Callable[[], object] = bool
+    state: PythonState = dataclasses.field(default_factory=PythonState)
     observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
     _failed: dict[str, CaptureError] = dataclasses.field(default_factory=dict)
     _raised: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by eager runs
@@ -105,6 +109,7 @@ class GraphCapture:
             for _ in range(num_warmups):
                 if self._warm_up(jobs[0]) is not None:
                     break  # its capture will say why, and smaller sizes may do better
+            self.state.remember()
             warmed_up()
             self._capture_each(session)
         self._raise_own_error()
@@ -137,20 +142,27 @@ class GraphCapture:
                 bar.next(job.descriptor.num_tokens, table.device)
                 observed = index in (first, len(jobs) - 1)
                 unseen += [] if observed else [job]
-                error = self._capture_one(session, job, observed=observed)
-                if error is not None and self.retry:
-                    self.before_retry()
-                    if self._warm_up(job) is None:
-                        error = self._capture_one(session, job)
-                if error is not None:
-                    self._failed[job.label] = error
+                self._capture_or_fail(session, job, observed=observed)
             seen = self.observers[compared:]
             differ = len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys()
             if self._ranks.any("what graphs read", differ):
                 again = [job for job in unseen if job.key in table.graphs]
                 table.forget(again)
-                errors = {job.label: self._capture_one(session, job) for job in again}
-                self._failed |= {label: error for label, error in errors.items() if error is not None}
+                for job in again:
+                    self._capture_or_fail(session, job)
+
+    def _capture_or_fail(self, session: CaptureSession, job: CaptureJob, *, observed: bool = True) -> None:
+        """Capture a job, a second time after a warmup of its own if the first one fails; note what went wrong."""
+        error = self._capture_one(session, job, observed=observed)
+        if error is not None and self.retry:
+            self.state.put_back()
+            self.before_retry()
+            if self._warm_up(job) is None:
+                if isinstance(error, EscapeError):
+                    self.state.remember()  # a cache that the warmup filled: the graph will read what is in it
+                error = self._capture_one(session, job)
+        if error is not None:
+            self._failed[job.label] = error
 
     def _capture_one(self, session: CaptureSession, job: CaptureJob, *, observed: bool = True) -> CaptureError | None:
         """Capture a job into the table; return what went wrong on any rank."""
@@ -160,7 +172,12 @@ class GraphCapture:
             self._announce(job)
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
                 program = session.capture(
-                    lambda: self._run_captured(job, observed), label=job.label, generators=job.generators, trace=trace
+                    lambda: self._run_captured(job, observed),
+                    label=job.label,
+                    generators=job.generators,
+                    trace=trace,
+                    state=self.state,
+                    observed=self._observed,
                 )
             self._check_breaks(job, program)
             self.table.add(job, program)
@@ -177,6 +194,12 @@ class GraphCapture:
                 hooks.end_of_forward(job.mode, job.descriptor)
         self.observers += [observer] if observed else []
         return outputs
+
+    def _observed(self) -> Iterator[Tensor]:
+        """Yield the tensors that observers own."""
+        for observer in self.observers:
+            yield from observer.external.values()
+            yield from observer.passed.values()
 
     def _announce(self, job: CaptureJob) -> None:
         """Let the hooks get ready; this comes last before the capture."""

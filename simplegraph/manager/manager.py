@@ -23,6 +23,7 @@ from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMod
 from simplegraph.distributed import Consensus, RankGroup, ShapeConsensus, SingleRank, Vote
 from simplegraph.errors import ConfigError, ReplayError
 from simplegraph.graph.device import GraphDevice, GraphPool
+from simplegraph.graph.escapes import PythonState
 from simplegraph.graph.program import Program
 from simplegraph.graph.select import graph_device
 from simplegraph.manager.capture import GraphCapture
@@ -198,7 +199,7 @@ class CudaGraphManager:
             InputError: the forward is a generator or a coroutine.
         """
         jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self._uncaptured()]
-        capture = self.new_capture(jobs)
+        capture = self.new_capture(jobs, state=PythonState([forward]))
         summary = capture.run(self.config.num_warmups)
         self._kept_alive += [tensor.detach() for seen in capture.observers for tensor in seen.external.values()]
         self.table.raise_failure(summary.failed)

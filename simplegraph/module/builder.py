@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,40 +16,25 @@ from simplegraph.config import CudaGraphMode
 from simplegraph.context import CALLS, bypassed, described_batch
 from simplegraph.errors import CaptureSizeError, ReplayError
 from simplegraph.graph.breaks.step import BreakTrace
+from simplegraph.graph.escapes import KEPT_REMEDY, kept_by
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.manager.capture import run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
+from simplegraph.module.effects import ModuleState
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators, random_states
 from simplegraph.module.outside import MemoryInUse
 from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader, ConstantArg
-from simplegraph.module.snapshot import Snapshot, holds_graph_memory
 from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
-
-
-class _LeftBehind(NamedTuple):
-    """Names of what a capture changed below the module, and no replay would change again."""
-
-    kept: list[str]  # graph memory
-    counted: list[str]  # see `CountedState`
-
-    @property
-    def refusal(self) -> tuple[str, str]:
-        """Say why there can be no graph, and what to do."""
-        if self.kept:
-            cause = f"{', '.join(self.kept)} would keep a tensor that exists only inside the graph"
-            return cause, "Return it instead, or copy it into a buffer of the module."
-        cause = f"{', '.join(self.counted)} changes whenever the forward runs, in Python, and a replay runs no Python"
-        return cause, "Keep it in a buffer that the forward writes in place, or change it outside the forward."
 
 
 @dataclasses.dataclass(eq=False)
@@ -200,60 +185,39 @@ class GraphBuilder:
         return summary
 
     def _capture(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
-        """Capture; and where the module keeps tensors made during a capture, once more after warming every size.
-
-        A cache filled by size is filled by the warmup then. What is kept even so would be graph memory in
-        an attribute, with no meaning outside a replay: those sizes run eagerly.
-        """
-        warmups = 0 if lazy else self.manager.config.num_warmups
-        summary, left = self._capture_once(call, inputs, jobs, warmups, lazy=lazy)
-        if left.kept and not lazy:
-            with self.manager.device.on_capture_stream():
-                for job in jobs:
-                    job.run()
-            summary, left = self._capture_once(call, inputs, jobs, 0, lazy=lazy)
-        if not any(left):
-            return summary
-        return dataclasses.replace(summary, captured=0, failed=self.manager.table.refuse(jobs, *left.refusal))
-
-    def _capture_once(
-        self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], num_warmups: int, *, lazy: bool
-    ) -> tuple[CaptureSummary, _LeftBehind]:
         """Capture, and put back what Python, and runs beside the warmups, changed meanwhile, whatever happens.
 
-        If that is graph memory, or what eager runs changed, too, no graph is left.
+        A size that leaves tensors of its graph in Python objects runs eagerly: they mean nothing outside a replay.
+        All sizes do if the forward changes Python state at every run.
         """
         manager, binding = self.manager, call.binding
+        state = ModuleState((call.module, *call.trusted), manager.device, manager.pool)
         rehearsal = Rehearsal(self.memory(call))
-        capture = manager.new_capture(jobs, lazy=lazy, retry=not lazy or call.padding > 0, before_retry=rehearsal.begin)
-        taken: list[Snapshot] = []
+        retry = not lazy or call.padding > 0
+        capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
 
         def warmed_up() -> None:
-            taken.extend(map(Snapshot, (call.module, *call.trusted)))  # after the warmups: what real runs change stays
             if not lazy:
                 self._observe_second_size(call, inputs, rehearsal)
 
         try:
-            summary = capture.run(num_warmups, warmed_up)
+            summary = capture.run(0 if lazy else manager.config.num_warmups, warmed_up)
         except BaseException:
             manager.table.forget(jobs)  # what they read was not noted, so they must not be replayed
             raise
         finally:
-            changes = [change for before in taken for change in before.changes()]
-            kept = [name for name, value in changes if holds_graph_memory(value, manager.device, manager.pool)]
-            left = _LeftBehind(kept, binding.counted.names or [])
-            for before in taken:
-                before.put_back()
+            kept = state.put_back()
             rehearsal.end()
             for observer in capture.observers:
                 binding.note_written(observer, inputs.memory)
             self.keep_external(call.module, capture.observers, inputs.storages)
-        if any(left):
-            manager.table.forget(jobs)
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
             for observer in capture.observers:
                 binding.note_made(observer, graph.program.outputs)
-        return summary, left
+        if not (kept or binding.counted.names):
+            return summary
+        why = (kept_by(kept), KEPT_REMEDY) if kept else binding.counted.refusal
+        return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Give up the graph of the call's size: it runs eagerly from now on."""

@@ -40,3 +40,11 @@ class CountedState:
         yield
         in_key = state_key is not None and state_key(module) != key
         self.names = [] if in_key else sorted(self._changed & before.changed_names())
+
+    @property
+    def refusal(self) -> tuple[str, str]:
+        """Say why there can be no graph, and what to do."""
+        cause = (
+            f"{', '.join(self.names or [])} changes whenever the forward runs, in Python, and a replay runs no Python"
+        )
+        return cause, "Keep it in a buffer that the forward writes in place, or change it outside the forward."

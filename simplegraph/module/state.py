@@ -6,10 +6,11 @@ import dataclasses
 import math
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from simplegraph.errors import ReplayError
 from simplegraph.graph.observe import MemoryObserver
@@ -20,6 +21,7 @@ from simplegraph.module.survey import HeldTensor, Survey, code_of
 from simplegraph.module.torch_state import watch_settings
 
 _requires_grad = operator.attrgetter("requires_grad")
+_weak: Callable[[Any], Any] = StorageWeakRef  # typed loosely because torch leaves it untyped
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,8 +83,8 @@ class CapturedState(Watcher):
         self.seen = math.nan
         self._module = weakref.ref(module)
         self._read = MemoryRead()
-        self._places: dict[str, tuple[Any, ...]] = {}
-        self._elsewhere: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        self._places: dict[str, _Lay] = {}
+        self._elsewhere: dict[int, tuple[Tensor, _Lay]] = {}
         self._modules: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}
         self._names: set[str] = set()
 
@@ -95,9 +97,9 @@ class CapturedState(Watcher):
         tensors = survey.tensors.values()
         covered = [each for each in tensors if self._read.covers(each)]
         for each in covered:
-            self._places.setdefault(each.name, _place(each.tensor))
+            self._places.setdefault(each.name, _Lay(each.tensor))
         for tensor in self._read.elsewhere.values():
-            self._elsewhere.setdefault(id(tensor), (tensor, _place(tensor)))
+            self._elsewhere.setdefault(id(tensor), (tensor, _Lay(tensor)))
         if not self._modules:
             self._modules = {name: (weakref.ref(each), list(code_of(each))) for name, each in survey.modules.items()}
             self._names = set(survey.tensors)
@@ -183,14 +185,14 @@ class CapturedState(Watcher):
         for name, lay in self._places.items():
             if name not in now:
                 names.append(f"{name} (removed)")
-            elif _place(now[name].tensor) != lay:
+            elif lay.left_by(now[name].tensor):
                 names.append(f"{name} (moved or replaced)")
         added = [each for each in now.values() if each.name not in self._names]
         names += [
             f"{each.name} (added)" for each in added if each.registered or each.attribute in self._watched_attributes
         ]
         elsewhere = self._elsewhere.values()
-        names += [f"a {tuple(t.shape)} tensor from elsewhere (moved)" for t, lay in elsewhere if _place(t) != lay]
+        names += [f"a {tuple(t.shape)} tensor from elsewhere (moved)" for t, lay in elsewhere if lay.left_by(t)]
         return names + self._changed_modules(survey.modules)
 
     def _changed_modules(self, now: dict[str, nn.Module]) -> list[str]:
@@ -212,6 +214,22 @@ def any_requires_grad(leaves: Iterable[Any]) -> bool:
 
 def _same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+class _Lay:
+    """Where a tensor lay, and in which memory: other memory may come to lie at the same address."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._place = _place(tensor)
+        # They own the storage's name alone, not its bytes, so that no other storage gets that name.
+        self._storages = [_weak(part.untyped_storage()) for part in parts(tensor) if has_address(part)]
+
+    def left_by(self, tensor: Tensor) -> bool:
+        """True if a tensor that lay here lies elsewhere."""
+        if _place(tensor) != self._place:
+            return True
+        keys = [storage_key(part) for part in parts(tensor) if has_address(part)]
+        return keys != [storage.cdata for storage in self._storages]
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

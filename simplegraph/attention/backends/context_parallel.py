@@ -70,6 +70,9 @@ class ContextParallelBackend(AttentionBackend):
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
         self._backend.prepare(mode, descriptor, metadata)
 
+    def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        self._backend.end_of_forward(mode, descriptor)
+
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
         if self._size == 1:
             self._backend.run(layer, q, out, metadata)

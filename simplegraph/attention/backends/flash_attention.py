@@ -143,6 +143,10 @@ class FlashAttentionBackend(_Flash):
             self._buffer[count:].zero_()
             self._schedule = computed._replace(tensor=self._buffer[:count])
 
+    def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        if self._schedule_in == "graph":
+            self._schedule = None  # the graph's memory; another forward computes its own
+
     def num_splits(self, metadata: CommonMetadata) -> int:
         """The bound for a padded shape: enough to give every multiprocessor up to four pieces of work.
 

@@ -106,6 +106,9 @@ class TritonDecodeBackend(AttentionBackend):
         elif metadata.batch.capturing:
             self._compile(self._query_len, metadata)
 
+    def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        self.mixed.end_of_forward(mode, descriptor)
+
     def _check_mixed(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         query_len = descriptor.uniform_query_len
         single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -69,6 +69,7 @@ class _Pool:
             the pool can be captured into: into one that its last graph released, it cannot (an internal assert).
         segments: by id, how many live graphs it has.
         ranges: addresses (start, end) known to belong to it; grown: there may be more by now.
+        owned: addresses of its blocks that something owned when last asked; owned_before: before the last Program.
     """
 
     id: tuple[int, int]
@@ -76,6 +77,8 @@ class _Pool:
     segments: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
     ranges: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     grown: bool = True
+    owned: set[int] = dataclasses.field(default_factory=set)
+    owned_before: set[int] = dataclasses.field(default_factory=set)
 
     def covers(self, address: int) -> bool:
         """True if an address lies in the ranges known so far."""
@@ -188,6 +191,8 @@ class CudaDevice:
             graph.register_generator_state(generator)
         self._thread.capture = _Capture(graph, pool.handle, generators)
         pool.handle.grown = True
+        if not continues:
+            pool.handle.owned_before = self._owned_blocks(pool.handle)
         forks.start(self.current_stream())
         with torch._C._DisableTorchDispatch():  # torch sets its generators' tensors, which is no work of the forward
             graph.capture_begin(pool=pool.handle.id, capture_error_mode="thread_local")
@@ -267,6 +272,16 @@ class CudaDevice:
             found = handle.covers(address)
         return found
 
+    def left_alive(self, pool: GraphPool) -> set[int]:
+        handle: _Pool = pool.handle
+        return self._owned_blocks(handle) - handle.owned_before
+
+    def _owned_blocks(self, handle: _Pool) -> set[int]:
+        """List the addresses of the pool's blocks that something owns, one by one only where they have changed."""
+        if not (_CAN_COMPARE and torch._C._cuda_checkPoolLiveAllocations(self.index, handle.id, handle.owned)):
+            handle.owned = _owned_addresses(handle.id)
+        return handle.owned
+
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         if not _CAN_BORROW or tensor.is_conj() or tensor.is_neg():  # lazy bits that metadata does not carry
             return tensor
@@ -316,18 +331,32 @@ def _refuse_unjoined(operations: int) -> None:
 _CAN_BORROW = hasattr(torch._C, "_construct_storage_from_data_pointer") and hasattr(
     torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata"
 )
+_CAN_COMPARE = hasattr(torch._C, "_cuda_checkPoolLiveAllocations")  # as torch's own graph trees do
+
+
+def _segments(pool_ids: Container[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """Yield the allocator's description of some pools' memory."""
+    # Of all pools: asked for one by id, torch 2.11 left the interpreter's heap corrupted after some hundred
+    # pools (crashes anywhere later, as from a reference too few on the id's numbers).
+    segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
+    return (segment for segment in segments if tuple(segment["segment_pool_id"]) in pool_ids)
 
 
 def _segment_ranges(pool_ids: Container[tuple[int, int]]) -> list[tuple[int, int]]:
     """List the address ranges (start, end) of some pools' memory."""
-    # Of all pools: asked for one by id, torch 2.11 left the interpreter's heap corrupted after some hundred
-    # pools (crashes anywhere later, as from a reference too few on the id's numbers).
-    segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
-    return [
-        (segment["address"], segment["address"] + segment["total_size"])
-        for segment in segments
-        if tuple(segment["segment_pool_id"]) in pool_ids
-    ]
+    return [(segment["address"], segment["address"] + segment["total_size"]) for segment in _segments(pool_ids)]
+
+
+def _owned_addresses(pool_id: tuple[int, int]) -> set[int]:
+    """List the addresses of a pool's blocks that something owns."""
+    owned = set()
+    for segment in _segments((pool_id,)):
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                owned.add(address)
+            address += block["size"]
+    return owned
 
 
 @functools.cache

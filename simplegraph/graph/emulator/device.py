@@ -221,6 +221,10 @@ class EmulatorDevice:
         memory = self._captured(tensor)
         return memory is not None and memory.pool is pool.handle
 
+    def left_alive(self, pool: GraphPool) -> set[int]:
+        arena: Arena = pool.handle
+        return {memory.address for memory in arena.of_group() if not memory.reusable()}
+
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         memory = self._captured(tensor)
         if memory is None:

@@ -270,8 +270,11 @@ class Arena:
 
     def reusable(self) -> list[Memory]:
         """Memory of the group's earlier segments that the next one may be given."""
-        memories = [memory for memory in living(self._memories) if memory.pool is self]
-        return [memory for memory in memories if memory.group == self.group and memory.reusable()]
+        return [memory for memory in self.of_group() if memory.reusable()]
+
+    def of_group(self) -> list[Memory]:
+        """Memory that the group's segments created."""
+        return [it for it in living(self._memories) if it.pool is self and it.group == self.group]
 
     def enter(self, place: tuple[int, int], created: Iterable[Memory]) -> None:
         """Poison what a replay finds undefined: everything, unless it goes on with its Program."""

@@ -1,0 +1,161 @@
+"""Find tensors of a capture that Python keeps outside the graph: in a global, a closure, a cache, anywhere.
+
+A replay rewrites such memory, and until the first one it is undefined, so it means nothing to whoever keeps it.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.errors import EscapeError
+from simplegraph.graph.device import GraphDevice, GraphPool
+from simplegraph.graph.holders import Holders
+from simplegraph.graph.places import Surroundings
+from simplegraph.graph.tensors import is_wrapper, parts
+
+_MAX_OBJECTS = 100_000  # of a Program's own; far above what its breaks are passed
+_NOT_HELD = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, nn.Module)
+
+
+class PythonState:
+    """Remembers what captures may change in Python's objects: what code can reach by name.
+
+    Args:
+        code: functions and classes that captures run.
+    """
+
+    def __init__(self, code: Iterable[Any] = ()) -> None:
+        self._code = list(code)
+        self.surroundings = Surroundings()
+        self.collected = False  # all garbage there was
+
+    def remember(self) -> None:
+        """Remember it as it is: what real runs changed stays."""
+        self.surroundings = Surroundings(self._code)
+
+    def put_back(self) -> list[str]:
+        """Put modules back as they were; returns the names of places that held memory of a graph."""
+        return []
+
+
+def refuse_escapes(
+    device: GraphDevice,
+    pool: GraphPool,
+    label: str,
+    *,
+    own: Sequence[Any],
+    state: PythonState,
+    observed: Callable[[], Iterable[Tensor]],
+) -> None:
+    """Refuse a capture that left tensors of its graph in Python objects, and put back what these held.
+
+    Memory that no tensor of Python owns belongs to a library, such as cuBLAS for its workspace.
+
+    Args:
+        device: where it was captured.
+        pool: the memory it was captured into, as the last one.
+        label: what was captured, for the message.
+        own: what the Program holds; tensors in there stay.
+        state: what Python's objects held before.
+        observed: returns tensors that observers of the capture own.
+
+    Raises:
+        EscapeError: tensors were left.
+    """
+    if not device.left_alive(pool):
+        return
+    held = {_address(tensor) for tensor in (*_held_in(own), *observed())}
+    if not device.left_alive(pool) - held:
+        return
+    young = {id(thing) for thing in gc.get_objects(generation=0)}  # made by the capture, all but some dicts
+    gc.collect(0)  # a cycle is no escape
+    kept = _tensors_at(device.left_alive(pool) - held)
+    if kept and not state.collected:  # once: it takes longer than twenty captures
+        state.collected = True
+        gc.collect()
+    if not _living(kept):
+        return
+    names, undefined = _put_back(kept, young, state)
+    cause, remedy = kept_by(names), KEPT_REMEDY
+    if undefined:
+        remedy += f"\n  What hangs in {', '.join(undefined)} could not be taken away, and is undefined."
+    raise EscapeError(f"capturing {label} failed\n  {cause}.\n  {remedy}", cause=cause)
+
+
+def _put_back(
+    kept: Sequence[weakref.ref[Tensor]], young: set[int], state: PythonState
+) -> tuple[list[str], Sequence[str]]:
+    """Take tensors away from where they are kept; the names of those places, and of those that keep them still."""
+    names = state.put_back()
+    while found := _living(kept):  # a tensor may hang in several places
+        holders = Holders(found, young, state.surroundings)
+        found.clear()
+        new = [name for name in holders.names if name not in names]
+        names += new
+        if not new or not holders.release():
+            return names, holders.names or [_UNSEEN]
+    return names, []
+
+
+_UNSEEN = "something that Python's garbage collector does not see"
+KEPT_REMEDY = "Return it instead, or copy it into a buffer of the module."
+
+
+def kept_by(names: Iterable[str]) -> str:
+    """Say that places of these names would keep tensors of a graph."""
+    return f"{', '.join(names) or _UNSEEN} would keep a tensor that exists only inside the graph"
+
+
+def _held_in(own: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors in these objects, and in what they hold."""
+    seen: set[int] = set()
+    left = list(own)
+    while left and len(seen) < _MAX_OBJECTS:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, _NOT_HELD):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield from parts(value)
+        elif isinstance(value, types.FunctionType):
+            left += value.__closure__ or ()
+        else:
+            left += gc.get_referents(value)
+
+
+def _tensors_at(addresses: set[int]) -> list[weakref.ref[Tensor]]:
+    """Find every tensor of Python that owns memory at one of these addresses; looks at all objects there are."""
+    if not addresses:
+        return []
+    kinds = set(_tensor_classes(Tensor))
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [thing for thing in gc.get_objects() if type(thing) in kinds]
+        return [weakref.ref(tensor) for tensor in tensors if _address(tensor) in addresses]
+
+
+def _tensor_classes(kind: Any) -> Iterator[type]:
+    yield kind
+    for derived in type.__subclasses__(kind):
+        yield from _tensor_classes(derived)
+
+
+def _living(tensors: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    return [tensor for reference in tensors if (tensor := reference()) is not None]
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the memory that a tensor owns begins, 0 if it owns none: borrowed memory cannot be resized."""
+    if tensor.layout is not torch.strided or is_wrapper(tensor):
+        return 0
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() if storage.resizable() else 0
+    except (RuntimeError, NotImplementedError, ValueError):  # fake, functional or not initialised
+        return 0

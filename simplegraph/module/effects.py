@@ -1,0 +1,55 @@
+"""What captures may change about a module in Python, and where graphs' tensors may be left."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from simplegraph.graph.device import GraphDevice, GraphPool
+from simplegraph.graph.escapes import PythonState
+from simplegraph.module.snapshot import Snapshot, holds_graph_memory
+
+
+class ModuleState(PythonState):
+    """What captures may change about a module: snapshots, and which changes hold graph memory.
+
+    Args:
+        roots: the module, and other objects that its forward may change.
+        device, pool: where it is captured.
+    """
+
+    def __init__(self, roots: Sequence[Any], device: GraphDevice, pool: GraphPool) -> None:
+        super().__init__(_code_of(roots[0]))
+        self._roots, self._device, self._pool = roots, device, pool
+        self._before: list[Snapshot] = []
+
+    def remember(self) -> None:
+        super().remember()
+        self._before = [Snapshot(root) for root in self._roots]
+
+    def put_back(self) -> list[str]:
+        changes = [change for before in self._before for change in before.changes()]
+        kept = [name for name, value in changes if holds_graph_memory(value, self._device, self._pool)]
+        for before in self._before:
+            before.put_back()
+        return kept
+
+
+_CODE = frozenset({types.FunctionType, types.MethodType, functools.partial})
+
+
+def _code_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the classes below a module, and the functions that hang on it, hooks included."""
+    children = list(module.modules())
+    yield from {type(child): None for child in children}
+    for child in children:
+        for value in vars(child).values():
+            if type(value) in _CODE:
+                yield value
+            elif type(value) is OrderedDict:  # hooks
+                yield from (hook for hook in value.values() if callable(hook) and not isinstance(hook, nn.Module))

@@ -1,0 +1,344 @@
+"""Modules that leave tensors in Python, outside their own attributes: no NaN in any place or answer, and a reason."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.errors import CaptureError
+from simplegraph.graph.select import graph_device
+from simplegraph.reasons import Reason
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+STEPS: list[Tensor] = []
+RECENT: collections.deque[Tensor] = collections.deque(maxlen=2)
+TABLES: dict[int, Tensor] = {}
+HIDDEN: Tensor | None = None
+LOCAL = threading.local()
+
+
+ITEMS: list[Any] = [0.0]
+ENTRIES: dict[str, dict[str, Any]] = {"deep": {"hidden": 0.0}}
+
+
+class Holder:
+    hidden: Any = 0.0
+
+
+HOLDER = Holder()
+
+
+class Slots:
+    __slots__ = ("hidden",)
+
+
+SLOTS = Slots()
+
+
+class Net(nn.Module):
+    """A linear layer that hands its result to a function beside it."""
+
+    def __init__(self, beside: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.beside = beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beside(self.l(x)) * 2
+
+
+def append_to_a_list(y: Tensor) -> Tensor:
+    STEPS.append(y)
+    return y
+
+
+def append_to_a_deque(y: Tensor) -> Tensor:
+    RECENT.append(y)
+    return y
+
+
+def set_a_global(y: Tensor) -> Tensor:
+    global HIDDEN
+    HIDDEN = y if HIDDEN is None or HIDDEN.shape != y.shape else y + HIDDEN / 2
+    return HIDDEN
+
+
+def set_a_slot(y: Tensor) -> Tensor:
+    SLOTS.hidden = y
+    return y
+
+
+def set_a_thread_local(y: Tensor) -> Tensor:
+    LOCAL.hidden = y
+    return y
+
+
+def set_an_item(y: Tensor) -> Tensor:
+    ITEMS[0] = y + ITEMS[0] / 2
+    return ITEMS[0]
+
+
+def set_an_entry(y: Tensor) -> Tensor:
+    ENTRIES["deep"]["hidden"] = y + ENTRIES["deep"]["hidden"] / 2
+    return ENTRIES["deep"]["hidden"]
+
+
+def set_an_attribute(y: Tensor) -> Tensor:
+    HOLDER.hidden = y + HOLDER.hidden / 2
+    return HOLDER.hidden
+
+
+def closure() -> Callable[[Tensor], Tensor]:
+    seen: list[Tensor] = []
+
+    def keep(y: Tensor) -> Tensor:
+        seen.append(y)
+        return y + len(seen)
+
+    keep.seen = seen  # type: ignore[attr-defined]
+    return keep
+
+
+def forget() -> None:
+    global HIDDEN
+    STEPS.clear()
+    RECENT.clear()
+    TABLES.clear()
+    HIDDEN = None
+    ITEMS[0] = ENTRIES["deep"]["hidden"] = HOLDER.hidden = 0.0
+    table.cache_clear()
+    last_table.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Any:
+    forget()
+    yield
+    forget()
+
+
+KEEPERS: dict[Callable[[], Callable[[Tensor], Tensor]], Callable[[Any], list[Tensor]]] = {
+    lambda: append_to_a_list: lambda keep: STEPS,
+    lambda: append_to_a_deque: lambda keep: list(RECENT),
+    lambda: set_a_global: lambda keep: [HIDDEN] if HIDDEN is not None else [],
+    lambda: set_a_slot: lambda keep: [SLOTS.hidden],
+    lambda: set_a_thread_local: lambda keep: [LOCAL.hidden],
+    lambda: set_an_item: lambda keep: ITEMS,
+    lambda: set_an_entry: lambda keep: list(ENTRIES["deep"].values()),
+    lambda: set_an_attribute: lambda keep: [HOLDER.hidden],
+    closure: lambda keep: keep.seen,
+}
+NAMES = ["list", "deque", "global", "slot", "thread_local", "item", "entry", "attribute", "closure"]
+
+
+@pytest.mark.parametrize(("make", "kept_by"), KEEPERS.items(), ids=NAMES)
+def test_what_a_forward_leaves_in_python_is_what_eager_leaves(
+    make: Callable[[], Any], kept_by: Callable[[Any], list[Tensor]], device: torch.device
+) -> None:
+    xs = [torch.randn(2, 4, device=device) for _ in range(6)]
+    keep = make()
+    net = Net(keep).to(device).eval()
+    expected = [net(x).clone() for x in xs]
+    left = [tensor.clone() for tensor in kept_by(keep)]
+    forget()
+    again = make()
+    net.beside = again
+    model = sg.wrap(net, capture_sizes=[2], progress=False)
+    for x, y in zip(xs, expected, strict=True):
+        torch.testing.assert_close(model(x), y)
+    torch.testing.assert_close([tensor.clone() for tensor in kept_by(again)], left)
+    assert model.graph_stats.captures == 0
+    assert model.graph_stats.eager[Reason.CAPTURE_FAILED]
+
+
+@pytest.mark.parametrize(("make", "kept_by"), KEEPERS.items(), ids=NAMES)
+def test_the_unwrapped_module_is_sound_after_refused_captures(
+    make: Callable[[], Any], kept_by: Callable[[Any], list[Tensor]], device: torch.device
+) -> None:
+    keep = make()
+    net = Net(keep).to(device).eval()
+    net(torch.randn(4, 4, device=device))
+    model = sg.wrap(net, capture_sizes=[4], progress=False)
+    failed = model.capture_graphs(torch.randn(4, 4, device=device)).failed
+    assert set(failed) == {"batch size 4"}
+    assert not any(tensor.isnan().any() for tensor in kept_by(keep))
+    assert not net(torch.randn(4, 4, device=device)).isnan().any()
+
+
+@functools.lru_cache(maxsize=8)
+def table(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(rows, device=device)[:, None] / 7.0
+    return angles.cos(), angles.sin()
+
+
+@functools.lru_cache(maxsize=1)
+def last_table(rows: int, device: torch.device) -> Tensor:
+    return torch.arange(rows, device=device)[:, None] / 7.0
+
+
+def rotate(y: Tensor) -> Tensor:
+    cos, sin = table(len(y), y.device)
+    return y * cos + y.flip(-1) * sin
+
+
+def look_up(y: Tensor) -> Tensor:
+    if len(y) not in TABLES:
+        TABLES[len(y)] = torch.arange(len(y), device=y.device)[:, None] / 7.0
+    return y * TABLES[len(y)]
+
+
+def rotate_by_the_last(y: Tensor) -> Tensor:
+    return y * last_table(len(y), y.device)
+
+
+@pytest.mark.parametrize("beside", [rotate, look_up, rotate_by_the_last])
+def test_a_table_cached_by_size_is_filled_by_a_warmup_and_serves(
+    beside: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    net = Net(beside).to(device).eval()
+    model = sg.wrap(net, capture_sizes=[1, 2, 4, 8], progress=False, padding=False)
+    assert model.capture_graphs(torch.randn(8, 4, device=device)).failed == {}
+    for rows in (1, 2, 4, 8, 4, 2, 1):
+        x = torch.randn(rows, 4, device=device)
+        y = model(x)
+        torch.testing.assert_close(y, net(x))
+    assert model.graph_stats.replays == 7
+
+
+def test_a_table_that_was_cached_under_a_capture_alone_is_not_kept(device: torch.device) -> None:
+    net = Net(rotate).to(device).eval()
+    model = sg.wrap(net, capture_sizes=[2], progress=False, num_warmups=1)
+    x = torch.randn(2, 4, device=device)
+    model(x)
+    table.cache_clear()
+    for _ in range(3):
+        torch.testing.assert_close(model(x), net(x))
+
+
+class Cyclic:
+    def __init__(self, y: Tensor) -> None:
+        self.y, self.itself = y, self
+
+
+def test_a_cycle_is_no_escape(device: torch.device) -> None:
+    def circle(y: Tensor) -> Tensor:
+        return Cyclic(y).y + 1
+
+    model = sg.wrap(Net(circle).to(device).eval(), capture_sizes=[1, 2], progress=False)
+    assert model.capture_graphs(torch.randn(2, 4, device=device)).failed == {}
+    x = torch.randn(2, 4, device=device)
+    torch.testing.assert_close(model(x), (model.l(x) + 1) * 2)
+    assert model.graph_stats.replays == 1
+
+
+@pytest.mark.parametrize("outputs", ["clone", "static"])
+def test_outputs_are_no_escape(outputs: str, device: torch.device) -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            y = x * 2
+            return {"y": y, "again": y, "view": y[:, :2], "input": x, "nested": [y + 1, (y.t(),)]}
+
+    model = sg.wrap(Both().eval(), capture_sizes=[2, 4], progress=False, outputs=outputs)
+    assert model.capture_graphs(torch.randn(4, 4, device=device)).failed == {}
+    x = torch.randn(4, 4, device=device)
+    torch.testing.assert_close(model(x)["nested"][0], x * 2 + 1)
+
+
+class Context:
+    """An object per call, as engines pass to their attention."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+@sg.eager_break
+def attention(q: Tensor, context: Context, more: dict[str, Any]) -> Tensor:
+    return q + context.hidden + more["scale"]
+
+
+def test_what_breaks_are_passed_is_no_escape(device: torch.device) -> None:
+    def broken(y: Tensor) -> Tensor:
+        return attention(y * 3, Context(y), {"scale": y.mean(1, keepdim=True), "kind": "causal"}) * 2
+
+    net = Net(broken).to(device).eval()
+    model = sg.wrap(net, capture_sizes=[2, 4], progress=False, mode="piecewise")
+    assert model.capture_graphs(torch.randn(4, 4, device=device)).failed == {}
+    for rows in (2, 4, 2):
+        x = torch.randn(rows, 4, device=device)
+        torch.testing.assert_close(model(x), net(x))
+    assert model.graph_stats.replays == 3
+
+
+def test_what_a_segment_leaves_before_a_break_is_refused(device: torch.device) -> None:
+    def broken(y: Tensor) -> Tensor:
+        STEPS.append(y)
+        return attention(y * 3, Context(y + 1), {"scale": 1.0})
+
+    net = Net(broken).to(device).eval()
+    model = sg.wrap(net, capture_sizes=[2], progress=False, mode="piecewise")
+    for _ in range(4):
+        x = torch.randn(2, 4, device=device)
+        torch.testing.assert_close(model(x), net(x))
+    assert model.graph_stats.captures == 0
+    assert not any(tensor.isnan().any() for tensor in STEPS)
+
+
+def test_the_error_names_the_place_and_one_size_does_not_spoil_the_others(device: torch.device) -> None:
+    def keep_two(y: Tensor) -> Tensor:
+        if len(y) == 2:
+            STEPS.append(y)
+        return y
+
+    net = Net(keep_two).to(device).eval()
+    model = sg.wrap(net, capture_sizes=[1, 2, 4], progress=False)
+    summary = model.capture_graphs(torch.randn(4, 4, device=device))
+    assert set(summary.failed) == {"batch size 2"}
+    assert summary.captured == 2
+    text = str(summary.failed["batch size 2"])
+    assert "the global STEPS of tests.module.test_escapes would keep a tensor that exists only inside the graph" in text
+    strict = sg.wrap(net, capture_sizes=[2], progress=False, on_capture_failure="raise")
+    with pytest.raises(CaptureError, match="the global STEPS"):
+        strict.capture_graphs(torch.randn(2, 4, device=device))
+
+
+def test_an_engines_forward_that_keeps_a_tensor_is_refused(device: torch.device) -> None:
+    x, kept = torch.ones(4, device=device), []
+
+    def forward(mode: Any, descriptor: Any) -> Tensor:
+        kept.append(x[: descriptor.num_tokens] * 2)
+        return kept[-1] + 1
+
+    manager = sg.CudaGraphManager(device=graph_device(device), capture_sizes=[2, 4], progress=False)
+    summary = manager.capture(forward)
+    assert set(summary.failed) == {"batch size 2", "batch size 4"}
+    assert "the variable kept in the closure of" in str(summary.failed["batch size 4"])
+    assert not any(tensor.isnan().any() for tensor in kept)
+    torch.testing.assert_close(manager.run(manager.dispatch(num_tokens=2), forward), x[:2] * 2 + 1)
+
+
+def test_a_tensor_that_a_swallowed_exception_keeps_is_refused(device: torch.device) -> None:
+    errors: list[BaseException] = []
+
+    def swallow(y: Tensor) -> Tensor:
+        try:
+            raise KeyError(str(y.shape))
+        except KeyError as error:
+            errors.append(error)
+        return y
+
+    net = Net(swallow).to(device).eval()
+    model = sg.wrap(net, capture_sizes=[2], progress=False)
+    failed = model.capture_graphs(torch.randn(2, 4, device=device)).failed["batch size 2"]
+    assert "a local variable of swallow" in str(failed)
+    assert "undefined" in str(failed)
+    x = torch.randn(2, 4, device=device)
+    torch.testing.assert_close(model(x), net(x))
