@@ -44,6 +44,11 @@ class PythonState:
         """Put modules back as they were; returns the names of places that held memory of a graph."""
         return []
 
+    def go_back_to(self, earlier: PythonState) -> None:
+        """Put back, and remember from now on, what a copy of this remembered earlier."""
+        earlier.put_back()
+        vars(self).update(vars(earlier))
+
 
 def refuse_escapes(
     device: GraphDevice,

@@ -15,8 +15,8 @@ from torch import Tensor
 from simplegraph.errors import CaptureError, InputError
 from simplegraph.graph.breaks.operators import recording_breaks
 from simplegraph.graph.breaks.recorder import SegmentRecorder
-from simplegraph.graph.breaks.step import BreakTrace
-from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool
+from simplegraph.graph.breaks.step import Break, BreakTrace
+from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.graph.escapes import PythonState, refuse_escapes
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.modes import autocast_cache_off
@@ -98,35 +98,36 @@ class CaptureSession:
         free_before = self.device.free_memory()
         recorder = SegmentRecorder(self.device, self.pool, generators, trace)
         try:
-            with _reseeding_shows((default_generator(self.device.torch_device), *generators)):
-                try:
-                    recorder.begin()
-                    with recording_breaks(None if trace is None else recorder):
-                        result = wait_collectives(run())
-                    steps = recorder.finish()
-                except BaseException:
-                    self.device.abandon()
-                    recorder.drop()
-                    raise
-        except (CaptureError, InputError):
-            raise
-        except Exception as error:
-            raise capture_error(error, label) from error
-        seconds = time.perf_counter() - started
-        leaves, spec = flatten(result)
-        del result
-        held = {id(leaf): self._held(leaf) for leaf in leaves}  # one tensor returned twice stays one
-        outputs = [held[id(leaf)] for leaf in leaves]
-        leaves.clear()
-        taken = max(0, free_before - self.device.free_memory())
-        program = Program(self.device, steps, outputs, spec, seconds, taken)
-        try:  # Outputs are borrowed by now, so that one which is kept elsewhere shows.
+            result, steps = self._record(recorder, run)
+            seconds = time.perf_counter() - started
+            leaves, spec = flatten(result)
+            del result
+            held = {id(leaf): self._held(leaf) for leaf in leaves}  # one tensor returned twice stays one
+            outputs = [held[id(leaf)] for leaf in leaves]
+            leaves.clear()
+            taken = max(0, free_before - self.device.free_memory())
+            program = Program(self.device, steps, outputs, spec, seconds, taken)
+            # Outputs are borrowed by now, so that one which is kept elsewhere shows.
             state = state or PythonState()
             refuse_escapes(self.device, self.pool, label, own=program.held, state=state, observed=observed)
-        except BaseException:
-            program.drop()
-            raise
-        return program
+            return program
+        except BaseException as error:
+            recorder.drop()
+            if isinstance(error, (CaptureError, InputError)) or not isinstance(error, Exception):
+                raise
+            raise capture_error(error, label) from error
+
+    def _record(self, recorder: SegmentRecorder, run: Callable[[], Any]) -> tuple[Any, tuple[Segment | Break, ...]]:
+        """Run what is recorded, and return its result and the steps; nothing is under way after a failure."""
+        with _reseeding_shows((default_generator(self.device.torch_device), *recorder.generators)):
+            try:
+                recorder.begin()
+                with recording_breaks(None if recorder.trace is None else recorder):
+                    result = wait_collectives(run())
+                return result, recorder.finish()
+            except BaseException:
+                self.device.abandon()
+                raise
 
     def _held(self, leaf: Any) -> Any:
         """Return an output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""

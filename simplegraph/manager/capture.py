@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import time
@@ -158,9 +159,12 @@ class GraphCapture:
             self.state.put_back()
             self.before_retry()
             if self._warm_up(job) is None:
+                earlier = copy.copy(self.state)
                 if isinstance(error, EscapeError):
                     self.state.remember()  # a cache that the warmup filled: the graph will read what is in it
                 error = self._capture_one(session, job)
+                if error is not None:  # then nothing needs what the warmup changed
+                    self.state.go_back_to(earlier)
         if error is not None:
             self._failed[job.label] = error
 
@@ -179,8 +183,12 @@ class GraphCapture:
                     state=self.state,
                     observed=self._observed,
                 )
-            self._check_breaks(job, program)
-            self.table.add(job, program)
+            try:
+                self._check_breaks(job, program)
+                self.table.add(job, program)
+            except BaseException:
+                program.drop()  # nothing else knows of it
+                raise
         except CaptureError as error:
             failed = error
         return self._on_all_ranks("capturing", job, failed)
@@ -245,7 +253,6 @@ class GraphCapture:
         """Refuse a piecewise graph that holds attention which cannot be in one."""
         support = self.table.support
         if job.mode is CudaGraphMode.PIECEWISE and support < AttentionCGSupport.ALWAYS and not program.breaks:
-            program.drop()
             cause = f"the attention declares {support.name}, but the forward met no eager break"
             raise CaptureError(
                 f"capturing {job.label} failed\n  {cause}: the graph would hold the attention.\n"

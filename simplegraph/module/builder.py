@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -161,13 +162,12 @@ class GraphBuilder:
         if trace is not None and self.manager.table.trace(call.key) is None:
             self.manager.table.add_trace(call.key, trace)
         jobs = self._jobs(call, inputs, [call.dispatch[:2]])
-        failed = self._capture(call, inputs, jobs, lazy=True).failed
+        failed = self._build(call, inputs, jobs, lazy=True).failed
         if failed:
             if self.manager.config.on_capture_failure == "raise":
                 del self.manager.failures[call.key]  # the next call tries again
             self.manager.table.raise_failure(failed)
             raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
-        self._note_captured(call, inputs, jobs)
         if call.binding.unsupported is not None:
             raise call.binding.unsupported
 
@@ -177,11 +177,21 @@ class GraphBuilder:
         inputs.tile(call.tensors, call.batch, call.padded)
         jobs = self._jobs(call, inputs, self.manager.descriptors())
         jobs = [job for job in jobs if job.key not in table.graphs]
-        summary = self._capture(call, inputs, jobs, lazy=False)
-        self._note_captured(call, inputs, jobs)
+        summary = self._build(call, inputs, jobs, lazy=False)
         binding.called = True
         self.reader.learn(call.batch, call.leaves, call.spec)
         table.raise_failure(summary.failed)
+        return summary
+
+    def _build(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
+        """Capture, and take note of everything that the programs read; where that is not known, there are none."""
+        try:
+            summary = self._capture(call, inputs, jobs, lazy=lazy)
+            if len(summary.failed) < len(jobs) or not jobs:
+                self._note_captured(call, inputs, jobs)
+        except BaseException:
+            self.manager.table.forget(jobs)
+            raise
         return summary
 
     def _capture(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
@@ -195,22 +205,17 @@ class GraphBuilder:
         rehearsal = Rehearsal(self.memory(call))
         retry = not lazy or call.padding > 0
         capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
+        kept: list[str] = []
+        with contextlib.ExitStack() as undo:  # the last first, and each whatever becomes of the others
+            undo.callback(_note_seen, self, call, inputs, capture.observers)
+            undo.callback(rehearsal.end)
+            undo.callback(lambda: kept.extend(state.put_back()))
 
-        def warmed_up() -> None:
-            if not lazy:
-                self._observe_second_size(call, inputs, rehearsal)
+            def warmed_up() -> None:
+                if not lazy:
+                    self._observe_second_size(call, inputs, rehearsal)
 
-        try:
             summary = capture.run(0 if lazy else manager.config.num_warmups, warmed_up)
-        except BaseException:
-            manager.table.forget(jobs)  # what they read was not noted, so they must not be replayed
-            raise
-        finally:
-            kept = state.put_back()
-            rehearsal.end()
-            for observer in capture.observers:
-                binding.note_written(observer, inputs.memory)
-            self.keep_external(call.module, capture.observers, inputs.storages)
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
             for observer in capture.observers:
                 binding.note_made(observer, graph.program.outputs)
@@ -265,6 +270,13 @@ class GraphBuilder:
             self.reader.learn(other, leaves, call.spec)
             if trace is not None:
                 binding.note_trace(other, trace)
+
+
+def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, observers: Sequence[MemoryObserver]) -> None:
+    """Take note of what runs were seen to read and write."""
+    for observer in observers:
+        call.binding.note_written(observer, inputs.memory)
+    builder.keep_external(call.module, observers, inputs.storages)
 
 
 def _breaks(call: Call) -> bool:

@@ -95,9 +95,10 @@ def test_padding_rows_of_static_inputs_written_by_the_caller_are_reset(device):
 
     model = sg.wrap(Spread().eval(), capture_sizes=[4], progress=False)
     model.capture_graphs(rows(4, device))
-    model.static_inputs(4)["x"].fill_(7.0)
-    x = rows(2, device)
-    close(model(x), x + x.sum(0))
+    for _ in range(3):
+        model.static_inputs(4)["x"].fill_(7.0)
+        x = rows(2, device)
+        close(model(x), x + x.sum(0))
 
 
 def test_static_inputs_before_any_capture_say_what_to_call(device):
@@ -121,3 +122,28 @@ def test_static_inputs_survive_a_recapture(device):
         x = rows(4, device)
         static.copy_(x)
         close(model(static), sg.unwrap(model)(x))
+
+
+class KeepsInput(nn.Module):
+    """Keeps its input in an eager break, which is passed the static input itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = None
+
+    @sg.eager_break
+    def look(self, x):
+        self.seen = x
+
+    def forward(self, x):
+        self.look(x)
+        return x * 2
+
+
+def test_a_static_input_that_comes_back_transposed_is_read_before_it_is_overwritten(device, no_grad):
+    model = sg.wrap(KeepsInput().eval(), capture_sizes=[6], mode="PIECEWISE", batch_dims={"x": 0}, progress=False)
+    for _ in range(4):
+        model(torch.randn(6, 6, device=device))
+    replays, expected = model.graph_stats.replays, model.seen.t() * 2
+    assert torch.equal(model(model.seen.t()), expected)
+    assert model.graph_stats.replays == replays + 1

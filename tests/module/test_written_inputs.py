@@ -138,3 +138,49 @@ def test_running_statistics_passed_as_arguments_advance_at_every_call(device, no
             close(mean, expected[0])
             close(var, expected[1])
     assert model.graph_stats.replays >= 4
+
+
+class SumsAndWrites(nn.Module):
+    """Mixes rows, so that padding shows, and then writes to all of them; a break may raise after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.trouble = None
+
+    def forward(self, x):
+        result = x + x.sum(0)
+        x.add_(1)
+        self.meet(x)
+        return result
+
+    @sg.eager_break
+    def meet(self, x):
+        if self.trouble is not None:
+            raise self.trouble
+
+
+def right(model, x):
+    result, written = x + x.sum(0), x + 1
+    torch.testing.assert_close(model(x), result)
+    torch.testing.assert_close(x, written)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_padding_rows_that_a_forward_wrote_are_set_again(device, mode):
+    model = sg.wrap(SumsAndWrites().eval(), capture_sizes=[4], mode=mode, batch_dims={"x": 0}, progress=False)
+    for size in (4, 4, 2, 2, 2, 3, 2, 4, 2):
+        right(model, torch.randn(size, 3, device=device))
+    assert model.graph_stats.replays >= 5
+
+
+def test_padding_rows_written_by_a_replay_that_raised_are_set_again(device):
+    model = sg.wrap(SumsAndWrites().eval(), capture_sizes=[4], mode="PIECEWISE", batch_dims={"x": 0}, progress=False)
+    for size in (4, 4, 2, 2, 2):
+        right(model, torch.randn(size, 3, device=device))
+    for _ in range(3):
+        model.trouble = LookupError("in a break")
+        with pytest.raises(LookupError):
+            model(torch.randn(2, 3, device=device))
+        model.trouble = None
+        right(model, torch.randn(2, 3, device=device))
+    assert model.graph_stats.replays >= 5

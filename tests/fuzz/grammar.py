@@ -1,0 +1,340 @@
+"""The pieces that random programs are made of: source text, so that a failing program is its own report.
+
+`$` in a piece stands for a number that is different for every use of it. A forward has x and y (rows of W features; y
+may be None), box (a container or object, or None) and h, the value computed so far.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Part of a forward.
+
+    Attributes:
+        forward: lines of it; setup: lines of ``__init__``.
+        promise: what the library must do about it; empty for what graphs do by themselves.
+    """
+
+    forward: str
+    setup: str = ""
+    promise: str = ""
+
+
+# ruff: noqa: E501  the text of a piece is one line where the program's is
+
+# What can be captured as it is.
+PLAIN = {
+    "linear": Piece("h = self.l$(h)", "self.l$ = nn.Linear(W, W)"),
+    "tanh": Piece("h = torch.tanh(h)"),
+    "norm": Piece("h = self.n$(h)", "self.n$ = nn.LayerNorm(W)"),
+    "batch norm": Piece("h = self.b$(h)", "self.b$ = nn.BatchNorm1d(W)"),
+    "dropout": Piece("h = self.d$(h)", "self.d$ = nn.Dropout(0.3)"),
+    "flip": Piece("h = h.flip(-1)"),
+    "relu": Piece("h = self.a$(h)", "self.a$ = nn.ReLU()"),
+    "softmax": Piece("h = h.softmax(-1)"),
+    "residual": Piece("h = h + torch.tanh(self.i$(h))", "self.i$ = nn.Linear(W, W, bias=False)"),
+    "second": Piece("h = h if y is None else h + 0.5 * y"),
+    "plain tensor": Piece("h = h + self.t$", "self.register_buffer('t$', torch.randn(W), persistent=False)"),
+    "listed": Piece("h = self.hidden$[0](h)", "self.hidden$ = [nn.Linear(W, W).to(DEVICE).requires_grad_(False)]"),
+    "size": Piece("h = h / (1 + self.scale) if self.scale else h"),
+    "counter": Piece("self.c$ += 1\nh = h + self.c$", "self.register_buffer('c$', torch.zeros(()))"),
+    "running": Piece(
+        "self.r$.mul_(0.5).add_(self.w$(h[:1]).tanh()[0])\nh = h * 0.5 + self.r$",
+        "self.register_buffer('r$', torch.zeros(W)); self.w$ = nn.Linear(W, W)",
+    ),
+    "noise": Piece("h = h + torch.rand(W, device=h.device)"),
+    "own noise": Piece(
+        "h = h + torch.rand(W, device=h.device, generator=self.g$)",
+        "self.g$ = torch.Generator(DEVICE).manual_seed(3)",
+    ),
+    "no grad": Piece("with torch.no_grad():\n    h = h * 2"),
+    "autocast off": Piece(
+        "with torch.autocast(h.device.type, enabled=False):\n    h = self.f$(h.float())", "self.f$ = nn.Linear(W, W)"
+    ),
+    "break": Piece("h = self.broken$(h)", "self.broken$ = sg.eager_break(lambda h: torch.tanh(h) * 0.5)"),
+    "noisy break": Piece(
+        "h = self.broken$(h)", "self.broken$ = sg.eager_break(lambda h: h + torch.rand(W, device=h.device))"
+    ),
+}
+
+# Python-visible effects: refused, or as eager's.
+STATE = {
+    "python counter": Piece("self.k$ += 1\nh = h + self.k$ % 7", "self.k$ = 0", "python state"),
+    "quiet counter": Piece("self.k$ += 1", "self.k$ = 0", "python state"),
+    "list of numbers": Piece("self.s$.append(len(self.s$))", "self.s$ = []", "python state"),
+    "dict of numbers": Piece("self.s$['seen'] = self.s$.get('seen', 0) + 1", "self.s$ = {}", "python state"),
+    "object's number": Piece("self.s$.value += 1", "self.s$ = Box(0)", "python state"),
+    "flag": Piece(
+        "h = h * (1 if self.flag$ else 2)\nself.flag$ = not self.flag$", "self.flag$ = False", "python state"
+    ),
+    "filled once": Piece("if self.s$ is None:\n    self.s$ = [7]\nh = h * 0.1 * self.s$[0]", "self.s$ = None"),
+    "list of tensors": Piece("self.s$.append(h)", "self.s$ = []", "rows"),
+    "deque of tensors": Piece("self.s$.append(h)", "self.s$ = collections.deque(maxlen=2)", "rows"),
+    "fresh dict": Piece("self.s$ = {'h': h}", "self.s$ = None", "rows"),
+    "fresh object": Piece("self.s$ = Box(h)", "self.s$ = None", "rows"),
+    "tuple": Piece("self.s$ = (h[0] * 0.5, self.s$[1])", "self.s$ = (None, 3)"),
+    "two names": Piece("self.a$['h'] = h", "self.a$ = self.b$ = {}", "rows"),
+    "last seen": Piece("self.last$ = h", "self.last$ = None", "rows"),
+    "buffer replaced": Piece(
+        "self.p$ = self.p$ * 0.5 + 1\nh = h + self.p$", "self.register_buffer('p$', torch.zeros(W))"
+    ),
+    "weight renormed": Piece(
+        "self.l$.weight.data = self.l$.weight / self.l$.weight.norm()\nh = self.l$(h)", "self.l$ = nn.Linear(W, W)"
+    ),
+    "weight replaced": Piece(
+        "self.l$.weight = nn.Parameter(self.l$.weight.detach() * 0.9, requires_grad=self.l$.weight.requires_grad)\nh = self.l$(h)",
+        "self.l$ = nn.Linear(W, W)",
+    ),
+    "cache of sizes": Piece(
+        "if len(h) not in self.cache$:\n    self.cache$[len(h)] = torch.arange(W, device=h.device) * 0.1\nh = h + self.cache$[len(h)]",
+        "self.cache$ = {}",
+        "rows",
+    ),
+    "module made": Piece(
+        "if not hasattr(self, 'late$'):\n    self.late$ = nn.ReLU()\nh = self.late$(h)",
+    ),
+    "escapes to a global": Piece(
+        "ESCAPED[id(self.first), $] = h", "self.seen$ = lambda: ESCAPED.get((id(self.first), $))", "escape"
+    ),
+    "escapes to a closure": Piece(
+        "self.put$(h)",
+        "cell = [None]\nself.put$ = lambda h, cell=cell: cell.__setitem__(0, h)\nself.seen$ = lambda cell=cell: cell[0]",
+        "escape",
+    ),
+    "escapes to a deque": Piece(
+        "self.put$(h)",
+        "cell = collections.deque(maxlen=2)\nself.put$ = cell.append\nself.seen$ = lambda cell=cell: list(cell)",
+        "escape",
+    ),
+    "read from a global": Piece(
+        "h = h * 0.5 + ESCAPED.get((id(self.first), $), h)[:1] * 0.1\nESCAPED[id(self.first), $] = h.float()",
+        "self.seen$ = lambda: ESCAPED.get((id(self.first), $))",
+        "escape",
+    ),
+}
+
+# Rows that other rows, or their number, decide.
+MIXING = {
+    "centred": Piece("h = h - h.mean(0)", "", "rows"),
+    "softmax of rows": Piece("h = h.softmax(0)", "", "rows"),
+    "cumulated": Piece("h = h.cumsum(0) * 0.1", "", "rows"),
+    "reversed": Piece("h = h.flip(0)", "", "rows"),
+    "last row": Piece("h = h + h[-1]", "", "rows"),
+    "by count": Piece("h = h / len(h)", "", "rows"),
+    "batch statistics": Piece(
+        "h = nn.functional.batch_norm(h, self.m$, self.v$, training=len(h) > 1)",
+        "self.register_buffer('m$', torch.zeros(W)); self.register_buffer('v$', torch.ones(W))",
+        "rows",
+    ),
+    "branch on count": Piece("h = h * (2 if len(h) > 3 else 1)", "", "rows"),
+    "positions": Piece("h = h + self.e$[: len(h)]", "self.register_buffer('e$', torch.randn(64, W))"),
+    "slots": Piece(
+        "self.kv$[: len(h)] = h\nh = h + self.kv$[:1]", "self.register_buffer('kv$', torch.zeros(64, W))", "rows"
+    ),
+    "total": Piece(
+        "self.sum$ += h.sum(0).tanh()\nh = h + self.sum$.tanh()", "self.register_buffer('sum$', torch.zeros(W))", "rows"
+    ),
+    "rows drawn": Piece("h = h + torch.rand_like(h)", "", "padded draws"),
+    "rows dropped": Piece("h = nn.functional.dropout(h, 0.5, True)", "", "padded draws"),
+}
+
+# What cannot be captured.
+TROUBLE = {
+    "item": Piece("h = h * (1 if h.sum().item() > 0 else 2)", "", "rows"),
+    "branch": Piece("if (h > 100).any():\n    h = h * 0", "", "rows"),
+    "boolean index": Piece("h = h + h[h > 0].sum() * 0.01", "", "rows"),
+    "nonzero": Piece("h = h + len(torch.nonzero(h > 0)) * 0.01", "", "rows"),
+    "from the host": Piece("h = h + torch.tensor([0.5] * W, device=h.device)"),
+    "reseeded": Piece("torch.manual_seed(7)\nh = h + torch.rand(W, device=h.device)"),
+    "raises when small": Piece("if len(h) == 2:\n    raise LookupError('two rows')", "", "rows"),
+    "raises late": Piece(
+        "if float(self.c$) > 2 and len(h) == 3:\n    self.c$.zero_()\n    raise ValueError\nself.c$ += 1",
+        "self.register_buffer('c$', torch.zeros(()))",
+        "rows",
+    ),
+}
+
+# What a forward does to its arguments.
+ARGUMENTS = {
+    "x written": Piece("x.mul_(0.5)"),
+    "x's column written": Piece("x[:, 1] = h[:, 0]"),
+    "y written": Piece("if y is not None:\n    y.add_(1)"),
+    "x written after": Piece("h = h + x\nx.zero_()"),
+    "x out": Piece("torch.mul(h, 0.5, out=x)"),
+    "x unsqueezed": Piece("x.unsqueeze_(0).squeeze_(0)"),
+    "x transposed": Piece("x.t_()", "", "arguments"),
+    "x re-pointed": Piece("x.data = h.detach().float() * 2", "", "arguments"),
+    "box item set": Piece("if isinstance(box, dict):\n    box['new'] = h * 2", "", "arguments"),
+    "box number set": Piece("if isinstance(box, dict):\n    box['calls'] = box.get('calls', 0) + 1", "", "arguments"),
+    "box item popped": Piece("if isinstance(box, dict):\n    box.pop('y', None)", "", "arguments"),
+    "box appended": Piece("if isinstance(box, list):\n    box.append(h * 3)", "", "arguments"),
+    "box item replaced": Piece("if isinstance(box, list) and box:\n    box[0] = h * 3", "", "arguments"),
+    "box field set": Piece("if isinstance(box, Box):\n    box.value = h * 3", "", "arguments"),
+    "box tensors written": Piece("if isinstance(box, dict) and 'y' in box:\n    box['y'].mul_(2)"),
+    "box read": Piece("if isinstance(box, dict) and 'y' in box:\n    h = h + box['y'] * 0.5"),
+    "box position read": Piece("if isinstance(box, dict) and 'p' in box:\n    h = h + box['p'].unsqueeze(-1) * 0.1"),
+    "box list read": Piece("if isinstance(box, list) and box and torch.is_tensor(box[0]):\n    h = h + box[0] * 0.5"),
+    "buffer from x": Piece(
+        "self.w$.copy_(x[0])\nh = h + x * 0.1 + self.w$", "self.register_buffer('w$', torch.zeros(W))"
+    ),
+}
+
+PIECES = PLAIN | STATE | MIXING | TROUBLE | ARGUMENTS
+
+OUTPUTS = {
+    "h": Piece("return h"),
+    "pair": Piece("return h, h.sum(-1)"),
+    "dict": Piece("return {'h': h, 'n': None, 'k': 3}"),
+    "list": Piece("return [h, h > 0, 'text']"),
+    "two for one": Piece("return h.repeat_interleave(2, 0)"),
+    "columns": Piece("return h.t()"),
+    "expanded": Piece("return h[:, :1].expand(-1, W)", "", "aliases"),
+    "x": Piece("return h, x", "", "aliases"),
+    "x itself": Piece("return x", "", "aliases"),
+    "view of x": Piece("return h, x[:, ::2]", "", "aliases"),
+    "twice": Piece("return h, h", "", "aliases"),
+    "views": Piece("return h, h[:, :2], h.t()", "", "aliases"),
+    "y": Piece("return {'h': h, 'y': y}", "", "aliases"),
+    "box": Piece("return h, box", "", "aliases"),
+    "buffer": Piece("return h, self.kept", "self.register_buffer('kept', torch.ones(W))", "aliases"),
+    "weight": Piece("return h, self.first.weight", "", "aliases"),
+    "constant": Piece("return h, torch.ones(3, device=h.device)"),
+    "python": Piece("return h, [1, 2.5, None], 'x'"),
+    "count": Piece("return h, len(h)", "", "rows"),
+    "total": Piece("return h, h.sum()", "", "rows"),
+    "generator": Piece("return h, (i for i in range(2))"),
+}
+
+# Arguments of a call.
+CALLS = {
+    "x": "x",
+    "x by name": "x=x",
+    "x, y": "x, y",
+    "y by name": "x, y=y",
+    "x twice": "x, x",
+    "x and a view": "x, x[:, :]",
+    "rows of one base": "base[:n], base[1 : n + 1]",
+    "columns of another": "torch.cat([x, y], 1)[:, :W]",
+    "transposed": "x.t().contiguous().t()",
+    "expanded": "x[:, :1].expand(-1, W)",
+    "double": "x.double().float()",
+    "dict": "x, box={'y': y}",
+    "dict with an int key": "x, box={1: y, '1': y * 2, 'y': y}",
+    "dict and x": "x, box={'y': x}",
+    "nested": "x, box={'y': y, 'deep': [y * 2, {'k': None}], 'n': 3}",
+    "position": "x, box={'p': torch.arange(1.0, device=device)}",
+    "as many as rows": "x, box={'p': torch.arange(float(n), device=device)}",
+    "list": "x, box=[y]",
+    "list and y": "x, y, box=[y, None]",
+    "empty list": "x, box=[]",
+    "object": "x, box=Box(3)",
+    "object with y": "x, box=Box(y)",
+    "earlier output": "kept",
+    "earlier output and x": "x, kept if kept.shape == x.shape else x",
+    "buffer": "m.rows[:n]",
+    "buffer as y": "x, m.rows[:n]",
+    "parameter": "m.first.weight",
+    "inputs in place": "in_place(m, x)",
+    "too wide": "torch.cat([x, y], 1)",
+    "empty": "x[:0]",
+    "integers": "(x * 3).long().float()",
+    "half": "x.half().float()",
+    "requires grad": "x.requires_grad_()",
+}
+
+CHANGES = {
+    "weight data": "m.first.weight.data = torch.randn_like(m.first.weight)",
+    "weight data, transposed": "m.first.weight.data = m.first.weight.data.t()",
+    "weight in place": "m.first.weight.mul_(0.5)",
+    "weight filled": "m.first.weight.data.fill_(0.1)",
+    "weight replaced": "m.first.weight = nn.Parameter(torch.randn_like(m.first.weight), requires_grad=m.first.weight.requires_grad)",
+    "weight and old kept": "m.old = m.first.weight; m.first.weight = nn.Parameter(m.old.detach() + 1, requires_grad=m.old.requires_grad)",
+    "weight set_": "m.first.weight.data.set_(torch.randn_like(m.first.weight).untyped_storage(), 0, (W, W), (W, 1))",
+    "bias None": "m.first.bias = None",
+    "bias again": "m.first.bias = nn.Parameter(torch.randn(W, device=device), requires_grad=m.first.weight.requires_grad)",
+    "load": "m.load_state_dict({k: v + 0.1 if v.is_floating_point() else v for k, v in m.state_dict().items()})",
+    "load, assign": "m.load_state_dict({k: (v + 0.1 if v.is_floating_point() else v).clone() for k, v in m.state_dict().items()}, assign=True); m.requires_grad_(m.grads)",
+    "swap": "torch.utils.swap_tensors(m.first.weight, nn.Parameter(torch.randn_like(m.first.weight), requires_grad=m.first.weight.requires_grad))",
+    "swap, other way": "torch.utils.swap_tensors(nn.Parameter(torch.randn_like(m.first.weight), requires_grad=m.first.weight.requires_grad), m.first.weight)",
+    "to and back": "m.to(torch.float64).to(torch.float32)",
+    "through _parameters": "m.first._parameters['bias'] = nn.Parameter(torch.randn(W, device=device), requires_grad=m.first.weight.requires_grad)",
+    "_parameters replaced": "m.first._parameters = dict(m.first._parameters, bias=nn.Parameter(torch.randn(W, device=device), requires_grad=m.first.weight.requires_grad))",
+    "buffer replaced": "m.shift = torch.randn(W, device=device)",
+    "buffer in place": "m.shift.add_(1)",
+    "buffer resized": "m.shift.resize_(2 * W).fill_(0.5); m.shift.resize_(W)",
+    "plain tensor replaced": "m.table = torch.randn(W, device=device)",
+    "plain tensor in a list": "m.tables[0] = torch.randn(W, device=device)",
+    "plain tensor's data": "m.tables[0].data = torch.randn(W, device=device)",
+    "None becomes a tensor": "m.maybe = torch.randn(W, device=device)",
+    "tensor becomes None": "m.maybe = None",
+    "hidden weight": "m.unlisted[0].weight.data = torch.randn(W, W, device=device)",
+    "hidden module": "m.unlisted[0] = nn.Linear(W, W, device=device).requires_grad_(m.grads)",
+    "hidden bias in place": "m.unlisted[0].bias.add_(1)",
+    "hook": "m.hook = m.first.register_forward_hook(lambda mod, args, out: out * 2)",
+    "pre-hook": "m.hook = m.first.register_forward_pre_hook(lambda mod, args: (args[0] * 2,))",
+    "hook on the module": "m.hook = m.register_forward_hook(lambda mod, args, out: out)",
+    "global hook": "nn.modules.module.register_module_forward_hook(lambda mod, args, out, first=m.first: out * 1.1 if mod is first else None)",
+    "hook removed": "m.hook = m.hook and m.hook.remove()",
+    "hook set directly": "m.first._forward_hooks[99999] = lambda mod, args, out: out + 1",
+    "child's forward": "m.tail.forward = lambda h: torch.tanh(h) * 0.5",
+    "child's forward again": "m.tail.__dict__.pop('forward', None)",
+    "child trains": "m.drop.training = True",
+    "child evaluates": "m.drop.training = False",
+    "trains": "m.train()",
+    "evaluates": "m.eval()",
+    "submodule replaced": "m.tail = nn.Sigmoid() if isinstance(m.tail, nn.Tanh) else nn.Tanh()",
+    "submodule in a container": "m.blocks[0] = nn.Linear(W, W, device=device).requires_grad_(m.grads)",
+    "submodule appended": "m.blocks.append(nn.Tanh()) if len(m.blocks) < 4 else None",
+    "parametrized": "torch.nn.utils.parametrize.is_parametrized(m.param) or torch.nn.utils.parametrize.register_parametrization(m.param, 'weight', nn.Tanh())",
+    "requires grad": "m.grads = not m.grads; m.requires_grad_(m.grads)",
+    "generator replaced": "vars(m).update({k: torch.Generator(device).manual_seed(9) for k, v in vars(m).items() if isinstance(v, torch.Generator)})",
+    "default dtype": "torch.set_default_dtype(torch.float64)",
+    "default dtype again": "torch.set_default_dtype(torch.float32)",
+    "float32 precision": "torch.backends.mkldnn.set_flags(_enabled=True)",
+}
+
+# Changes that are not the same as a refusal, by the promise they need.
+CHANGE_PROMISES = {
+    "global hook": "staleness",
+    "generator replaced": "staleness",
+    "hidden weight": "hidden modules",
+    "hidden module": "hidden modules",
+    "swap, other way": "staleness",
+    "_parameters replaced": "staleness",
+    "buffer resized": "staleness",
+    "hook set directly": "staleness",
+    "child's forward": "staleness",
+    "child's forward again": "staleness",
+    "child trains": "staleness",
+    "child evaluates": "staleness",
+    "None becomes a tensor": "staleness",
+    "tensor becomes None": "staleness",
+    "parametrized": "staleness",
+    "default dtype": "staleness",
+    "default dtype again": "staleness",
+}
+
+CALL_PROMISES = {"expanded": "overlap", "earlier output": "lent", "earlier output and x": "lent"}
+
+# Promises that the library does not keep yet; programs that need them are left out, unless asked for.
+PENDING = frozenset(
+    {
+        "python state",
+        "escape",
+        "arguments",
+        "aliases",
+        "hidden modules",
+        "staleness",
+        "lent",
+        "overlap",
+    }
+)
+
+GRAPHS = {
+    "reset": "m.reset_graphs()",
+    "configured": "m.configure_graphs(num_warmups=1)",
+    "static inputs looked at": "m.graph_stats.graphs and m.graph_report()",
+}

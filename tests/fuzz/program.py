@@ -1,0 +1,194 @@
+"""Random programs: a module's class, its settings, and what happens to it, as text that runs by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import textwrap
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+
+from tests.fuzz.grammar import CALL_PROMISES, CALLS, CHANGE_PROMISES, CHANGES, GRAPHS, OUTPUTS, PIECES, PLAIN, Piece
+from tests.fuzz.twins import Different
+
+HEADER = """\
+import collections
+import sys
+
+sys.path[:0] = [".", "tests/support"]
+
+import torch
+from torch import nn
+
+import simplegraph as sg
+from tests.fuzz.twins import Box, Twins, W
+
+DEVICE = torch.device("{device}")
+ESCAPED = {{}}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.tail, self.drop = nn.Linear(W, W), nn.Tanh(), nn.Dropout(0.5)
+        self.blocks, self.param = nn.Sequential(nn.Linear(W, W)), nn.Linear(W, W)
+        self.register_buffer("shift", torch.randn(W))
+        self.register_buffer("rows", torch.randn(16, W))
+        self.table, self.tables, self.maybe = torch.randn(W).to(DEVICE), [torch.randn(W).to(DEVICE)], None
+        self.unlisted = [nn.Linear(W, W).to(DEVICE).requires_grad_(False)]
+        self.grads, self.scale, self.hook, self.old = {grads}, 0.5, None, None
+"""
+BEFORE = """\
+h = self.first(x) + self.shift + self.table * 0.1
+h = self.unlisted[0](self.blocks(h).tanh()) * 0.5 + self.tables[0] * 0.1
+h = h if self.maybe is None else h * self.maybe
+"""
+AFTER = "h = self.tail(self.drop(self.param(h)))\n"
+MODES = ["no_grad", "no_grad", "inference_mode", "inference_mode", "grad", "no_grad autocast", "no_grad eager"]
+MODES += ["inference_mode autocast", "no_grad flops"]
+# Pieces that a deep copy does not go on with: they hold a generator, or something outside.
+NO_COPIES = {"own noise", "escapes to a global", "escapes to a closure", "escapes to a deque", "read from a global"}
+SIZES = [[4], [4, 6], [1, 4, 8], [3, 6], [2, 3, 4, 5, 6], [16]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Names of pieces, settings, and events: ("call", rows, mode, arguments), ("change", name) or ("graphs", name)."""
+
+    seed: int
+    pieces: tuple[str, ...]
+    output: str
+    settings: dict[str, Any]
+    grads: bool
+    events: tuple[tuple[Any, ...], ...]
+
+    @property
+    def calls(self) -> int:
+        return sum(event[0] == "call" for event in self.events)
+
+    def text(self, device: str = "cpu") -> str:
+        """Runnable text."""
+        pieces = [PIECES[name] for name in self.pieces]
+        numbered = list(enumerate([*pieces, OUTPUTS[self.output]]))
+        lines = [HEADER.format(device=device, grads=self.grads)]
+        lines += [
+            _indented(piece.setup.replace("$", str(index)).replace("_place(", "self._place("))
+            for index, piece in numbered
+        ]
+        lines += ["\n    @staticmethod\n    def _place(hidden):\n        hidden.to(DEVICE).requires_grad_(False)\n"]
+        lines += ["\n    def forward(self, x, y=None, box=None):\n", _indented(BEFORE)]
+        lines += [_indented(piece.forward.replace("$", str(index))) for index, piece in numbered[:-1]]
+        lines += [_indented(AFTER), _indented(OUTPUTS[self.output].forward), "\n\n"]
+        settings = "".join(f", {name}={value!r}" for name, value in self.settings.items())
+        lines += [f"twins = Twins(Net, DEVICE, {self.seed}, {not self.grads}{settings})\n"]
+        return "".join([*lines, *map(_statement, self.events)])
+
+    def difference(self, device: str = "cpu") -> str | None:
+        """Run it; how the module with graphs differs from its twin, or None."""
+        try:
+            exec(compile(self.text(device), "<program>", "exec"), {"__name__": "program"})
+        except Different as error:
+            return str(error)
+        finally:
+            _restore()
+        return None
+
+
+def _restore() -> None:
+    """Undo what a program may change for the whole process."""
+    torch.set_default_dtype(torch.float32)
+    torch.nn.modules.module._global_forward_hooks.clear()
+
+
+def _indented(code: str) -> str:
+    return textwrap.indent(code.rstrip("\n") + "\n", "        ") if code else ""
+
+
+def _statement(event: tuple[Any, ...]) -> str:
+    kind, *rest = event
+    if kind == "call":
+        rows, mode, arguments = rest
+        return f"twins.call({rows}, {mode!r}, {CALLS[arguments]!r})\n"
+    if kind == "capture":
+        return f"twins.capture({rest[0]})\n"
+    return f"twins.{kind}({(CHANGES if kind == 'change' else GRAPHS)[rest[0]]!r})\n"
+
+
+def allowed(table: dict[str, Piece], without: Collection[str]) -> list[str]:
+    """The names of a table's pieces that need none of the promises left out."""
+    return [name for name, piece in table.items() if piece.promise not in without]
+
+
+def random_program(seed: int, without: Collection[str] = ()) -> Program:
+    """A program of this seed; `without` names promises that it must not need."""
+    rng = random.Random(seed)
+    names, plain = allowed(PIECES, without), sorted(PLAIN)
+    pieces = tuple(rng.choice(names if rng.random() < 0.5 else plain) for _ in range(rng.randint(1, 4)))
+    outputs = allowed(OUTPUTS, without)
+    settings: dict[str, Any] = {"capture_sizes": rng.choice(SIZES)}
+    if rng.random() < 0.3:
+        settings["num_warmups"] = rng.choice([0, 2])
+    if rng.random() < 0.2:
+        settings["padding"] = False
+    if rng.random() < 0.2:
+        settings["outputs"] = "static"
+    if any("break" in name for name in pieces) or rng.random() < 0.1:
+        settings["mode"] = "PIECEWISE"
+    return Program(
+        seed, pieces, rng.choice(outputs) if rng.random() < 0.6 else "h", settings, rng.random() < 0.2,
+        tuple(_random_events(rng, settings, pieces, without)),
+    )  # fmt: skip
+
+
+def _random_events(
+    rng: random.Random, settings: dict[str, Any], pieces: Collection[str], without: Collection[str]
+) -> Iterator[tuple[Any, ...]]:
+    """Runs of calls that are long enough for replays, with changes in between."""
+    if rng.random() < 0.15 and NO_COPIES.isdisjoint(pieces):
+        yield "capture", rng.choice([1, 2, 4])
+    calls = [name for name in sorted(CALLS) if CALL_PROMISES.get(name) not in without]
+    sizes = [*settings["capture_sizes"], *settings["capture_sizes"], 1, 2, 3, 5, 7]
+    changes = [name for name in CHANGES if CHANGE_PROMISES.get(name) not in without]
+    for _ in range(rng.randint(2, 4)):
+        mode, arguments = rng.choice(MODES), rng.choice(calls) if rng.random() < 0.6 else "x"
+        size = rng.choice(sizes)
+        for _ in range(rng.randint(3, 6)):
+            yield "call", size if rng.random() < 0.7 else rng.choice(sizes), mode, arguments
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            yield ("graphs", rng.choice(sorted(GRAPHS))) if rng.random() < 0.1 else ("change", rng.choice(changes))
+        if rng.random() < 0.5:
+            yield "call", size, mode, arguments
+
+
+def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """The smallest program found that still fails: without events, pieces and settings that do not matter."""
+    again = True
+    while again:
+        again = False
+        for smaller in _smaller(program):
+            if fails(smaller):
+                program, again = smaller, True
+                break
+    return program
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    events = program.events
+    for length in (len(events) // 2, len(events) // 4, 1):
+        for start in range(0, len(events), max(1, length)) if length else ():
+            yield dataclasses.replace(program, events=events[:start] + events[start + length :])
+    for index in range(len(program.pieces)):
+        yield dataclasses.replace(program, pieces=program.pieces[:index] + program.pieces[index + 1 :])
+    if program.output != "h":
+        yield dataclasses.replace(program, output="h")
+    for name in program.settings.keys() - {"capture_sizes"}:
+        yield dataclasses.replace(program, settings={k: v for k, v in program.settings.items() if k != name})
+    if program.grads:
+        yield dataclasses.replace(program, grads=False)
+    for index, event in enumerate(events):
+        if event[0] == "call" and event[2:] != ("no_grad", "x"):
+            for simpler in (("call", event[1], "no_grad", event[3]), ("call", event[1], event[2], "x")):
+                if simpler != event:
+                    yield dataclasses.replace(program, events=(*events[:index], simpler, *events[index + 1 :]))

@@ -1,0 +1,274 @@
+"""A module with graphs and its eager twin, called and changed alike; every difference between them is raised."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import logging
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from eager_twin import Raised, difference, outcome, same_objects, shared, tensors
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import simplegraph as sg
+
+W = 6  # features of every row
+KEPT = 4  # outputs of earlier calls that must stay as they were
+_ATOMS = (int, float, str, bool, type(None))
+
+
+class Box:
+    """An ordinary object, as an argument or an attribute."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+def in_place(module: Any, x: Tensor) -> Tensor:
+    """The static input of this many rows with these values, where there is one; else another tensor of them."""
+    if isinstance(module, sg.CudaGraphWrapper):
+        with contextlib.suppress(sg.ReplayError, sg.CaptureSizeError, KeyError):
+            static: Tensor = module.static_inputs(len(x))["x"]
+            if static.stride() == x.stride():
+                return static.copy_(x)
+    return x.clone()
+
+
+class Different(AssertionError):
+    """The wrapped module and its twin differ."""
+
+
+def collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
+
+
+class Twins:
+    """Two modules of one class with the same weights; one of them has graphs.
+
+    Args:
+        kind: the class.
+        device: where.
+        seed: of weights and of everything drawn later.
+        frozen: True for parameters that do not require gradients.
+        settings: of the one with graphs.
+    """
+
+    def __init__(
+        self, kind: type[nn.Module], device: torch.device | str, seed: int = 0, frozen: bool = True, **settings: Any
+    ) -> None:
+        self.device, self.seed, self.turn = torch.device(device), seed, 0
+        self.eager, self.module = (self._made(kind, frozen) for _ in range(2))
+        self.model: Any = sg.wrap(self.module, progress=False, **settings)
+        self.spaces = {id(m): _namespace(m, self.device) for m in (self.eager, self.model)}
+        self.kept: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=KEPT)
+        self._static = settings.get("outputs") == "static"
+        self._churn = random.Random(seed)
+        self._garbage: collections.deque[Tensor] = collections.deque(maxlen=12)
+        self._compare_state("after wrap")
+
+    def _made(self, kind: type[nn.Module], frozen: bool) -> nn.Module:
+        torch.manual_seed(self.seed)
+        module = kind().to(self.device).eval()
+        return module.requires_grad_(not frozen)
+
+    # What a program does.
+
+    def call(self, rows: int, mode: str, arguments: str) -> None:
+        """Call both with the same arguments, written with x, y, base (all of random rows), kept and m."""
+        self.turn += 1
+        results = []
+        for module in (self.model, self.eager):
+            space = self.spaces[id(module)]
+            torch.manual_seed(self.seed + self.turn)
+            space |= {name: torch.randn(rows + more, W, device=self.device) for name, more in _INPUTS.items()}
+            space["n"] = rows
+            before = self._counted
+            with _quiet():
+                args, kwargs = eval(f"collect({arguments})", space)
+                given = args, kwargs, space["x"], space["y"], space["base"]
+                with _entered(mode, self.device.type, module is self.model):
+                    result = outcome(lambda: module(*args, **kwargs))  # noqa: B023
+            results.append((result, given, _random_state(self.device)))
+            if module is self.model and not isinstance(result, Raised) and self._counted == before:
+                raise Different(f"call {self.turn}: neither a replay nor an eager call is counted")
+            if isinstance(result, Raised):
+                result.error.__traceback__ = None  # its frames hold weights, which then cannot be swapped
+            else:
+                space["kept"] = _first_tensor(result, torch.zeros(1, W, device=self.device))
+        self._churn_memory()
+        lent = self._static and "kept" in arguments  # the replay itself may overwrite that
+        self._compare_call(*results, coarse="autocast" in mode, lent=lent)
+
+    def change(self, statement: str) -> None:
+        """Change both modules, `m`, the same way; a change that is refused must be refused for both."""
+        refused = []
+        for module in (self.model, self.eager):
+            torch.manual_seed(self.seed + self.turn)
+            with _quiet(), torch.no_grad():
+                refused.append(outcome(lambda: exec(statement, self.spaces[id(module)])))  # noqa: B023
+        found = difference(*refused)
+        self._churn_memory()
+        self._raise(found, f"change {statement!r}")
+        self._compare_state(f"after {statement!r}")
+
+    def graphs(self, statement: str) -> None:
+        """Change the graphs alone, of `m`."""
+        with _quiet(), torch.no_grad():
+            exec(statement, self.spaces[id(self.model)])
+        self._compare_state(f"after {statement!r}")
+
+    def capture(self, rows: int, arguments: str = "x") -> None:
+        """Capture all sizes; only the wrapped module sees the real runs of this, so its twin is a copy of it."""
+        space = self.spaces[id(self.model)]
+        torch.manual_seed(self.seed + self.turn)
+        space |= {name: torch.randn(rows + more, W, device=self.device) for name, more in _INPUTS.items()} | {"n": rows}
+        args, kwargs = eval(f"collect({arguments})", space)
+        with _quiet(), torch.no_grad(), contextlib.suppress(sg.InputError):
+            self.model.capture_graphs(*args, **kwargs)
+        self.eager = copy.deepcopy(sg.unwrap(self.model))
+        self.spaces[id(self.eager)] = _namespace(self.eager, self.device) | {"kept": space["kept"].clone()}
+
+    @property
+    def _counted(self) -> int:
+        stats = self.model.graph_stats
+        return int(stats.replays) + sum(stats.eager.values())
+
+    # What must be the same.
+
+    def _compare_call(self, mine: Any, other: Any, *, coarse: bool, lent: bool) -> None:
+        (actual, given, state), (expected, twin, other_state) = mine, other
+        where = f"call {self.turn}"
+        coarsest = torch.bfloat16 if coarse else None
+        self._raise(difference(actual, expected, coarsest=coarsest), where)
+        if not lent:
+            self._raise(difference(_plain(given), _plain(twin), coarsest=coarsest), f"{where}: arguments")
+        if not isinstance(expected, Raised) and not lent:
+            for name, related in (("memory shared", shared), ("objects returned", same_objects)):
+                found = related(actual, (*given, _holders(self.model)))
+                wanted = related(expected, (*twin, _holders(self.eager)))
+                self._raise(None if found == wanted else f"{found}, eager's {wanted}", f"{where}: {name}")
+        self._raise(None if torch.equal(state, other_state) else "differs", f"{where}: state of the generator")
+        self._compare_state(f"after {where}", coarsest)
+        for result, wanted in self.kept:
+            self._raise(difference(result, wanted, coarsest=torch.bfloat16), f"after {where}: an earlier output")
+        if not isinstance(actual, Raised) and not self._static:
+            self.kept.append((actual, expected))
+
+    def _compare_state(self, where: str, coarsest: torch.dtype | None = None) -> None:
+        found = difference(_state(self.model), _state(self.eager), coarsest=coarsest)
+        self._raise(found, f"{where}: state of the module")
+
+    def _raise(self, found: str | None, where: str) -> None:
+        if found is not None:
+            raise Different(f"{where}: {found}\n{self.model.graph_report()}")
+
+    def _churn_memory(self) -> None:
+        """Fill freed memory with garbage, so that reading it shows."""
+        shapes = self._churn.choices([(W,), (W, W), (1, W), (2, W), (4, W), (6, W), (8, W), (64,), (300,)], k=8)
+        made = [
+            torch.full(shape, self._churn.choice([float("nan"), 1e30, -7.0]), device=self.device) for shape in shapes
+        ]
+        self._garbage.extend(self._churn.sample(made, 3))
+
+
+_INPUTS = {"x": 0, "y": 0, "base": 3}  # and how many rows more than the call's
+
+
+def _namespace(module: Any, device: torch.device) -> dict[str, Any]:
+    names: dict[str, Any] = {
+        "torch": torch,
+        "nn": nn,
+        "sg": sg,
+        "W": W,
+        "Box": Box,
+        "collect": collect,
+        "m": module,
+        "in_place": in_place,
+    }
+    return names | {"kept": torch.zeros(1, W, device=device), "device": device, "copy": copy}
+
+
+@contextlib.contextmanager
+def _entered(mode: str, kind: str, graphed: bool) -> Iterator[None]:
+    """Modes by their names: no_grad, inference_mode, grad, autocast, flops, eager, or several."""
+    modes: dict[str, Callable[[], Any]] = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "grad": torch.enable_grad,
+        "autocast": lambda: torch.autocast(kind, torch.bfloat16),
+        "flops": lambda: FlopCounterMode(display=False),
+        "eager": sg.eager if graphed else contextlib.nullcontext,
+    }
+    with contextlib.ExitStack() as stack:
+        for name in mode.split():
+            stack.enter_context(modes[name]())
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("simplegraph")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _state(module: Any) -> dict[str, Any]:
+    """Everything that the modules below one hold, by name: tensors, containers, objects, numbers, hooks by count."""
+    found: dict[str, Any] = {}
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            if name in ("_modules", "_simplegraph"):
+                found[f"{prefix}.{name}"] = list(value) if name == "_modules" else None
+            elif name.endswith("_hooks"):
+                found[f"{prefix}.{name}"] = len(value)
+            elif name.startswith("seen"):
+                found[f"{prefix}.{name}"] = _plain(value())  # what left the module by another way
+            else:
+                found[f"{prefix}.{name}"] = _plain(value)
+    return {name: value for name, value in found.items() if not name.endswith("_simplegraph")}
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Objects as their attributes, modules as their state, what has no value as its type."""
+    if isinstance(value, (Tensor, *_ATOMS)):
+        return value
+    if isinstance(value, (collections.deque, set, frozenset)):
+        value = list(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, nn.Module) and depth < 4:
+        return _state(value)
+    if isinstance(value, Box):
+        return {"box": _plain(value.value, depth + 1)}
+    return type(value).__name__
+
+
+def _holders(module: Any) -> list[Tensor]:
+    """The tensors that a module holds, in a fixed order, as things that an output may share memory with."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def _first_tensor(result: Any, default: Tensor) -> Tensor:
+    """A tensor of this shape of inputs in a result, to be passed to a later call."""
+    found = (t.detach() for t in tensors(result) if t.dim() == 2 and t.shape[1] == W and t.dtype is torch.float32)
+    return next(found, default)

@@ -1,0 +1,192 @@
+"""Mutants of the library: one line changed as a mistake would change it, and the tests that must notice."""
+
+from __future__ import annotations
+
+import dataclasses
+
+STALE = ("tests/module/test_staleness.py", "tests/module/test_state.py")
+INPUTS = ("tests/module/test_static_inputs.py", "tests/module/test_inputs.py", "tests/module/test_written_inputs.py")
+FAULTS = ("tests/module/test_fault_matrix.py", "tests/manager/test_failures.py", "tests/module/test_effects.py")
+ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One change of one place.
+
+    Attributes:
+        name: the mistake; file: where.
+        old: text that the file holds once; new: what stands there instead.
+        tests: tried in this order, until one fails.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = [
+    Mutant(
+        "an input that overlaps its own target is not cloned",
+        "module/plan.py",
+        "leaf = leaf.clone()  # overlaps its own target",
+        "pass",
+        INPUTS,
+    ),
+    Mutant(
+        "padding is not set where the caller holds static inputs",
+        "module/plan.py",
+        "if self.inputs.handed_out or self.inputs.dirty > self.rows:",
+        "if self.inputs.dirty > self.rows:",
+        (*INPUTS, *ANSWERS),
+    ),
+    Mutant(
+        "padding rows that a forward wrote are taken for clean",
+        "module/plan.py",
+        "        self.inputs.dirty = self.inputs.rows  # the forward may have written padding rows too\n",
+        "",
+        (*INPUTS, *ANSWERS),
+    ),
+    Mutant(
+        "padding rows are taken for clean after a replay that raised",
+        "module/plan.py",
+        "self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back",
+        "pass",
+        (*ANSWERS, *INPUTS, *FAULTS),
+    ),
+    Mutant(
+        "sources in static inputs are not copied before they are overwritten",
+        "module/plan.py",
+        "(self.inputs.detached(sources) if self.inputs.handed_out else sources), targets",
+        "sources, targets",
+        INPUTS,
+    ),
+    Mutant(
+        "what a forward wrote into its inputs is not given to the caller",
+        "module/plan.py",
+        "        if self.written_back:\n            self.write_back(leaves)\n",
+        "",
+        INPUTS,
+    ),
+    Mutant(
+        "outputs are not cloned",
+        "module/plan.py",
+        "self._clone = sorted(clone)",
+        "self._clone = []",
+        ANSWERS,
+    ),
+    Mutant(
+        "padding rows are never set",
+        "module/plan.py",
+        "self._pads = _pads(numbers)",
+        "self._pads = _pads([])",
+        (*ANSWERS, *INPUTS),
+    ),
+    Mutant(
+        "inputs that share memory are written nevertheless",
+        "module/plan.py",
+        "if self.written_back and self._aliased(leaves):",
+        "if False:",
+        INPUTS,
+    ),
+    Mutant(
+        "autocast is not looked at before a replay",
+        "module/replay.py",
+        "if autocast is not layout.autocast:",
+        "if False:",
+        ("tests/module/test_grad_modes.py", "tests/module/test_signature.py", "tests/fuzz"),
+    ),
+    Mutant(
+        "gradients are not asked for before a replay",
+        "module/replay.py",
+        "if _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):",
+        "if False:",
+        ("tests/module/test_grad_modes.py",),
+    ),
+    Mutant(
+        "changes of weights are not looked for before a replay",
+        "module/replay.py",
+        "moved = (state.seen != state.count or state.watches_plain) and state.moved()",
+        "moved = False",
+        STALE,
+    ),
+    Mutant(
+        "tensors in plain attributes are not compared before a replay",
+        "module/state.py",
+        "self.watches_plain = bool(unique)",
+        "self.watches_plain = False",
+        STALE,
+    ),
+    Mutant(
+        "segments of a failed capture are not dropped",
+        "graph/session.py",
+        "            recorder.drop()\n",
+        "",
+        (*FAULTS, "tests/graph/breaks", "tests/graph/test_session.py"),
+    ),
+    Mutant(
+        "a broken capture is not ended",
+        "graph/session.py",
+        "                self.device.abandon()\n",
+        "",
+        FAULTS,
+    ),
+    Mutant(
+        "generators keep the seed of a capture",
+        "graph/session.py",
+        "            generator.set_state(state)\n",
+        "            pass\n",
+        FAULTS,
+    ),
+    Mutant(
+        "what a capture changed in Python is not put back",
+        "module/builder.py",
+        "            undo.callback(lambda: kept.extend(state.put_back()))\n",
+        "",
+        FAULTS,
+    ),
+    Mutant(
+        "programs are kept whose reads were not noted",
+        "module/builder.py",
+        "        except BaseException:\n            self.manager.table.forget(jobs)\n            raise\n",
+        "        except ZeroDivisionError:\n            raise\n",
+        FAULTS,
+    ),
+    Mutant(
+        "a program that the table does not take is not dropped",
+        "manager/capture.py",
+        "                program.drop()  # nothing else knows of it\n",
+        "                pass\n",
+        FAULTS,
+    ),
+    Mutant(
+        "the verdict of a proof is that nothing differs",
+        "module/proof.py",
+        "error = None if found is None else VerificationError(found)",
+        "error = None",
+        ("tests/module/test_proofs.py",),
+    ),
+    Mutant(
+        "the replays of a proof leave their effects",
+        "module/memory.py",
+        "            self._undo.close()\n",
+        "            pass\n",
+        ("tests/module/test_capture_graphs.py", "tests/module/test_proofs.py", *FAULTS),
+    ),
+    Mutant(
+        "another stream replays without waiting",
+        "manager/table.py",
+        "            self.device.wait_for(self.pool.stream)\n",
+        "",
+        ("tests/manager/test_threads.py", "tests/manager/test_shared_pools.py", "tests/manager/test_manager.py"),
+    ),
+    Mutant(
+        "constants of another value are taken for the captured ones",
+        "module/signature.py",
+        "return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))",
+        "return True",
+        ("tests/module/test_signature.py", "tests/module/test_nested_arguments.py"),
+    ),
+]
