@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.module.call import Call
 from simplegraph.module.inputs import Spans
 from simplegraph.module.signature import TensorArg
+from simplegraph.module.snapshot import has_address
 from simplegraph.module.state import MemoryRead
 from simplegraph.module.survey import Survey
 from simplegraph.reasons import CannotBind, Reason
@@ -49,7 +51,8 @@ class MemoryInUse:
     def guards(self, call: Call) -> list[tuple[int, Spans]]:
         """Return, by the index of an argument, where a replayed call's may not lie; see `check`."""
         known = dict(self.read.elsewhere)
-        known |= {key: each.tensor for each in Survey(call.module).tensors.values() for key in each.memory}
+        held = (part for each in Survey(call.module).tensors.values() for part in parts(each.tensor))
+        known |= {storage_key(part): part for part in held if has_address(part)}
         everything = Spans(known[key] for key in self.read.keys | self.written if key in known)
         written = Spans(known[key] for key in self.written if key in known)
         guards = []
