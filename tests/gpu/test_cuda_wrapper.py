@@ -152,7 +152,7 @@ def test_a_kv_cache_sees_every_call_exactly_once() -> None:
 
 def test_to_the_cpu_and_back_is_never_stale() -> None:
     module = mlp()
-    model = sg.wrap(module, capture_sizes=SIZES, progress=False)
+    model = sg.wrap(module, capture_sizes=SIZES, batch_dims={"input": 0}, progress=False)
     x = torch.randn(3, 64, device="cuda")
     for place in ("cuda", "cpu", "cuda", "cpu", "cuda"):
         module.to(place)

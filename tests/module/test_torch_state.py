@@ -100,6 +100,7 @@ def test_settings_that_a_forward_changes_itself_cost_no_graph(device):
     module = Attends().eval()
     model = sg.wrap(module, capture_sizes=[4], progress=False)
     x = torch.randn(4, 3, WIDTH, device=device)
+    module(x)  # the first use of the context in a process may leave torch with other settings than it found
     for _ in range(6):
         close(model(x), module(x))
     assert model.graph_stats.captures == 1

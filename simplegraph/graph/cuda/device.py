@@ -208,7 +208,7 @@ class CudaDevice:
                     _refuse_unjoined(unjoined_operations(self.current_stream()))
                 capture.graph.capture_end()
         except RuntimeError as error:
-            raise forks.explained(error) from error
+            raise forks.explained(error) from None  # whose text it has
         forks.stop()
         self._thread.capture = None
         if num_nodes == 0:
