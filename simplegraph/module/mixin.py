@@ -88,7 +88,9 @@ class CudaGraphWrapper(Graphed):
         """Capture all sizes now, largest first, from example inputs of any batch size.
 
         The forward runs `num_warmups` times for real on the largest size, filled with the examples'
-        rows over and over; a module that keeps state sees these runs.
+        rows over and over; a module that keeps state sees these runs. Others, on half as many rows so
+        that no batch dimension is a guess, and of sizes that failed, have no effect: memory up to
+        1 GiB, Python state and random numbers are put back.
 
         Returns:
             What was captured, how long it took, and what failed.
