@@ -60,6 +60,18 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _dispatch_as_before() -> Iterator[None]:
+    """A test may not leave dispatch keys included or excluded: later ones in the process would compute otherwise."""
+    before = _dispatch_keys()
+    yield
+    assert _dispatch_keys() == before
+
+
+def _dispatch_keys() -> tuple[str, str]:
+    return str(torch._C._dispatch_tls_local_include_set()), str(torch._C._dispatch_tls_local_exclude_set())
+
+
+@pytest.fixture(autouse=True)
 def _proofs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prove graphs by default only where a test says `proofs`: tests of one mechanism count runs and replays."""
     if not request.node.get_closest_marker("proofs"):
