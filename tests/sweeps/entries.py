@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from eager_twin import tensors
 from torch import nn
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import module_db
+
+with unittest.mock.patch("torch.backends.disable_global_flags"):  # which would forbid every later test to set any
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
 
 # Their values are whatever was in memory: only shapes, types and layouts can be compared.
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
