@@ -16,7 +16,7 @@ from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.counted import CountedState
-from simplegraph.module.inputs import InputSet, overlap, shared_rows
+from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import Arg, CallReader, ConstantArg, Signature, TensorArg, batch_dim_of, short_repr
 from simplegraph.nested import LEAF, ById, TreeSpec, flatten
@@ -217,8 +217,10 @@ class Call(NamedTuple):
     @property
     def aliased(self) -> bool:
         """True if inputs share memory that their static buffers would not share."""
-        copied = [isinstance(arg, TensorArg) and arg.batch_dim != "reference" for arg in self.layout.args]
-        return overlap(itertools.compress(self.leaves, copied))
+        pairs = zip(self.leaves, self.layout.args, strict=True)
+        copied = {arg.name: leaf for leaf, arg in pairs if isinstance(arg, TensorArg) and arg.batch_dim != "reference"}
+        written = (copied[name] for name in copied.keys() & self.binding.written)
+        return overlap(copied.values()) or any(map(overlaps_itself, written))
 
     @property
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -189,6 +189,19 @@ def overlap(tensors: Iterable[Tensor]) -> bool:
     return any(start < end for (_, end), (start, _) in itertools.pairwise(spans))
 
 
+def overlaps_itself(tensor: Tensor) -> bool:
+    """True if elements of a tensor share memory, or might: `expand` makes such, and they cannot be copied to."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    reach = 0
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def _span(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize

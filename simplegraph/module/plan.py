@@ -11,7 +11,7 @@ from torch import Tensor
 from simplegraph.errors import StaleGraphError
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.call import Call
-from simplegraph.module.inputs import InputSet, Spans, StaticInput, overlap, slot
+from simplegraph.module.inputs import InputSet, Spans, StaticInput, overlap, overlaps_itself, slot
 from simplegraph.module.sharing import SharedOutputs
 from simplegraph.module.signature import PLAIN_TENSORS, memory_order
 from simplegraph.module.snapshot import holds_graph_memory
@@ -190,7 +190,8 @@ class Plan:
     def _aliased(self, leaves: Sequence[Any]) -> bool:
         """True if inputs share memory that their static buffers do not share; matters where inputs are written."""
         slots = zip(leaves, self.slots, strict=True)
-        return overlap(leaf for leaf, slot in slots if slot.shape is not None and not slot.reference)
+        pairs = overlap(leaf for leaf, slot in slots if slot.shape is not None and not slot.reference)
+        return pairs or any(overlaps_itself(leaves[at]) for at in self.written_back if not self.slots[at].reference)
 
     def write_back(self, leaves: Sequence[Any]) -> None:
         """Give the caller's tensors what the forward wrote into its inputs."""

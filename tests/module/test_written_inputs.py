@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import simplegraph as sg
-from tests.module.answers import close
+from tests.module.answers import close, reasons
 from tests.module.functions import WIDTH, graphed, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -184,3 +186,20 @@ def test_padding_rows_written_by_a_replay_that_raised_are_set_again(device):
         model.trouble = None
         right(model, torch.randn(2, 3, device=device))
     assert model.graph_stats.replays >= 5
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_an_expanded_input_that_is_written_is_eagers_with_a_reason(device: torch.device, first: int) -> None:
+    def write_column(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x[:, 1] = torch.tanh(x)[:, 0]
+        return x * 2
+
+    model = graphed(device, write_column, capture_sizes=[4])
+    for turn in range(8):
+        base = rows(4, device)
+        twin, expanded = base.clone(), turn >= first and turn % 2 == 0
+        x, other = (t[:, :1].expand(-1, WIDTH) if expanded else t for t in (base, twin))
+        close(model(x), write_column(model, other))
+        close(base, twin)
+    assert reasons(model)["aliased_inputs"] >= 2
+    assert model.graph_stats.replays > 0
