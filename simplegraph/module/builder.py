@@ -201,7 +201,7 @@ class GraphBuilder:
         All sizes do if the forward changes Python state at every run.
         """
         manager, binding = self.manager, call.binding
-        state = ModuleState((call.module, *call.trusted), manager.device, manager.pool)
+        state = ModuleState((call.module, *call.trusted), manager.device, manager.pool, binding.counted)
         rehearsal = Rehearsal(self.memory(call))
         retry = not lazy or call.padding > 0
         capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)

@@ -12,6 +12,7 @@ from torch import nn
 
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.escapes import PythonState
+from simplegraph.module.counted import CountedState
 from simplegraph.module.snapshot import Snapshot, holds_graph_memory
 
 
@@ -21,11 +22,12 @@ class ModuleState(PythonState):
     Args:
         roots: the module, and other objects that its forward may change.
         device, pool: where it is captured.
+        counted: what every run changes, of the module.
     """
 
-    def __init__(self, roots: Sequence[Any], device: GraphDevice, pool: GraphPool) -> None:
+    def __init__(self, roots: Sequence[Any], device: GraphDevice, pool: GraphPool, counted: CountedState) -> None:
         super().__init__(_code_of(roots[0]))
-        self._roots, self._device, self._pool = roots, device, pool
+        self._roots, self._device, self._pool, self._counted = roots, device, pool, counted
         self._before: list[Snapshot] = []
 
     def remember(self) -> None:
@@ -35,8 +37,8 @@ class ModuleState(PythonState):
     def put_back(self) -> list[str]:
         changes = [change for before in self._before for change in before.changes()]
         kept = [name for name, value in changes if holds_graph_memory(value, self._device, self._pool)]
-        for before in self._before:
-            before.put_back()
+        for index, before in enumerate(self._before):
+            before.put_back(() if index else self._counted.names or ())
         return kept
 
 

@@ -13,7 +13,7 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from simplegraph.graph.device import GraphDevice, GraphPool
+from simplegraph.graph.places import ABSENT, put
 from simplegraph.graph.tensors import parts
 from simplegraph.nested import ATOMS
 
@@ -109,15 +110,26 @@ class Snapshot:
             names += [] if key in _REGISTERED or key == "" else [str(key)]
         return ".".join(reversed(names))
 
-    def put_back(self) -> None:
-        """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay."""
+    def put_back(self, names: Collection[str] = ()) -> None:
+        """Let modules hold what they held, and any place the tensors that it held; let tensors lie where they lay.
+
+        Args:
+            names: of places, as `changes` gives them, that shall hold again whatever they held.
+        """
         for module, kind in self._modules.values():
             if type(module) is not kind:
                 module.__class__ = kind
         for index, (container, before, parent, key) in enumerate(self._holders):
             own = index in self._modules or (parent in self._modules and key in _REGISTERED)
-            if not _untouched(container, before) and (own or _tensors_differ(container, before)):
+            if _untouched(container, before):
+                continue
+            listed = bool(names) and not isinstance(container, dict) and self._name(parent, key) in names
+            if own or listed or _tensors_differ(container, before):
                 _refill(container, before)
+            elif names and isinstance(container, dict):
+                named = [name for name in before.keys() | container.keys() if self._name(index, name) in names]
+                for name in named:
+                    put(container, name, before.get(name, ABSENT))
         for tensor, memory, *_ in self._moved():
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory

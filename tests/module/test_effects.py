@@ -225,6 +225,11 @@ def test_python_state_that_every_run_changes_is_named_wherever_it_hangs(
         x = torch.randn(2, 4, device=device)
         torch.testing.assert_close(model(x), module.l(x))
     assert f"{name} changes whenever" in model.graph_stats.failures["batch size 2"]
+    twin = Changing().eval()
+    twin.s = copy.deepcopy(state)
+    for _ in range(3):
+        change(twin)
+    assert repr(module.s).split(" at ")[0] == repr(twin.s).split(" at ")[0], "each call counts once"
 
 
 def test_values_set_again_and_caches_by_size_are_no_change(device: torch.device) -> None:
