@@ -231,6 +231,8 @@ class GraphCapture:
                 self.table.device.synchronize()  # no collective may be in flight when a capture begins
         except InputError:
             raise
+        except CaptureError as error:
+            return error  # the library's own refusal
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)
             self._raised[job.label] = error

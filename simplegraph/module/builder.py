@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import CudaGraphMode
 from simplegraph.context import CALLS, bypassed, described_batch
-from simplegraph.errors import CaptureSizeError, ReplayError
+from simplegraph.errors import CaptureError, CaptureSizeError, ReplayError
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.escapes import KEPT_REMEDY, kept_by
 from simplegraph.graph.observe import MemoryObserver
@@ -163,7 +163,7 @@ class GraphBuilder:
             self.manager.table.add_trace(call.key, trace)
         jobs = self._jobs(call, inputs, [call.dispatch[:2]])
         failed = self._build(call, inputs, jobs, lazy=True).failed
-        if failed:
+        if failed and call.binding.unsupported is None:
             if self.manager.config.on_capture_failure == "raise":
                 del self.manager.failures[call.key]  # the next call tries again
             self.manager.table.raise_failure(failed)
@@ -310,12 +310,21 @@ def _forward(
     """Make the forward on the static inputs of a size."""
     module, counted, state_key = call.module, call.binding.counted, manager.config.state_key
 
+    def refuse() -> None:
+        unsupported = call.binding.unsupported
+        if unsupported is not None and unsupported.reason is Reason.CHANGED_ARGUMENTS:
+            cause = f"{unsupported.reason.text} ({unsupported.detail})"
+            raise CaptureError(f"capturing batch size {descriptor.num_tokens} failed\n  {cause}.", cause=cause)
+
     def run() -> Any:
+        refuse()  # the run before may have left the static inputs in another shape
         # In containers of its own: a run before may have changed them.
         args, kwargs = call.spec.unflatten(inputs.leaves(call.layout.args, descriptor.num_tokens))
         is_captured = manager.device.is_capturing()
         watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
         with bypassed(Reason.NESTED), torch.no_grad(), watched:
-            return invoke_watched(call, reader, args, kwargs)
+            result = invoke_watched(call, reader, args, kwargs)
+        refuse()
+        return result
 
     return run

@@ -122,6 +122,23 @@ def test_what_a_forward_does_to_its_arguments_it_does_at_every_call(
     assert reasons(model)["changed_arguments"] >= len(SIZES) - 1
 
 
+@pytest.mark.parametrize("warmups", [0, 1, 2])
+def test_capturing_all_sizes_of_a_forward_that_reshapes_its_argument_says_so(
+    device: torch.device, warmups: int
+) -> None:
+    def transpose(m: Any, x: Tensor) -> Tensor:
+        y = x * torch.ones(WIDTH, device=x.device)  # takes no other width
+        x.t_()
+        return y
+
+    model = graphed(device, transpose, num_warmups=warmups)
+    summary = model.capture_graphs(rows(4, device))
+    assert (summary.captured, len(summary.failed)) == (0, 2)
+    assert all("another shape or memory" in str(error) for error in summary.failed.values())
+    x = rows(4, device)
+    close(model(x.clone()), x)
+
+
 def test_an_argument_that_is_changed_at_some_sizes_only_is_changed_there(device: torch.device) -> None:
     def forward(m, x, extra):
         if len(x) > 4:
