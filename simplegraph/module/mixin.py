@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar, overload
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from simplegraph.config import CudaGraphConfig, check_settings
 from simplegraph.distributed import RankGroup
@@ -244,16 +245,30 @@ def _graphed(original: Any) -> type[nn.Module]:
     def shallow_copy(self: Any) -> Any:
         return wrap(copy.copy(unwrap(self)), self._graph_runner.settings)
 
-    members = {
+    members: dict[str, Any] = {
         "__slots__": ("_graph_runner",),
         "__new__": new,
         "__copy__": shallow_copy,
         "__reduce_ex__": reduce,
         "_simplegraph_original": original,
     }
+    if issubclass(original, LazyModuleMixin):
+        members["__class__"] = property(type, _become)
     mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
     graphed: type[nn.Module] = subclass(original, members, *mixins)
     return graphed
+
+
+def _become(lazy: Any, kind: type) -> None:
+    """Set the class of a wrapped lazy module, but not to the plain one that torch gives it once it is initialised.
+
+    That one has no place for the runner, and does what the lazy one does by then.
+    """
+    if kind is not lazy.cls_to_become:
+        _CLASS.__set__(lazy, kind)
+
+
+_CLASS: Any = vars(object)["__class__"]
 
 
 def _insert_base(target: Any) -> None:

@@ -343,3 +343,23 @@ def test_forward_hooks_run_as_in_eager_and_change_what_is_captured(device):
     for _ in range(5):
         close(model(x), expected)
     assert model.graph_stats.replays == 4
+
+
+LAZY = {
+    "linear": (lambda: nn.LazyLinear(4), (2, 3)),
+    "conv": (lambda: nn.LazyConv1d(4, 3), (2, 3, 8)),
+    "batch norm": (lambda: nn.LazyBatchNorm1d(), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_lazy_module_that_is_not_initialised_can_be_wrapped(device: torch.device, name: str) -> None:
+    make, shape = LAZY[name]
+    model = sg.wrap(make().to(device).eval(), capture_sizes=[2], progress=False)
+    eager = type(model).cls_to_become
+    for _ in range(5):
+        x = torch.randn(shape, device=device)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), eager.forward(model, x))
+    assert model.graph_stats.replays >= 2
+    assert not model.has_uninitialized_params()
