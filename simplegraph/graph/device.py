@@ -137,7 +137,7 @@ class GraphDevice(Protocol):
     def left_alive(self, pool: GraphPool) -> set[int]:
         """List the addresses of memory that the last Program's captures into `pool` made and that something still owns.
 
-        Borrowed tensors own nothing. Cheap where there is none.
+        One under way counts, until it is abandoned. Borrowed tensors own nothing. Cheap where there is none.
         """
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:

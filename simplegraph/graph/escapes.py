@@ -47,6 +47,7 @@ class PythonState:
     def go_back_to(self, earlier: PythonState) -> None:
         """Put back, and remember from now on, what a copy of this remembered earlier."""
         earlier.put_back()
+        self.surroundings.put_back_as(earlier.surroundings)
         vars(self).update(vars(earlier))
 
 
@@ -92,6 +93,20 @@ def refuse_escapes(
     if undefined:
         remedy += f"\n  What hangs in {', '.join(undefined)} could not be taken away, and is undefined."
     raise EscapeError(f"capturing {label} failed\n  {cause}.\n  {remedy}", cause=cause)
+
+
+def take_back(left: set[int], state: PythonState) -> None:
+    """Put back what Python objects held where a capture that failed left tensors.
+
+    Args:
+        left: addresses of what it made and something owned; what the error's own frames hold stays there.
+        state: what Python's objects held before.
+    """
+    if left:
+        young = {id(thing) for thing in gc.get_objects(generation=0)}
+        kept = _tensors_at(left)
+        if kept:
+            _put_back(kept, young, state)
 
 
 def _put_back(

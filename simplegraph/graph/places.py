@@ -32,6 +32,7 @@ class Surroundings:
 
     def __init__(self, code: Iterable[Any] = ()) -> None:
         self._places: dict[int, tuple[Any, dict[Any, Any]]] = {}  # by id: the place, and what it held by key
+        self._changed: list[tuple[Any, Any, Any]] = []  # places that held what they shall not, their owners, keys
         left = collections.deque((value, 0) for value in code)
         seen: set[int] = set()
         while left and len(self._places) < _MAX_PLACES:
@@ -92,12 +93,26 @@ class Surroundings:
         known = id(place) in self._places
         before = self._places[id(place)][1] if known else {}
         now = held_by(place) or {}
+        keys = [key for key, item in now.items() if item is value][::-1]
+        self._changed += [(place, owner, key) for key in keys]
         if known and (isinstance(place, collections.deque) or (isinstance(place, list) and len(now) < len(before))):
             place.clear()
             place.extend(before.values())
             return
-        for key in [key for key, item in now.items() if item is value][::-1]:
+        for key in keys:
             put(place, key, before.get(key, ABSENT), owner)
+
+    def put_back_as(self, earlier: Surroundings) -> None:
+        """Let the places where something was put back hold what they held even earlier."""
+        for place, owner, key in self._changed:
+            if id(place) not in earlier._places:
+                continue
+            before = earlier._places[id(place)][1]
+            if isinstance(place, (collections.deque, list)):
+                place.clear()
+                place.extend(before.values())
+            elif (held_by(place) or {}).get(key, ABSENT) is not before.get(key, ABSENT):
+                put(place, key, before.get(key, ABSENT), owner)
 
 
 def held_by(place: Any) -> dict[Any, Any] | None:

@@ -37,11 +37,15 @@ class CaptureSession:
         device: where to capture.
         pool: what the captured tensors live in; its lock is held for the whole session.
         thorough: see above.
+
+    Attributes:
+        left: addresses of memory that a capture had made when it failed, and that something owned.
     """
 
     device: GraphDevice
     pool: GraphPool
     thorough: bool = dataclasses.field(kw_only=True)
+    left: set[int] = dataclasses.field(default_factory=set, init=False)
 
     def __enter__(self) -> CaptureSession:
         if self.device.is_capturing():
@@ -126,6 +130,8 @@ class CaptureSession:
                     result = wait_collectives(run())
                 return result, recorder.finish()
             except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    self.left = self.device.left_alive(self.pool)
                 self.device.abandon()
                 raise
 

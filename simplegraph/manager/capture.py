@@ -18,8 +18,8 @@ from simplegraph.errors import CaptureError, EscapeError, InputError
 from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.breaks.trace import BreakTracer
-from simplegraph.graph.escapes import PythonState
-from simplegraph.graph.failures import capture_error
+from simplegraph.graph.escapes import PythonState, take_back
+from simplegraph.graph.failures import capture_error, release_locals
 from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
@@ -175,14 +175,7 @@ class GraphCapture:
             trace = self._trace(job)
             self._announce(job)
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
-                program = session.capture(
-                    lambda: self._run_captured(job, observed),
-                    label=job.label,
-                    generators=job.generators,
-                    trace=trace,
-                    state=self.state,
-                    observed=self._observed,
-                )
+                program = self._recorded(session, job, trace, observed)
             try:
                 self._check_breaks(job, program)
                 self.table.add(job, program)
@@ -192,6 +185,24 @@ class GraphCapture:
         except CaptureError as error:
             failed = error
         return self._on_all_ranks("capturing", job, failed)
+
+    def _recorded(self, session: CaptureSession, job: CaptureJob, trace: BreakTrace | None, observed: bool) -> Program:
+        try:
+            return session.capture(
+                lambda: self._run_captured(job, observed),
+                label=job.label,
+                generators=job.generators,
+                trace=trace,
+                state=self.state,
+                observed=self._observed,
+            )
+        except BaseException as error:
+            if self.table.config.on_capture_failure != "raise":
+                release_locals(error)
+            take_back(session.left, self.state)
+            raise
+        finally:
+            session.left.clear()
 
     def _run_captured(self, job: CaptureJob, observed: bool) -> Any:
         """Run the forward as it is recorded, hooks included."""

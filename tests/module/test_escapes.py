@@ -174,6 +174,43 @@ def test_the_unwrapped_module_is_sound_after_refused_captures(
     assert not net(torch.randn(4, 4, device=device)).isnan().any()
 
 
+@pytest.mark.parametrize("name", ["list", "deque", "global", "closure"])
+def test_warmups_of_padded_sizes_leave_no_padded_rows_where_the_capture_is_refused(
+    name: str, device: torch.device
+) -> None:
+    make, kept_by = list(KEEPERS.items())[NAMES.index(name)]
+    xs = [torch.randn(rows, 4, device=device) for rows in (6, 2, 2, 5, 2, 6)]
+    left = []
+    for wrapped in (False, True):
+        forget()
+        keep = make()
+        torch.manual_seed(0)
+        net: Any = Net(keep).to(device).eval()
+        if wrapped:
+            net = sg.wrap(net, capture_sizes=[3, 6], progress=False)
+        left.append([([y.clone() for y in (net(x), *kept_by(keep))]) for x in xs])
+    torch.testing.assert_close(left[1], left[0])
+    assert net.graph_stats.eager[Reason.CAPTURE_FAILED]
+
+
+@pytest.mark.parametrize(("make", "kept_by"), KEEPERS.items(), ids=NAMES)
+def test_a_capture_that_fails_for_another_reason_leaves_nothing_either(
+    make: Callable[[], Any], kept_by: Callable[[Any], list[Tensor]], device: torch.device
+) -> None:
+    xs = [torch.randn(2, 4, device=device) for _ in range(5)]
+    left = []
+    for wrapped in (False, True):
+        forget()
+        keep = make()
+        torch.manual_seed(0)
+        net: Any = Net(lambda y, keep=keep: keep(y) * (1 if float(y.sum()) > 0 else 2)).to(device).eval()
+        if wrapped:
+            net = sg.wrap(net, capture_sizes=[2], progress=False)
+        left.append([([y.clone() for y in (net(x), *kept_by(keep))]) for x in xs])
+    torch.testing.assert_close(left[1], left[0])
+    assert net.graph_stats.eager[Reason.CAPTURE_FAILED]
+
+
 @functools.lru_cache(maxsize=8)
 def table(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     angles = torch.arange(rows, device=device)[:, None] / 7.0

@@ -223,7 +223,9 @@ class EmulatorDevice:
 
     def left_alive(self, pool: GraphPool) -> set[int]:
         arena: Arena = pool.handle
-        return {memory.address for memory in arena.of_group() if not memory.reusable()}
+        recording = self._thread.recording
+        begun = recording.left_alive() if recording is not None and recording.arena is arena else set()
+        return begun | {memory.address for memory in arena.of_group() if not memory.reusable()}
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         memory = self._captured(tensor)

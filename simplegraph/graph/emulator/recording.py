@@ -236,6 +236,10 @@ class EmulatedCapture:
         living = [memory.unowned() for memory in outside if memory.address]
         return Recorded(self._calls, self._created, constants, living, self._reused)
 
+    def left_alive(self) -> set[int]:
+        """List the addresses of memory that was made so far and that something owns."""
+        return {memory.storage.data_ptr() for memory in self._created if not memory.reusable()}
+
     def undo(self) -> None:
         """Put back the memory that was written and the random generators; harmless the second time."""
         for memory in self._memories.values():
