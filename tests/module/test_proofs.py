@@ -410,3 +410,18 @@ def test_a_forward_that_cannot_run_padded_rows_still_serves_the_callers(device):
         assert torch.equal(model(x), x * 2)
     assert reasons(model)["capture_failed"] >= 1
     assert proofs(model)[8].startswith("exact")
+
+
+def test_what_a_last_break_is_passed_is_proven_too(device: torch.device) -> None:
+    halved = sg.eager_break(lambda h: torch.tanh(h) * 0.5)
+
+    class ByCount(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return halved(x * (2 if len(x) > 3 else 1))
+
+    model = sg.wrap(ByCount().eval(), capture_sizes=[16], mode="PIECEWISE", progress=False)
+    with torch.no_grad():
+        for rows in (1, 7, 1, 1, 2, 1):
+            x = torch.randn(rows, 4, device=device)
+            torch.testing.assert_close(model(x), (x * (2 if rows > 3 else 1)).tanh() * 0.5)
+    assert reasons(model)["padding_shows"] >= 2

@@ -14,10 +14,11 @@ from simplegraph.graph.breaks.results import Bridge
 from simplegraph.graph.breaks.step import Break
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
-from simplegraph.graph.tensors import wait_collectives
+from simplegraph.graph.tensors import storage_key, wait_collectives
 from simplegraph.nested import TreeSpec, flatten
 
 Restore = Callable[[], object]
+Differs = Callable[[Tensor, Tensor], str | None]
 
 
 class Copies(Protocol):
@@ -34,6 +35,7 @@ class RecordedBreak(NamedTuple):
         function: what was called.
         results, spec: the leaves of what it returned, tensors cloned, and how they nest.
         arguments: for each leaf of its arguments that the run made, what the call left in it; None for others.
+        passed: the same before the call; None also where the call wrote to it, who may be passed empty memory.
         outside: puts back what it wrote to memory from before the run.
     """
 
@@ -41,6 +43,7 @@ class RecordedBreak(NamedTuple):
     results: Sequence[Any]
     spec: TreeSpec
     arguments: Sequence[Tensor | None]
+    passed: Sequence[Tensor | None]
     outside: Restore
 
 
@@ -67,61 +70,75 @@ class BreakTape:
         observer = self._observer
         args, kwargs = wait_collectives((args, kwargs))
         passed, _ = flatten((args, kwargs))
+        made = [isinstance(leaf, Tensor) and observer.made(leaf) for leaf in passed]
+        before = [leaf.clone() if own else None for leaf, own in zip(passed, made, strict=True)]
         written, observer.written = observer.written, set()
         try:
             with recording_breaks(None), observer.inside_break():
                 result = function(*args, **kwargs)
             outside = self._memory.copied(observer.written)
+            read = [
+                None if copy is None or storage_key(leaf) in observer.written else copy
+                for leaf, copy in zip(passed, before, strict=True)
+            ]
         finally:
             observer.written |= written
         leaves, spec = flatten(result)
         results = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        made = (isinstance(leaf, Tensor) and observer.made(leaf) for leaf in passed)
         arguments = [leaf.clone() if own else None for leaf, own in zip(passed, made, strict=True)]
-        self.calls.append(RecordedBreak(function, results, spec, arguments, outside))
+        self.calls.append(RecordedBreak(function, results, spec, arguments, read, outside))
         return result
 
 
 class PlayedBreak(Break):
-    """A break whose effects are a recorded call's."""
+    """A break whose effects are a recorded call's, and that must be passed what that call was."""
 
-    def __init__(self, step: Break, recorded: RecordedBreak) -> None:
+    def __init__(self, step: Break, recorded: RecordedBreak, differs: Differs) -> None:
         super().__init__(**{field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
         self._recorded = recorded
+        self._differs = differs
 
     def replay(self) -> None:
         """Put the recorded results and writes where the next segment reads them; a smaller batch fills the front.
 
         Raises:
-            BreakError: they do not fit.
+            BreakError: they do not fit, or the segments before pass other values.
         """
         recorded = self._recorded
         if recorded.spec != self.spec:
             raise self._refused("another structure in the eager run")
         passed, _ = flatten(self._arguments() if self.rebuilt else (self.args, self.kwargs))
-        for target, copy in zip(passed, recorded.arguments, strict=True):
+        for target, given, copy in zip(passed, recorded.passed, recorded.arguments, strict=True):
+            found = None if given is None else self._differs(self._front(target, given), given)
+            if found is not None:
+                raise BreakError(f"what eager break {self.name} is passed {found}")
             if copy is not None:
-                self._paste(target, copy)
+                self._front(target, copy).copy_(copy)
         recorded.outside()
         for accept, leaf in zip(self.accepts, recorded.results, strict=True):
             bridge = getattr(accept, "__self__", None)
             if isinstance(bridge, Bridge):
                 bridge.target.zero_()
-                self._paste(bridge.target, leaf)
+                self._front(bridge.target, leaf).copy_(leaf)
             elif not isinstance(leaf, Tensor):  # other tensors are arguments, or outside, and written already
                 problem = accept(leaf)
                 if problem is not None:
                     raise self._refused(problem)
 
-    def _paste(self, target: Tensor, copy: Tensor) -> None:
+    def _front(self, target: Tensor, copy: Tensor) -> Tensor:
         fits = target.dim() == copy.dim() and all(map(int.__le__, copy.shape, target.shape))
         if not fits:
             raise self._refused(f"a tensor of shape {tuple(copy.shape)} in the eager run")
-        target[tuple(map(slice, copy.shape))].copy_(copy)
+        return target[tuple(map(slice, copy.shape))]
 
 
-def played(program: Program, calls: Sequence[RecordedBreak]) -> Program:
+def played(program: Program, calls: Sequence[RecordedBreak], differs: Differs) -> Program:
     """Return the program with its breaks played back; the segments are shared.
+
+    Args:
+        program: what replays run.
+        calls: of an eager run.
+        differs: says how what a break is passed differs from what it was passed in that run, or None.
 
     Raises:
         BreakError: the eager run called other breaks than the program has.
@@ -130,5 +147,5 @@ def played(program: Program, calls: Sequence[RecordedBreak]) -> Program:
     if found != expected:
         raise BreakError(f"the eager run called {len(found)} eager breaks, the graph has {len(expected)} or others.")
     left = iter(calls)
-    steps = tuple(PlayedBreak(step, next(left)) if isinstance(step, Break) else step for step in program.steps)
+    steps = tuple(PlayedBreak(step, next(left), differs) if isinstance(step, Break) else step for step in program.steps)
     return Program(program.device, steps, program.outputs, program.spec)
