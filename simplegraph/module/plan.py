@@ -233,7 +233,11 @@ class Plan:
         leaves, _ = flatten(result)
         ours = {id(leaves[index]): self.outputs[index] for index in self._ours}
         for index in self._ours:
-            self.outputs[index].copy_(leaves[index])
+            output = self.outputs[index]
+            once = tuple(
+                slice(0, size if stride else 1) for size, stride in zip(output.shape, output.stride(), strict=True)
+            )
+            output[once].copy_(leaves[index][once])  # not what `expand` repeats: elements share that memory
         return self._spec.unflatten(ours.get(id(leaf), leaf) for leaf in leaves)
 
     # With `debug`.

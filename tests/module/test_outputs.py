@@ -219,3 +219,12 @@ def test_outputs_that_alias_inputs_may_be_the_next_inputs_in_another_order(devic
         close(a.clone(), x)
         close(b.clone(), y)
     assert model.graph_stats.replays > 0
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_an_expanded_static_output_is_handed_out(device: torch.device) -> None:
+    model = graphed(device, lambda m, x: torch.tanh(x)[:, :1].expand(-1, 5), capture_sizes=[4], outputs="static")
+    for _ in range(5):
+        x = torch.randn(4, WIDTH, device=device)
+        close(model(x), torch.tanh(x)[:, :1].expand(-1, 5))
+    assert model.graph_stats.replays >= 2
