@@ -320,18 +320,8 @@ CHANGE_PROMISES = {
 CALL_PROMISES = {"expanded": "overlap", "earlier output": "lent", "earlier output and x": "lent"}
 
 # Promises that the library does not keep yet; programs that need them are left out, unless asked for.
-PENDING = frozenset(
-    {
-        "python state",
-        "escape",
-        "arguments",
-        "aliases",
-        "hidden modules",
-        "staleness",
-        "lent",
-        "overlap",
-    }
-)
+# "escape": what a break returned, and the forward leaves outside the module, is not found.
+PENDING = frozenset({"escape"})
 
 GRAPHS = {
     "reset": "m.reset_graphs()",

@@ -103,7 +103,7 @@ class Twins:
                 space["kept"] = _first_tensor(result, torch.zeros(1, W, device=self.device))
         self._churn_memory()
         lent = self._static and "kept" in arguments  # the replay itself may overwrite that
-        self._compare_call(*results, coarse="autocast" in mode, lent=lent)
+        self._compare_call(*results, coarse="autocast" in mode, lent=lent, keep="in_place" not in arguments)
 
     def change(self, statement: str) -> None:
         """Change both modules, `m`, the same way; a change that is refused must be refused for both."""
@@ -141,7 +141,7 @@ class Twins:
 
     # What must be the same.
 
-    def _compare_call(self, mine: Any, other: Any, *, coarse: bool, lent: bool) -> None:
+    def _compare_call(self, mine: Any, other: Any, *, coarse: bool, lent: bool, keep: bool) -> None:
         (actual, given, state), (expected, twin, other_state) = mine, other
         where = f"call {self.turn}"
         coarsest = torch.bfloat16 if coarse else None
@@ -157,7 +157,7 @@ class Twins:
         self._compare_state(f"after {where}", coarsest)
         for result, wanted in self.kept:
             self._raise(difference(result, wanted, coarsest=torch.bfloat16), f"after {where}: an earlier output")
-        if not isinstance(actual, Raised) and not self._static:
+        if keep and not (isinstance(actual, Raised) or self._static):
             self.kept.append((actual, expected))
 
     def _compare_state(self, where: str, coarsest: torch.dtype | None = None) -> None:
