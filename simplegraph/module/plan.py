@@ -65,6 +65,7 @@ class Plan:
         self.padded = call.padded
         self.padding = call.padding
         self.debug = table.config.debug
+        self._static = table.config.outputs == "static"
         self._prepare_inputs(call)
         self._prepare_outputs(call)
 
@@ -83,7 +84,7 @@ class Plan:
         tensors = {index: leaf for index, leaf in enumerate(program.outputs) if isinstance(leaf, Tensor)}
         self._ours = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
-        if table.config.outputs == "clone":
+        if not self._static:
             clone |= self._ours
         self.outputs = call.binding.outputs.cut(program.outputs, self.rows, self.padded)
         self._clone = sorted(clone)
@@ -182,6 +183,8 @@ class Plan:
         """Return why a replay cannot serve these leaves as eager would; None unless the plan is `guarded`."""
         if self.written_back and self._aliased(leaves):
             return CannotBind(Reason.ALIASED_INPUTS, "the forward writes to one of them")
+        if self._static and any(self.device.in_pool(self.pool, leaves[index]) for index in self.written_back):
+            return CannotBind(Reason.ALIASED_INPUTS, "the forward writes to a static output that it is passed")
         for index, spans in self._guards:
             if spans.hold(leaves[index].data_ptr()):
                 return CannotBind(Reason.ALIASED_INPUTS, f"{self.slots[index].arg.name} and memory of the module")
@@ -228,7 +231,7 @@ class Plan:
 
     def handed_out(self, result: Any) -> Any:
         """Return eager's result as a replay would: static outputs are always the same memory."""
-        if self.table.config.outputs != "static":
+        if not self._static:
             return result
         leaves, _ = flatten(result)
         ours = {id(leaves[index]): self.outputs[index] for index in self._ours}

@@ -203,3 +203,19 @@ def test_an_expanded_input_that_is_written_is_eagers_with_a_reason(device: torch
         close(base, twin)
     assert reasons(model)["aliased_inputs"] >= 2
     assert model.graph_stats.replays > 0
+
+
+def test_a_static_output_that_is_passed_and_written_is_eagers(device: torch.device) -> None:
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x) + 1
+        x.mul_(2)
+        return y
+
+    model = graphed(device, step, capture_sizes=[4], outputs="static")
+    for _ in range(4):
+        x = rows(4, device)
+        expected = torch.tanh(x) + 1
+        y = model(x)
+        close(y, expected)
+        close(model(y), torch.tanh(expected) + 1)
+    assert reasons(model)["aliased_inputs"] >= 2
