@@ -219,7 +219,8 @@ class GraphBuilder:
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
             for observer in capture.observers:
                 binding.note_made(observer, graph.program.outputs)
-        if not (kept or binding.counted.names):
+        refused = kept or (binding.counted.names and len(summary.failed) < len(jobs))
+        if not refused:
             return summary
         why = (kept_by(kept), KEPT_REMEDY) if kept else binding.counted.refusal
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))

@@ -37,9 +37,15 @@ class CountedState:
             yield
             return
         before, key = Snapshot(module, tensors=False), state_key and state_key(module)
-        yield
-        in_key = state_key is not None and state_key(module) != key
-        self.names = [] if in_key else sorted(self._changed & before.changed_names())
+        complete = False
+        try:
+            yield
+            complete = True
+        finally:
+            in_key = state_key is not None and state_key(module) != key
+            names = [] if in_key else sorted(self._changed & before.changed_names())
+            if complete or names:  # a capture that failed may not have come to what changes
+                self.names = names
 
     @property
     def refusal(self) -> tuple[str, str]:

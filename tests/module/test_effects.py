@@ -427,3 +427,18 @@ def test_an_object_without_attributes_of_its_own_does_no_harm() -> None:
     module.things = [object(), SimpleNamespace(a=1), 3.5, None, lambda: None, nn.Linear]
     snapshot = Snapshot(module)
     assert snapshot.changes() == []
+
+
+def test_a_counter_in_an_object_counts_each_call_once_where_a_capture_fails_otherwise(device: torch.device) -> None:
+    class Masks(Stateful):
+        def keep(self, y: Tensor) -> None:
+            self.s.calls += 1
+            y[y > 0].sum()
+
+    module = Masks().to(device).eval()
+    module.s = SimpleNamespace(calls=0)
+    model = sg.wrap(module, capture_sizes=[2], progress=False)
+    for turn in range(4):
+        model(torch.randn(2, 4, device=device))
+        assert module.s.calls == turn + 1
+    assert "boolean mask" in model.graph_stats.failures["batch size 2"]
