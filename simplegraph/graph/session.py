@@ -83,6 +83,7 @@ class CaptureSession:
         trace: BreakTrace | None = None,
         state: PythonState | None = None,
         observed: Callable[[], Iterable[Tensor]] = tuple,
+        search: bool = True,
     ) -> Program:
         """Record one run. The run executes nothing; its outputs hold values after the first replay.
 
@@ -93,6 +94,7 @@ class CaptureSession:
             trace: what a warmup saw of the run's eager breaks, which split it; None captures them as part of it.
             state: puts Python's objects back if the run left tensors in some.
             observed: returns tensors that observers of the run own.
+            search: look for tensors left behind in a run with breaks, too, whose own take long to tell from those.
 
         Raises:
             CaptureError: the run cannot be captured, or left tensors of the graph in Python objects. Stream, pool and
@@ -113,7 +115,8 @@ class CaptureSession:
             program = Program(self.device, steps, outputs, spec, seconds, taken)
             # Outputs are borrowed by now, so that one which is kept elsewhere shows.
             state = state or PythonState()
-            refuse_escapes(self.device, self.pool, label, own=program.held, state=state, observed=observed)
+            if search or not program.breaks:
+                refuse_escapes(self.device, self.pool, label, own=program.held, state=state, observed=observed)
             return program
         except BaseException as error:
             recorder.drop()

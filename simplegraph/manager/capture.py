@@ -195,6 +195,7 @@ class GraphCapture:
                 trace=trace,
                 state=self.state,
                 observed=self._observed,
+                search=observed,
             )
         except BaseException as error:
             if self.table.config.on_capture_failure != "raise":
