@@ -99,7 +99,9 @@ class Holders:
 
     def _cut(self, path: list[Any]) -> bool:
         """Let the nearest holder that was there before an object hold what it held; True if there is one."""
-        places = [place for place in range(1, len(path)) if _can_change(path[place], path[place - 1])]
+        # Above a thread's own dict, a threading.local's are Python's: it keeps no reference where it needs one.
+        end = len(path) - 2 if isinstance(path[-1], threading.local) else len(path)
+        places = [place for place in range(1, end) if _can_change(path[place], path[place - 1])]
         known = [place for place in places if self._before.knows(path[place])]
         old = [place for place in places if not self._is_young(path, place)]
         for place in (known or old or places)[:1]:

@@ -103,6 +103,7 @@ class CaptureSession:
         started = time.perf_counter()
         free_before = self.device.free_memory()
         recorder = SegmentRecorder(self.device, self.pool, generators, trace)
+        self.pool.watched = search or trace is None
         try:
             result, steps = self._record(recorder, run)
             seconds = time.perf_counter() - started
@@ -115,7 +116,7 @@ class CaptureSession:
             program = Program(self.device, steps, outputs, spec, seconds, taken)
             # Outputs are borrowed by now, so that one which is kept elsewhere shows.
             state = state or PythonState()
-            if search or not program.breaks:
+            if self.pool.watched:
                 refuse_escapes(self.device, self.pool, label, own=program.held, state=state, observed=observed)
             return program
         except BaseException as error:
@@ -133,8 +134,9 @@ class CaptureSession:
                     result = wait_collectives(run())
                 return result, recorder.finish()
             except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    self.left = self.device.left_alive(self.pool)
+                if self.pool.watched:
+                    with contextlib.suppress(RuntimeError):
+                        self.left = self.device.left_alive(self.pool)
                 self.device.abandon()
                 raise
 

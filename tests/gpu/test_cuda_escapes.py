@@ -126,7 +126,7 @@ def test_the_allocator_lists_what_a_capture_left_alive_and_nothing_else(cuda: Cu
     first, output = capture(cuda, pool, run)
     addresses = {output.untyped_storage().data_ptr(), kept[0].untyped_storage().data_ptr()}
     assert cuda.left_alive(pool) == addresses
-    output = cuda.borrow(output)
+    output = cuda.borrow(pool, output)
     assert cuda.left_alive(pool) == {kept[0].untyped_storage().data_ptr()}
     second, other = capture(cuda, pool, lambda: (x * 3).sum())
     assert cuda.left_alive(pool) == {other.untyped_storage().data_ptr()}
@@ -142,8 +142,9 @@ def test_the_allocator_lists_what_a_capture_left_alive_and_nothing_else(cuda: Cu
 
 
 def test_a_librarys_workspace_that_begins_in_a_capture_is_no_escape(cuda: CudaDevice, pool: GraphPool) -> None:
-    torch._C._cuda_clearCublasWorkspaces()
     a = torch.randn(256, 256, device="cuda")
+    a @ a  # the handle itself cannot be made in a capture
+    torch._C._cuda_clearCublasWorkspaces()
     with CaptureSession(cuda, pool, thorough=True) as session:
         programs = [session.capture(lambda: a @ a, label="batch size 2") for _ in range(3)]
     for program in programs:

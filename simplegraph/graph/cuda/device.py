@@ -191,7 +191,7 @@ class CudaDevice:
             graph.register_generator_state(generator)
         self._thread.capture = _Capture(graph, pool.handle, generators)
         pool.handle.grown = True
-        if not continues:
+        if not continues and pool.watched:
             pool.handle.owned_before = self._owned_blocks(pool.handle)
         forks.start(self.current_stream())
         with torch._C._DisableTorchDispatch():  # torch sets its generators' tensors, which is no work of the forward
