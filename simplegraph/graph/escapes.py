@@ -20,6 +20,7 @@ from simplegraph.graph.holders import Holders
 from simplegraph.graph.places import Surroundings
 from simplegraph.graph.tensors import is_wrapper, parts
 
+_Found = tuple[weakref.ref[Tensor], int]  # a tensor, and where its memory began
 _MAX_OBJECTS = 100_000  # of a Program's own; far above what its breaks are passed
 _NOT_HELD = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, nn.Module)
 
@@ -109,9 +110,7 @@ def take_back(left: set[int], state: PythonState) -> None:
             _put_back(kept, young, state)
 
 
-def _put_back(
-    kept: Sequence[weakref.ref[Tensor]], young: set[int], state: PythonState
-) -> tuple[list[str], Sequence[str]]:
+def _put_back(kept: Sequence[_Found], young: set[int], state: PythonState) -> tuple[list[str], Sequence[str]]:
     """Take tensors away from where they are kept; the names of those places, and of those that keep them still."""
     names = state.put_back()
     while found := _living(kept):  # a tensor may hang in several places
@@ -150,14 +149,14 @@ def _held_in(own: Sequence[Any]) -> Iterator[Tensor]:
             left += gc.get_referents(value)
 
 
-def _tensors_at(addresses: set[int]) -> list[weakref.ref[Tensor]]:
+def _tensors_at(addresses: set[int]) -> list[_Found]:
     """Find every tensor of Python that owns memory at one of these addresses; looks at all objects there are."""
     if not addresses:
         return []
     kinds = set(_tensor_classes(Tensor))
     with torch._C.DisableTorchFunctionSubclass():
         tensors = [thing for thing in gc.get_objects() if type(thing) in kinds]
-        return [weakref.ref(tensor) for tensor in tensors if _address(tensor) in addresses]
+        return [(weakref.ref(tensor), _address(tensor)) for tensor in tensors if _address(tensor) in addresses]
 
 
 def _tensor_classes(kind: Any) -> Iterator[type]:
@@ -166,8 +165,10 @@ def _tensor_classes(kind: Any) -> Iterator[type]:
         yield from _tensor_classes(derived)
 
 
-def _living(tensors: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
-    return [tensor for reference in tensors if (tensor := reference()) is not None]
+def _living(tensors: Iterable[_Found]) -> list[Tensor]:
+    """Return the tensors that live, in the memory where they were found: a parameter may have its own again."""
+    living = ((reference(), address) for reference, address in tensors)
+    return [tensor for tensor, address in living if tensor is not None and _address(tensor) == address]
 
 
 def _address(tensor: Tensor) -> int:

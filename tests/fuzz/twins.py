@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from eager_twin import Raised, difference, outcome, same_objects, shared, tensors
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -145,6 +146,8 @@ class Twins:
         (actual, given, state), (expected, twin, other_state) = mine, other
         where = f"call {self.turn}"
         coarsest = torch.bfloat16 if coarse else None
+        if lent:  # so do outputs that lie in it
+            actual, expected = _without_memory_of(actual, given), _without_memory_of(expected, twin)
         self._raise(difference(_unboxed(actual), _unboxed(expected), coarsest=coarsest), where)
         if not lent:
             self._raise(difference(_plain(given), _plain(twin), coarsest=coarsest), f"{where}: arguments")
@@ -283,3 +286,13 @@ def _first_tensor(result: Any, default: Tensor) -> Tensor:
     """A tensor of this shape of inputs in a result, to be passed to a later call."""
     found = (t.detach() for t in tensors(result) if t.dim() == 2 and t.shape[1] == W and t.dtype is torch.float32)
     return next(found, default)
+
+
+def _without_memory_of(result: Any, given: Any) -> Any:
+    """Replace the tensors of a result that share memory with an argument by None."""
+    lent = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+
+    def kept(leaf: Any) -> Any:
+        return None if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in lent else leaf
+
+    return result if isinstance(result, Raised) else pytree.tree_map(kept, result)

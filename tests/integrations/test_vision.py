@@ -56,7 +56,7 @@ def assert_serves(model: Any, x: torch.Tensor, calls: int = 4) -> None:
     replays = model.graph_stats.replays
     for _ in range(calls):
         x = x + torch.randn_like(x)
-        torch.testing.assert_close(model(x), sg.unwrap(model)(x), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(model(x), sg.unwrap(model)(x), rtol=1e-2, atol=2e-3)  # TF32 rounds so on a GPU
     assert model.graph_stats.replays > replays
 
 
