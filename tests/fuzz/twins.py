@@ -147,7 +147,7 @@ class Twins:
         where = f"call {self.turn}"
         coarsest = torch.bfloat16 if coarse else None
         if lent:  # so do outputs that lie in it
-            actual, expected = _without_memory_of(actual, given), _without_memory_of(expected, twin)
+            actual, expected = _without_lent((actual, given), (expected, twin))
         self._raise(difference(_unboxed(actual), _unboxed(expected), coarsest=coarsest), where)
         if not lent:
             self._raise(difference(_plain(given), _plain(twin), coarsest=coarsest), f"{where}: arguments")
@@ -288,11 +288,18 @@ def _first_tensor(result: Any, default: Tensor) -> Tensor:
     return next(found, default)
 
 
-def _without_memory_of(result: Any, given: Any) -> Any:
-    """Replace the tensors of a result that share memory with an argument by None."""
-    lent = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+def _without_lent(mine: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Replace what shares memory with an argument, in either of two results given with arguments, by None in both."""
+    trees = [pytree.tree_flatten(result) for result, _ in (mine, other)]
+    lent = [_shared_with(leaves, given) for (leaves, _), (_, given) in zip(trees, (mine, other), strict=True)]
+    if len(lent[0]) != len(lent[1]):
+        return mine[0], other[0]
+    either = [any(pair) for pair in zip(*lent, strict=True)]
+    kept = ([None if out else leaf for leaf, out in zip(leaves, either, strict=True)] for leaves, _ in trees)
+    first, second = (pytree.tree_unflatten(leaves, spec) for leaves, (_, spec) in zip(kept, trees, strict=True))
+    return first, second
 
-    def kept(leaf: Any) -> Any:
-        return None if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in lent else leaf
 
-    return result if isinstance(result, Raised) else pytree.tree_map(kept, result)
+def _shared_with(leaves: list[Any], given: Any) -> list[bool]:
+    memory = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+    return [isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in memory for leaf in leaves]
