@@ -317,10 +317,11 @@ def _forward(
             cause = f"{unsupported.reason.text} ({unsupported.detail})"
             raise CaptureError(f"capturing batch size {descriptor.num_tokens} failed\n  {cause}.", cause=cause)
 
+    leaves = inputs.leaves(call.layout.args, descriptor.num_tokens)  # not in a capture, which would read them all
+
     def run() -> Any:
         refuse()  # the run before may have left the static inputs in another shape
-        # In containers of its own: a run before may have changed them.
-        args, kwargs = call.spec.unflatten(inputs.leaves(call.layout.args, descriptor.num_tokens))
+        args, kwargs = call.spec.unflatten(leaves)  # in new containers: a run before may have changed the last ones
         is_captured = manager.device.is_capturing()
         watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
         with bypassed(Reason.NESTED), torch.no_grad(), watched:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from run_log import run_log
 from torch import nn
 
 import simplegraph as sg
@@ -111,3 +112,23 @@ def test_the_progress_bar_shows_only_where_it_is_wanted(device, capsys, progress
     shown = capsys.readouterr()
     assert shown.out == ""
     assert ("3/3" in shown.err) is progress
+
+
+class IgnoresOne(nn.Module):
+    """Takes an input that it does not read, and logs its runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.log = run_log()
+
+    def forward(self, x, unread):
+        self.log(x.shape[0])
+        return self.linear(x)
+
+
+def test_an_input_that_is_not_read_has_no_size_captured_twice(device):
+    module = IgnoresOne().to(device).eval()
+    model = sg.wrap(module, capture_sizes=[1, 2, 4, 8, 16], batch_dims={"x": 0, "unread": 0}, progress=False)
+    model.capture_graphs(rows(16, device), rows(16, device))
+    assert [size for (size,) in module.log()] == [16, 16, 8, 4, 2, 1]  # a warmup, and a capture of each
