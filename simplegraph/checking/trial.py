@@ -17,10 +17,11 @@ from simplegraph.errors import CaptureError, InputError
 from simplegraph.graph.breaks.operators import breaking_operators, inlining, recording_breaks
 from simplegraph.graph.breaks.trace import BreakTracer
 from simplegraph.graph.failures import user_location
+from simplegraph.graph.generators import default_generator, put_random_states, random_states
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.tensors import parts, storage_key, wait_collectives
-from simplegraph.manager.differences import cloned, first_difference, random_state, set_random_state
+from simplegraph.manager.differences import cloned, first_difference
 from simplegraph.manager.estimate import MemoryEstimate, estimated, graphs_to_measure
 from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import CallReader, batch_dim_of
@@ -71,7 +72,8 @@ class ModuleTrial:
         held = (entry for entry in held_tensors(module) if has_address(entry.tensor))
         self._state = {name: part for entry in held for name, part in _named_parts(entry)}
         self._saved = {name: tensor.detach().clone() for name, tensor in self._state.items()}
-        self._random = random_state(self._device.torch_device)
+        self._generators = (default_generator(self._device.torch_device),)
+        self._random = random_states(self._generators)
         self._before = before
         self._number = number
         self._batches = {number: self._leaves}
@@ -122,7 +124,7 @@ class ModuleTrial:
         self._before_all.put_back()
         for name, tensor in self._state.items():
             tensor.detach().copy_(self._saved[name])
-        set_random_state(self._device.torch_device, self._random)
+        put_random_states(self._generators, self._random)
 
     def _eager(self, leaves: Sequence[Any]) -> list[Any]:
         """Return eager's outputs, but for objects that cannot be compared; nothing that it changed stays changed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,10 +20,13 @@ from simplegraph.graph.breaks.step import Break, BreakTrace
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.graph.escapes import PythonState, refuse_escapes
 from simplegraph.graph.failures import capture_error
+from simplegraph.graph.generators import default_generator, random_states
 from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import is_wrapper, wait_collectives
 from simplegraph.nested import flatten
+
+logger = logging.getLogger("simplegraph")
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,10 +139,16 @@ class CaptureSession:
                 return result, recorder.finish()
             except BaseException:
                 if self.pool.watched:
-                    with contextlib.suppress(RuntimeError):
-                        self.left = self.device.left_alive(self.pool)
+                    self.left = self._left_alive()
                 self.device.abandon()
                 raise
+
+    def _left_alive(self) -> set[int]:
+        try:
+            return self.device.left_alive(self.pool)
+        except RuntimeError as error:  # the failure that is reported comes first
+            logger.debug("the memory that a failed capture left cannot be listed: %s", error)
+            return set()
 
     def _held(self, leaf: Any) -> Any:
         """Return an output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""
@@ -168,7 +178,7 @@ def _reseeding_shows(generators: Sequence[torch.Generator]) -> Iterator[None]:
     Capturing draws no numbers, and reseeding is refused, but not to the seed that is set already: eager
     would start over then, and replays go on.
     """
-    states = [generator.get_state() for generator in generators]
+    states = random_states(generators)
     for generator in generators:
         generator.manual_seed(_UNLIKELY_SEED)
     try:
@@ -179,8 +189,3 @@ def _reseeding_shows(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 
 _UNLIKELY_SEED = 0x5EED_0F_50AB0D1E5
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that a device draws from if none is named."""
-    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]

@@ -97,16 +97,3 @@ def first_difference(
 def cloned(leaves: Sequence[Any]) -> list[Any]:
     """Clone the tensors among leaves."""
     return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def random_state(device: torch.device) -> Tensor:
-    """Return the state of the device's default generator."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Put the device's default generator into a state that `random_state` gave."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,16 +14,17 @@ from simplegraph.errors import InputError, VerificationError
 from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.playback import BreakTape, played
 from simplegraph.graph.device import CAPTURE_LOCK
+from simplegraph.graph.generators import default_generator, drew, put_random_states, random_states
 from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
-from simplegraph.graph.session import default_generator
 from simplegraph.graph.tensors import wait_collectives
 from simplegraph.manager.differences import EXACT, OTHER_SIZE, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.nested import flatten
+from simplegraph.reasons import Reason
 
 
 class Effects(NamedTuple):
@@ -55,18 +57,11 @@ class ReplayProof:
         self._memory = memory
         self._generators = generators
         self._before = memory.copy()
-        self._random = self._random_states()
+        self._random = random_states(generators)
         self._closing = contextlib.ExitStack()
         self.draws = False
         self._scrambled = False  # memory holds other values on purpose
         self.written_inputs: set[str] = set()
-
-    def _random_states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def _put_random(self, states: Sequence[Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
 
     def run_eager(self, run: Callable[[], Any]) -> tuple[Any, MemoryObserver]:
         """Run the forward as the caller's own call; `close` brings its effects back after the replays.
@@ -81,12 +76,10 @@ class ReplayProof:
         with observer, recording_breaks(tape):
             result = wait_collectives(run())
         self._after = after = self._memory.copy()
-        random = self._random_states()
         self._closing.callback(self._memory.put, after)
-        changed = any(not torch.equal(one, other) for one, other in zip(random, self._random, strict=True))
-        self.draws = observer.may_draw and changed  # another thread's draws are none of ours
+        self.draws = observer.may_draw and drew(self._generators, self._random)  # another thread may draw, too
         if self.draws:
-            self._closing.callback(self._put_random, random)
+            self._closing.callback(put_random_states, self._generators, random_states(self._generators))
         leaves, _ = flatten(result)
         memory = self._memory
         self.expected = Effects(
@@ -147,7 +140,7 @@ class ReplayProof:
         """
         self._memory.put(self._before)
         if self.draws:
-            self._put_random(self._random)
+            put_random_states(self._generators, self._random)
         self._table.replay(self._played, 0, load)
         memory = self._memory
         return Effects(cloned(outputs), memory.seen_in(memory.copy(), memory.tensors), cloned(inputs))
@@ -182,6 +175,16 @@ class ReplayProof:
             tolerance=OTHER_SIZE if rounded else EXACT,
         )
 
+    def beyond_noise(
+        self, actual: Effects, expected: Effects, again: Callable[[], Effects], *, memory: bool = True
+    ) -> str | None:
+        """Say how a replay differs from another run by more than from a second replay, which atomics can make it do."""
+        ranks, found = self._table.ranks, self.difference(actual, expected, memory=memory)
+        if not ranks.any(f"a difference in the proof of {self._graph.counters.label}", found is not None):
+            return None
+        noise = again()  # on all ranks, or on none
+        return None if found is None else self.difference(actual, expected, noise=noise, memory=memory)
+
     def _names(self, *, memory: bool) -> list[str]:
         names = [name for name, _ in self._memory.tensors] if memory else []
         return names + [f"argument {name}" for name, _ in self._memory.inputs]
@@ -212,6 +215,7 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
     if memory.nbytes > limit:
         raise InputError(f"state has {memory.nbytes} bytes; at most {limit} can be copied for a proof.")
     with ranks.together(), CAPTURE_LOCK:
+        table.stats.ran_eagerly(Reason.PROOF, size=graph.descriptor.num_tokens)
         proof = ReplayProof(table, graph, memory, (default_generator(table.device.torch_device),))
         try:
             result, observer = proof.run_eager(run)
@@ -222,7 +226,8 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
                     f"the forward of {job.label} writes to tensors that state does not name: {', '.join(shapes)}. Pass "
                     "every tensor that it writes and does not make in state, so that a replay starts where it did."
                 )
-            found = _compare_batch(proof, graph, table)
+            replay = functools.partial(proof.replay, graph.program.outputs)
+            found = proof.beyond_noise(replay(), proof.expected, replay)
         finally:
             proof.close()
         failure = ranks.failure(f"the proof of {job.label}", None if found is None else VerificationError(found))
@@ -234,12 +239,3 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
     if table.config.on_capture_failure == "raise":
         raise VerificationError(f"{cause}.")
     return result
-
-
-def _compare_batch(proof: ReplayProof, graph: CapturedGraph, table: ProgramTable) -> str | None:
-    first = proof.replay(graph.program.outputs)
-    found = proof.difference(first, proof.expected)
-    if not table.ranks.any(f"a difference in the proof of {graph.counters.label}", found is not None):
-        return None
-    again = proof.replay(graph.program.outputs)
-    return None if found is None else proof.difference(first, proof.expected, noise=again)

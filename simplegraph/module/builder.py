@@ -18,6 +18,7 @@ from simplegraph.context import CALLS, bypassed, described_batch
 from simplegraph.errors import CaptureError, CaptureSizeError, ReplayError
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.escapes import KEPT_REMEDY, kept_by
+from simplegraph.graph.generators import drew, random_states
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.manager.capture import run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
@@ -26,7 +27,7 @@ from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
 from simplegraph.module.effects import ModuleState
 from simplegraph.module.inputs import InputSet
-from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators, random_states
+from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators
 from simplegraph.module.outside import MemoryInUse
 from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader, ConstantArg
@@ -105,8 +106,7 @@ class GraphBuilder:
         run = functools.partial(invoke_watched, call, self.reader, args, kwargs)
         with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED), counted:
             result, observer, trace = run_observed(self.manager.table, run, traced=_breaks(call))
-        pairs = zip(before, random_states(generators), strict=True)
-        call.binding.draws |= observer.may_draw and any(not torch.equal(*pair) for pair in pairs)
+        call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 leaf.record_stream(torch.cuda.current_stream(leaf.device))

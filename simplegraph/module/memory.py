@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from simplegraph.graph.device import CAPTURE_LOCK
+from simplegraph.graph.generators import default_generator, put_random_states, random_states
 from simplegraph.graph.memory import SavedMemory, copy_limit
-from simplegraph.graph.session import default_generator
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.manager.table import ProgramTable
 from simplegraph.module.call import Call
@@ -75,16 +74,6 @@ def held_generators(call: Call) -> tuple[torch.Generator, ...]:
     return tuple({id(value): value for value in (*held, *passed) if isinstance(value, torch.Generator)}.values())
 
 
-def random_states(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """Return the states of generators."""
-    return [generator.get_state() for generator in generators]
-
-
-def _put_state(generator: torch.Generator, state: Tensor) -> None:
-    if not torch.equal(generator.get_state(), state):
-        generator.set_state(state)
-
-
 class Rehearsal:
     """Lets runs change no memory and no random numbers from its `begin` on; `end` puts all back."""
 
@@ -101,8 +90,7 @@ class Rehearsal:
         saved, generators = self._memory.save(), self._memory.generators()
         if saved is not None:
             self._undo.callback(saved.put, saved.copy())
-        for generator in generators:
-            self._undo.callback(_put_state, generator, generator.get_state())
+        self._undo.callback(put_random_states, generators, random_states(generators))
 
     def end(self) -> None:
         """Put everything back, if anything was remembered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -112,13 +113,14 @@ class _CallProof:
     def _compare(self, proof: ReplayProof) -> str | None:
         """Say how replays differ from eager, or from each other under other padding; None if they do not."""
         try:
-            first = self._replay(proof)
+            again = functools.partial(self._replay, proof)
+            first = again()
             if not self._plan.padding:
-                return self._beyond_noise(proof, first, proof.expected)
+                return proof.beyond_noise(first, proof.expected, again)
             # What was declared as padding may be written somewhere: then only real rows count.
             memory = not any(static.arg.pad_declared for static in self._plan.inputs.inputs.values())
             other = self._replay(proof, repeat_rows=True)
-            found = self._beyond_noise(proof, first, other, memory=memory)
+            found = proof.beyond_noise(first, other, again, memory=memory)
             found = found or (proof.wrong_write(self._load) if memory else None)
             if proof.draws and not self._table.config.pad_random:
                 found = found or "it draws random numbers, and other ones for padding rows, too; see pad_random"
@@ -126,16 +128,6 @@ class _CallProof:
         except Exception as error:
             logger.debug("a replay of %s failed in its proof", self._label, exc_info=True)
             return f"a replay fails with {type(error).__name__}: {error}"
-
-    def _beyond_noise(
-        self, proof: ReplayProof, replayed: Effects, other: Effects, *, memory: bool = True
-    ) -> str | None:
-        """Say how a replay differs from another run by more than from itself, which atomics can make it do."""
-        found = proof.difference(replayed, other, memory=memory)
-        if not self._ranks.any(f"a difference in the proof of {self._label}", found is not None):
-            return None
-        again = self._replay(proof)
-        return None if found is None else proof.difference(replayed, other, noise=again, memory=memory)
 
     def _replay(self, proof: ReplayProof, *, repeat_rows: bool = False) -> Effects:
         """Replay the caller's rows; `repeat_rows` pads with these over and over, where no rule is declared."""

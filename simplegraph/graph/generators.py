@@ -1,0 +1,34 @@
+"""Random generators, and the states that they are put back into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that a device draws from if none is named."""
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+
+
+def random_states(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """Return the states of generators."""
+    return [generator.get_state() for generator in generators]
+
+
+def put_random_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    """Put generators into states that `random_states` gave, but for those that are in them already.
+
+    A capture of another thread refuses to have its generator set.
+    """
+    for generator, state in zip(generators, states, strict=True):
+        if not torch.equal(generator.get_state(), state):
+            generator.set_state(state)
+
+
+def drew(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> bool:
+    """True if a generator has drawn since it was in its state."""
+    pairs = zip(random_states(generators), states, strict=True)
+    return any(not torch.equal(now, before) for now, before in pairs)
