@@ -23,6 +23,7 @@ from simplegraph.reasons import CannotBind, Reason
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
 _copy_all = torch._foreach_copy_
+_ALIGNMENT = 64  # bytes: what allocators give at least, and more than any kernel asks for
 
 
 class Plan:
@@ -111,6 +112,11 @@ class Plan:
     def unproven(self) -> bool:
         """True if the next such call is to be compared with eager."""
         return (self.graph.unproven_padded if self.padding else self.graph.unproven) > 0
+
+    def laid_alike(self, leaves: Sequence[Any]) -> bool:
+        """True if a call's tensors lie as the static inputs do, so that eager's kernels are the graph's."""
+        pairs = ((leaf, slot) for leaf, slot in zip(leaves, self.slots, strict=True) if slot.shape is not None)
+        return all(leaf.stride() == slot.stride and leaf.data_ptr() % _ALIGNMENT == 0 for leaf, slot in pairs)
 
     def copies(self, leaves: Sequence[Any]) -> Copies:
         """Find what has to be copied for a call that was read as one of these. Raises CannotBind."""

@@ -425,3 +425,21 @@ def test_what_a_last_break_is_passed_is_proven_too(device: torch.device) -> None
             x = torch.randn(rows, 4, device=device)
             torch.testing.assert_close(model(x), (x * (2 if rows > 3 else 1)).tanh() * 0.5)
     assert reasons(model)["padding_shows"] >= 2
+
+
+def test_an_input_that_lies_otherwise_may_round_otherwise_but_no_more(device):
+    def by_alignment(much):
+        return lambda m, x: x * (1.0 + much if x.data_ptr() % 64 else 1.0)  # as kernels are chosen
+
+    for much, proof in ((1e-6, {4: "exact"}), (0.1, {})):
+        model = graphed(device, by_alignment(much))
+        for _ in range(4):
+            memory = torch.randn(4 * WIDTH + 1, device=device)
+            x = memory[1:].view(4, WIDTH)
+            torch.testing.assert_close(model(x), x * (1 + much), rtol=1e-5, atol=1e-5)
+        assert proofs(model) == proof
+    model = graphed(device, lambda m, x: x * (1.0 + 1e-6 * torch.is_inference_mode_enabled()))
+    model.capture_graphs(rows(8, device))
+    with torch.inference_mode():
+        model(rows(4, device))
+    assert 4 not in proofs(model)  # where it lies alike, every bit counts
