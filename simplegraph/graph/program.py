@@ -91,7 +91,7 @@ class Program:
 
     @property
     def held(self) -> list[Any]:
-        """What it keeps for replays: outputs, and what breaks are passed and return."""
+        """List everything kept for replays: outputs, and what breaks are passed and return."""
         return [self.outputs, *[(step.args, step.kwargs, step.rebuilt, step.accepts) for step in self.breaks]]
 
     def costs(self) -> list[StepCost]:

@@ -55,7 +55,7 @@ class GraphCounters:
 
     @property
     def replays(self) -> int:
-        """How often it was replayed."""
+        """Count its replays."""
         return sum(self.paddings)
 
     @property
@@ -104,7 +104,7 @@ class GraphStats:
 
     @property
     def batch_sizes(self) -> dict[int, int]:
-        """How often a batch of each size was called, before padding: the histogram that `plan_sizes` takes.
+        """Count the calls of each batch size, before padding: the histogram that `plan_sizes` takes.
 
         Eager calls are in it where a graph of some size could have served them: not in training mode, say.
         """

@@ -1,4 +1,4 @@
-"""What a forward does to its arguments beside writing values: a replay does not run the Python that does it."""
+"""Notices changes to arguments beside written values: a replay does not run the Python that makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What captures may change about a module in Python, and where graphs' tensors may be left."""
+"""Remembers everything about a module that captures may change in Python, and puts it back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simplegraph.module.snapshot import Snapshot, holds_graph_memory
 
 
 class ModuleState(PythonState):
-    """What captures may change about a module: snapshots, and which changes hold graph memory.
+    """Remembers a module before captures: snapshots, which tell also what holds graph memory.
 
     Args:
         roots: the module, and other objects that its forward may change.

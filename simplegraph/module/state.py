@@ -217,7 +217,7 @@ def _same(now: list[Any], before: list[Any]) -> bool:
 
 
 class _Lay:
-    """Where a tensor lay, and in which memory: other memory may come to lie at the same address."""
+    """Remembers the place of a tensor, and its memory: other memory may come to lie at the same address."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._place = _place(tensor)

@@ -49,7 +49,7 @@ class HeldTensor(NamedTuple):
 
 
 class Survey:
-    """What a module holds at the moment, by name.
+    """Lists everything that a module holds at the moment, by name.
 
     Attributes:
         modules: it, and all that it holds: children, and modules in lists, tuples, dicts and objects.

@@ -5,15 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import logging
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from eager_twin import Raised, difference, outcome, same_objects, shared, tensors
+from quiet import quiet
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -90,7 +89,7 @@ class Twins:
             space |= {name: torch.randn(rows + more, W, device=self.device) for name, more in _INPUTS.items()}
             space["n"] = rows
             before = self._counted
-            with _quiet():
+            with quiet():
                 args, kwargs = eval(f"collect({arguments})", space)
                 given = args, kwargs, space["x"], space["y"], space["base"]
                 with _entered(mode, self.device.type, module is self.model):
@@ -111,7 +110,7 @@ class Twins:
         refused = []
         for module in (self.model, self.eager):
             torch.manual_seed(self.seed + self.turn)
-            with _quiet(), torch.no_grad():
+            with quiet(), torch.no_grad():
                 refused.append(outcome(lambda: exec(statement, self.spaces[id(module)])))  # noqa: B023
         found = difference(*refused)
         self._churn_memory()
@@ -120,7 +119,7 @@ class Twins:
 
     def graphs(self, statement: str) -> None:
         """Change the graphs alone, of `m`."""
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             exec(statement, self.spaces[id(self.model)])
         self._compare_state(f"after {statement!r}")
 
@@ -130,7 +129,7 @@ class Twins:
         torch.manual_seed(self.seed + self.turn)
         space |= {name: torch.randn(rows + more, W, device=self.device) for name, more in _INPUTS.items()} | {"n": rows}
         args, kwargs = eval(f"collect({arguments})", space)
-        with _quiet(), torch.no_grad(), contextlib.suppress(sg.InputError):
+        with quiet(), torch.no_grad(), contextlib.suppress(sg.InputError):
             self.model.capture_graphs(*args, **kwargs)
         self.eager = copy.deepcopy(sg.unwrap(self.model))
         self.spaces[id(self.eager)] = _namespace(self.eager, self.device) | {"kept": space["kept"].clone()}
@@ -216,19 +215,6 @@ def _entered(mode: str, kind: str, graphed: bool) -> Iterator[None]:
         for name in mode.split():
             stack.enter_context(modes[name]())
         yield
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("simplegraph")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import gc
-import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -237,17 +235,6 @@ class Trial:
             results += [self.call() for _ in range(then)]
             assert not torch.is_grad_enabled()
         return results
-
-
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
-    logger = logging.getLogger("simplegraph")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bomb: Bomb, *, late: bool) -> None:

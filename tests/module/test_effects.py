@@ -289,16 +289,11 @@ def test_a_cache_that_is_filled_once_is_no_obstacle(device: torch.device) -> Non
     assert model.graph_stats.replays >= 2
 
 
-class Interrupts(Stateful):
+class Interrupts(Counter):
     """Changes its state, and is interrupted while it is captured."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.s = []
-        self.k = 0
-
     def keep(self, y: Tensor) -> None:
-        self.k += 1
+        super().keep(y)
         self.s.append(y)
         if graph_device(y.device).is_capturing():
             raise KeyboardInterrupt

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from eager_twin import Raised
+from quiet import quiet
 from torch import Tensor
 
 import simplegraph as sg
@@ -26,7 +27,7 @@ from simplegraph.module.outputs import OutputShapes
 from simplegraph.module.plan import Plan
 from simplegraph.module.snapshot import Snapshot
 from simplegraph.module.state import CapturedState
-from tests.module.faults import SIZE, WIDTH, Bomb, Breaks, Fault, Hooks, Keeps, Subject, Trial, planted, silent
+from tests.module.faults import SIZE, WIDTH, Bomb, Breaks, Fault, Hooks, Keeps, Subject, Trial, planted
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "an error": lambda: Fault("made by a test"),
@@ -42,7 +43,7 @@ def _proven(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def _silent() -> Iterator[None]:
-    with silent():
+    with quiet():
         yield
 
 
@@ -51,7 +52,7 @@ def capturing(x: Tensor) -> bool:
 
 
 def finish(trial: Trial, results: list[Any]) -> None:
-    """What must be true at the end of every trial."""
+    """Check everything that must be true at the end of a trial."""
     bomb, stats = trial.bomb, trial.model.graph_stats
     assert bomb.fired, "the fault was never reached"
     raised = [result for result in results if isinstance(result, Raised)]

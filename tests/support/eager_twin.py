@@ -27,7 +27,7 @@ class Raised:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the exception it raises."""
+    """Return the result of a call, or the exception it raises."""
     try:
         return call()
     except Exception as error:
@@ -61,7 +61,7 @@ def difference(
     rounding: bool = True,
     coarsest: torch.dtype | None = None,
 ) -> str | None:
-    """How a result differs from eager's in structure, type, layout or values; None if it does not.
+    """Say how a result differs from eager's in structure, type, layout or values; None if it does not.
 
     Args:
         values: False where eager's own values are undefined.
@@ -114,7 +114,7 @@ def _strides(tensor: Tensor) -> list[int]:
 def value_difference(
     actual: Tensor, expected: Tensor, *, rounding: bool = True, coarsest: torch.dtype | None = None
 ) -> str | None:
-    """How values differ; a NaN equals a NaN."""
+    """Say how values differ; a NaN equals a NaN."""
     if expected.is_nested or expected.is_quantized or expected.layout is not torch.strided:
         pairs = zip(_parts(actual), _parts(expected), strict=True)
         differences = (value_difference(*pair, rounding=rounding, coarsest=coarsest) for pair in pairs)
@@ -152,7 +152,7 @@ def _same_bits(actual: Tensor, expected: Tensor) -> bool:
 
 
 def shared(values: Any, inputs: Any) -> dict[str, list[str]]:
-    """Which leaves of a result share memory with which of its inputs, or with earlier leaves of the result."""
+    """List the leaves of a result that share memory with an input or an earlier leaf, and with which."""
     owners: dict[int, list[str]] = {}
     for path, leaf in leaves(inputs):
         if (key := _memory(leaf)) is not None:
@@ -168,7 +168,7 @@ def shared(values: Any, inputs: Any) -> dict[str, list[str]]:
 
 
 def same_objects(values: Any, inputs: Any) -> dict[str, str]:
-    """Which leaves of a result are the very objects that were passed in."""
+    """List the leaves of a result that are the very objects that were passed in."""
     passed = {id(leaf): path for path, leaf in leaves(inputs) if isinstance(leaf, Tensor)}
     return {path: passed[id(leaf)] for path, leaf in leaves(values) if id(leaf) in passed}
 

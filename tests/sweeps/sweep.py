@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import logging
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from eager_twin import Raised, difference, outcome, same_objects, seeded, shared, value_difference
+from quiet import quiet
 from torch import nn
 
 import simplegraph as sg
@@ -36,7 +35,7 @@ def entered(mode: str, device: torch.device) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of the samples of one entry.
+    """Counts the outcomes of the samples of one entry.
 
     Attributes:
         replayed: samples whose later calls were replays; rounded: those of them that are eager's within rounding only.
@@ -72,7 +71,7 @@ class Unstable(Exception):
 def sweep(entry: Entry, mode: str, device: torch.device, most: int = 0) -> Verdict:
     """Try an entry's samples, at most `most` of them (0 for all)."""
     verdict = Verdict(entry.name)
-    with _quiet():
+    with quiet():
         for sample in spread(entry.samples(device, CALLS - 1), most):
             try:
                 with entered(mode, device):
@@ -136,7 +135,7 @@ class _Trial:
         return found
 
     def _values(self, actual: Any, expected: Any, replayed: bool, call: Any, turn: int) -> str | None:
-        """How results differ beyond rounding, which for a replay under autocast is that of its coarser dtype."""
+        """Say how results differ beyond rounding, which for a replay under autocast is that of its coarser dtype."""
         values = self.sample.values
         found = difference(actual, expected, values=values, rounding=False)
         if found is None:
@@ -166,17 +165,3 @@ def _wrapped(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     batch_dims = {name: 0 if name in rowed[:1] else None for name in names}
     size = first_rows(args, kwargs)
     return sg.wrap(module, capture_sizes=[size], padding=False, progress=False, batch_dims=batch_dims)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Expected refusals are counted here, not shown."""
-    logger = logging.getLogger("simplegraph")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
