@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +65,16 @@ def test_no_stream_of_torchs_is_the_capture_stream() -> None:
         handle = torch.cuda.current_stream().cuda_stream
     assert handle == own._stream.cuda_stream
     assert handle not in {torch.cuda.Stream().cuda_stream for _ in range(100)}
+
+
+def test_the_capture_stream_is_our_own_where_nothing_used_the_device_before() -> None:
+    lines = [
+        "import torch",
+        "from simplegraph.graph.cuda.device import cuda_device",
+        "own = cuda_device(0)._stream.cuda_stream",
+        "assert own not in {torch.cuda.Stream().cuda_stream for _ in range(100)}",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=100)
 
 
 def _unjoined_stream(x: Tensor) -> Any:

@@ -314,6 +314,7 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
     Torch hands out its 32 in turn, and what others launched on ours would become part of a capture.
     """
     with torch.cuda.device(device):
+        torch.cuda.mem_get_info(device)  # makes the context, if this is the process's first use of the device
         handle = new_stream()
     return _torch_stream(device) if handle is None else _external_stream(handle, device=device)
 
