@@ -23,6 +23,7 @@ from simplegraph.graph.select import graph_device
 from simplegraph.graph.tensors import parts, storage_key, wait_collectives
 from simplegraph.manager.differences import cloned, first_difference
 from simplegraph.manager.estimate import MemoryEstimate, estimated, graphs_to_measure
+from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import CallReader, batch_dim_of
 from simplegraph.module.snapshot import Snapshot, has_address
@@ -194,21 +195,21 @@ class ModuleTrial:
         graphs = [(CudaGraphMode.FULL, BatchDescriptor(size)) for size in reversed(checked)]
         picked = graphs_to_measure(graphs)
         wrapped: Any = self._wrap(capture_sizes=[descriptor.num_tokens for _, descriptor in picked])
-        with self._captured(wrapped):
+        with self._captured(wrapped) as summary:
             taken = {graph.size: graph.bytes for graph in wrapped.graph_stats.graphs.values()}
             measured = {graph: taken[graph[1].num_tokens] for graph in picked}
-            return estimated(graphs, measured, emulated=self._device.emulated)
+            return estimated(graphs, measured, summary.bytes, emulated=self._device.emulated)
 
     @contextlib.contextmanager
-    def _captured(self, wrapped: Any) -> Iterator[None]:
+    def _captured(self, wrapped: Any) -> Iterator[CaptureSummary]:
         """Capture the wrapped module; its graphs and what they changed are gone afterwards."""
         try:
             with outside_calls():
                 self._before(self._number)
                 args, kwargs = self._spec.unflatten(cloned(self._leaves))
-                wrapped.capture_graphs(*args, **kwargs)
+                summary = wrapped.capture_graphs(*args, **kwargs)
                 self._restore()
-                yield
+                yield summary
         finally:
             wrapped.reset_graphs()
             self._restore()

@@ -20,7 +20,8 @@ class MemoryEstimate:
 
     Attributes:
         graphs: how many there would be.
-        first_bytes: device memory of the largest graph; next_bytes: what a further one adds, on average.
+        first_bytes: device memory of the largest graph and of what all share.
+        next_bytes: what a further one adds, on average.
         emulated: True if the graphs were imitated: then it is the memory of their tensors, without what a driver needs.
     """
 
@@ -53,13 +54,23 @@ def graphs_to_measure(graphs: Sequence[GraphKind]) -> list[GraphKind]:
     return [graph for graph in graphs if graph in picked]
 
 
-def estimated(graphs: Sequence[GraphKind], measured: Mapping[GraphKind, int], *, emulated: bool) -> MemoryEstimate:
-    """Estimate the memory of all graphs from the bytes that those of `graphs_to_measure` took."""
+def estimated(
+    graphs: Sequence[GraphKind], measured: Mapping[GraphKind, int], total: int, *, emulated: bool
+) -> MemoryEstimate:
+    """Estimate the memory of all graphs from some.
+
+    Args:
+        graphs: all of them, largest first.
+        measured: bytes that each of `graphs_to_measure` took.
+        total: bytes that capturing those took together, with what libraries keep for a stream that they run on first.
+        emulated: True if the graphs are imitated.
+    """
     if not graphs:
         return MemoryEstimate(0, 0, 0, emulated)
+    shared = max(0, total - sum(measured.values()))
     rest = sum(itertools.chain(*(_interpolated(group, measured, graphs[0]) for group in _groups(graphs).values())))
     further = len(graphs) - 1
-    return MemoryEstimate(len(graphs), measured[graphs[0]], round(rest / further) if further else 0, emulated)
+    return MemoryEstimate(len(graphs), shared + measured[graphs[0]], round(rest / further) if further else 0, emulated)
 
 
 def _groups(graphs: Sequence[GraphKind]) -> dict[tuple[object, ...], list[GraphKind]]:

@@ -276,12 +276,13 @@ class CudaGraphManager:
         try:
             picked = graphs_to_measure(todo)
             jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in picked]
-            for error in trial.new_capture(jobs).run(self.config.num_warmups).failed.values():
+            summary = trial.new_capture(jobs).run(self.config.num_warmups)
+            for error in summary.failed.values():
                 raise error  # nothing was measured, so 0 bytes would be no estimate
             measured = {key: trial.stats.graphs[key].bytes for key in picked}
         finally:
             trial.reset()
-        return estimated(todo, measured, emulated=self.device.emulated)
+        return estimated(todo, measured, summary.bytes, emulated=self.device.emulated)
 
     def report(self) -> GraphReport:
         """Report captures, replays and eager calls; print it, or ask it for JSON."""
