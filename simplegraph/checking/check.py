@@ -140,6 +140,8 @@ def check(
 
 def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None) -> CheckReport:
     first = trials[0]
+    # First: what libraries keep for the capture stream is taken by the first capture there is.
+    memory = None if capture_sizes is None else first.memory(capture_sizes)
     mixing = first.mixing()
     problem = _problem(trials)
     functions = list(dict.fromkeys(function for trial in trials for function in trial.breaks))
@@ -157,7 +159,7 @@ def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None
         first.state_written,
         first.inputs_written,
         first.output_aliases,
-        None if capture_sizes is None else first.memory(capture_sizes),
+        memory,
     )
 
 
