@@ -60,6 +60,9 @@ class Segment(Protocol):
     def num_nodes(self) -> int | None:
         """Operations recorded, or None where the device cannot say."""
 
+    def wait(self) -> None:
+        """Wait until it can be replayed, which may take a moment after its capture; raise what is in the way."""
+
     def replay(self) -> None:
         """Queue the recorded work on the current stream. Python does not run again."""
 
@@ -111,6 +114,8 @@ class GraphDevice(Protocol):
 
     def end(self) -> Segment | None:
         """Stop recording and return what was recorded; None where that is nothing to replay.
+
+        Wait for it before its first replay.
 
         Raises:
             Exception: the recorded work broke a rule; call `abandon`.

@@ -110,6 +110,11 @@ class Program:
         """Return what the forward returned, nested as it was; tensors live until the pool's next replay."""
         return self.spec.unflatten(self.outputs)
 
+    def wait(self) -> None:
+        """Wait until it can be replayed; raise what the driver says if it cannot."""
+        for segment in self.segments:
+            segment.wait()
+
     def drop(self) -> None:
         """Free the graphs. The program cannot be replayed afterwards."""
         self.live = False

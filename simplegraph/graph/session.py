@@ -88,6 +88,7 @@ class CaptureSession:
         state: PythonState | None = None,
         observed: Callable[[], Iterable[Tensor]] = tuple,
         search: bool = True,
+        wait: bool = True,
     ) -> Program:
         """Record one run. The run executes nothing; its outputs hold values after the first replay.
 
@@ -99,6 +100,7 @@ class CaptureSession:
             state: puts Python's objects back if the run left tensors in some.
             observed: returns tensors that observers of the run own.
             search: look for tensors left behind in a run with breaks, too, whose own take long to tell from those.
+            wait: return once it can be replayed; otherwise call `Program.wait` before that.
 
         Raises:
             CaptureError: the run cannot be captured, or left tensors of the graph in Python objects. Stream, pool and
@@ -122,6 +124,8 @@ class CaptureSession:
             state = state or PythonState()
             if self.pool.watched:
                 refuse_escapes(self.device, self.pool, label, own=program.held, state=state, observed=observed)
+            if wait:
+                program.wait()
             return program
         except BaseException as error:
             recorder.drop()

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,12 +112,15 @@ class GraphCapture:
                     break  # its capture will say why, and smaller sizes may do better
             self.state.remember()
             warmed_up()
-            self._capture_each(session)
+            try:
+                self._capture_each(session)
+            finally:  # whatever came of the others
+                unready = _wait_for_graphs(table, jobs)
+            self._drop_unready(unready)
         self._raise_own_error()
         captured = table.stats.captures - before
-        outcome = f"{captured or 'no'} other size{'s were' if captured > 1 else ' was'} captured"
-        if self.lazy:
-            outcome = OTHERS_TOO
+        others = f"{captured or 'no'} other size{'s were' if captured > 1 else ' was'} captured"
+        outcome = OTHERS_TOO if self.lazy else others
         table.add_failures({job: self._failed[job.label] for job in jobs if job.label in self._failed}, outcome)
         self.observers += self._traced
         taken = max(0, free_before - table.device.free_memory())
@@ -151,6 +154,15 @@ class GraphCapture:
                 table.forget(again)
                 for job in again:
                     self._capture_or_fail(session, job)
+
+    def _drop_unready(self, unready: Mapping[str, CaptureError]) -> None:
+        """Drop the graphs that the driver could not instantiate, for want of memory say, on any rank."""
+        if self._ranks.any("graphs that cannot be instantiated", bool(unready)):
+            for job in self.jobs:
+                error = self._on_all_ranks("instantiating", job, unready.get(job.label))
+                if error is not None:
+                    self.table.forget([job])
+                    self._failed[job.label] = error
 
     def _capture_or_fail(self, session: CaptureSession, job: CaptureJob, *, observed: bool = True) -> None:
         """Capture a job, a second time after a warmup of its own if the first one fails; note what went wrong."""
@@ -196,6 +208,7 @@ class GraphCapture:
                 state=self.state,
                 observed=self._observed,
                 search=observed,
+                wait=False,  # the driver instantiates it while the next one is captured
             )
         except BaseException as error:
             if self.table.config.on_capture_failure != "raise":
@@ -218,8 +231,7 @@ class GraphCapture:
     def _observed(self) -> Iterator[Tensor]:
         """Yield the tensors that observers own."""
         for observer in self.observers:
-            yield from observer.external.values()
-            yield from observer.passed.values()
+            yield from (*observer.external.values(), *observer.passed.values())
 
     def _announce(self, job: CaptureJob) -> None:
         """Let the hooks get ready; this comes last before the capture."""
@@ -279,8 +291,8 @@ class GraphCapture:
         failure = self._ranks.failure(f"{what} {job.label}", error)
         if failure is None or error is not None:
             return error
-        rank, found = failure
         self.table.forget([job])
+        rank, found = failure
         cause = f"it failed on rank {rank}, and its collectives need all ranks"
         said = found.replace("\n", "\n  ")
         return CaptureError(f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}", cause=cause)
@@ -288,6 +300,19 @@ class GraphCapture:
     def _shared_settings(self, num_warmups: int) -> dict[str, str]:
         """Return what must be the same on ranks that capture together."""
         config, support = self.table.config, self.table.support.name
-        names = (field.name for field in dataclasses.fields(config) if field.name != "progress")
+        names = {field.name for field in dataclasses.fields(config)} - {"progress"}
         more = {"support": support, **self.settings, "warmups": num_warmups, "torch": torch.__version__}
         return {name: repr(getattr(config, name)) for name in names} | {name: str(more[name]) for name in more}
+
+
+def _wait_for_graphs(table: ProgramTable, jobs: Sequence[CaptureJob]) -> dict[str, CaptureError]:
+    """Wait until the driver has instantiated what was captured; return what went wrong, by label."""
+    unready = {}
+    for job in jobs:
+        graph = table.graphs.get(job.key)
+        try:
+            if graph is not None:
+                graph.program.wait()
+        except Exception as error:
+            unready[job.label] = capture_error(error, job.label)
+    return unready

@@ -21,7 +21,10 @@ def capture(
         try:
             cuda.begin(pool, generators)
             output = run()
-            return cuda.end(), output
+            segment = cuda.end()
+            if segment is not None:
+                segment.wait()
+            return segment, output
         except BaseException:
             cuda.abandon()
             raise

@@ -258,6 +258,7 @@ def test_a_session_during_another_capture_is_refused_and_that_one_goes_on(graphs
             pass
         y = x * 2
         segment = graphs.end()
+        segment.wait()
     segment.replay()
     assert y.tolist() == [2, 2, 2]
 

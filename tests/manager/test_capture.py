@@ -17,6 +17,7 @@ from simplegraph import (
     InputError,
     Reason,
 )
+from simplegraph.graph.program import Program
 from tests.manager.engines import Engine
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -38,6 +39,26 @@ def test_a_size_that_cannot_be_captured_runs_eagerly_and_the_others_replay(engin
         engine.step(count)
     assert manager.stats.replays == 2
     assert manager.stats.eager == {Reason.CAPTURE_FAILED: 1}
+
+
+def test_a_graph_that_the_driver_cannot_instantiate_is_dropped_and_the_others_replay(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = Program.wait
+
+    def without_memory(program: Program) -> None:
+        wait(program)
+        if program.outputs[0].shape[0] == 2:
+            raise torch.OutOfMemoryError("no room for the nodes")
+
+    monkeypatch.setattr(Program, "wait", without_memory)
+    summary = engine.manager.capture(engine.forward)
+    assert summary.captured == 3
+    assert "no room for the nodes" in str(summary.failed["batch size 2"])
+    for count in (8, 2, 1):
+        engine.step(count)
+    assert engine.manager.stats.replays == 2
+    assert engine.manager.stats.eager == {Reason.CAPTURE_FAILED: 1}
 
 
 def test_asked_to_raise_the_others_are_captured_all_the_same(device: torch.device) -> None:
@@ -116,6 +137,7 @@ def test_capturing_during_another_capture_is_refused_and_that_one_goes_on(engine
             manager.capture(engine.forward)
         output = engine.model(engine.x[:4]) * 2
         segment = graphs.end()
+        segment.wait()
     engine.x.fill_(2)
     segment.replay()
     torch.testing.assert_close(output, engine.model(engine.x[:4]) * 2)
@@ -130,6 +152,7 @@ def test_run_during_another_capture_is_recorded_there(engine: Engine) -> None:
         graphs.begin(pool)
         output = manager.run(manager.dispatch(3), engine.forward)
         segment = graphs.end()
+        segment.wait()
     engine.x.fill_(2)
     segment.replay()
     torch.testing.assert_close(output, engine.model(engine.x[:4]) * 2)

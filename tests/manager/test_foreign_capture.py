@@ -25,6 +25,7 @@ def test_a_call_during_another_capture_is_recorded_there_and_counted(device: tor
             graphs.begin(pool)
             y = model(x)
             segment = graphs.end()
+            segment.wait()
         for _ in range(2):
             x.normal_()
             segment.replay()
@@ -48,6 +49,7 @@ def test_capture_graphs_during_another_capture_is_refused_and_breaks_neither(dev
             model.capture_graphs(x)
         y = model.linear(x) * 2
         segment = graphs.end()
+        segment.wait()
     x.normal_()
     segment.replay()
     torch.testing.assert_close(y, model.linear(x) * 2)

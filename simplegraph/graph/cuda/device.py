@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -28,16 +29,27 @@ logger = logging.getLogger("simplegraph")
 _graveyard: collections.deque[torch.cuda.CUDAGraph] = collections.deque()
 
 
-class _Owned:
-    """Ends a `torch.cuda.CUDAGraph`: its memory at once, the graph itself when no capture runs."""
+# Instantiates graphs while the next ones are captured: the driver needs a fifth of a capture's time for it.
+_instantiating = concurrent.futures.ThreadPoolExecutor(1, "simplegraph-instantiate")
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+
+class _Owned:
+    """Ends a `torch.cuda.CUDAGraph`: its memory at once, the graph itself when no capture runs.
+
+    Args:
+        graph: what ends.
+        ready: done once it is instantiated, if another thread does that.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, ready: concurrent.futures.Future[None] | None = None) -> None:
         self.graph = graph
-        self.reset = weakref.finalize(self, _bury, graph)
+        self.reset = weakref.finalize(self, _bury, graph, ready)
         self.reset.atexit = False
 
 
-def _bury(graph: torch.cuda.CUDAGraph) -> None:
+def _bury(graph: torch.cuda.CUDAGraph, ready: concurrent.futures.Future[None] | None) -> None:
+    if ready is not None and not ready.cancel():
+        ready.exception()  # waits; whoever waits for the segment is told
     _graveyard.append(graph)
     if not torch.cuda.is_current_stream_capturing():
         graph.reset()
@@ -46,17 +58,26 @@ def _bury(graph: torch.cuda.CUDAGraph) -> None:
 class CudaSegment:
     """One `torch.cuda.CUDAGraph`."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _Pool, num_nodes: int | None) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _Pool, num_nodes: int | None, device: torch.device) -> None:
         self.num_nodes = num_nodes
-        self._owned = _Owned(graph)
+        self._ready = _instantiating.submit(_instantiate, graph, device)
+        self._owned = _Owned(graph, self._ready)
         self._count = weakref.finalize(self, pool.dropped, pool.id)
         self._count.atexit = False
         pool.segments[pool.id] += 1
         self.replay = graph.replay  # the bound C++ method: a replay enters no Python frame of ours
 
+    def wait(self) -> None:
+        self._ready.result()
+
     def reset(self) -> None:
         self._owned.reset()
         self._count()
+
+
+def _instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        graph.instantiate()
 
 
 @dataclasses.dataclass(eq=False)
@@ -186,7 +207,7 @@ class CudaDevice:
 
     def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
         _graveyard.clear()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # the end of its capture leaves it to be instantiated
         for generator in generators:
             graph.register_generator_state(generator)
         self._thread.capture = _Capture(graph, pool.handle, generators)
@@ -214,7 +235,7 @@ class CudaDevice:
         if num_nodes == 0:
             _Owned(capture.graph).reset()
             return None
-        return CudaSegment(capture.graph, capture.pool, num_nodes)
+        return CudaSegment(capture.graph, capture.pool, num_nodes, self.torch_device)
 
     def abandon(self) -> None:
         capture: _Capture | None = getattr(self._thread, "capture", None)

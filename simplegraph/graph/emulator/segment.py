@@ -68,6 +68,9 @@ class EmulatorSegment:
         poison(self._undefined_after)
         del owned
 
+    def wait(self) -> None:
+        """Return at once: nothing is left to do after a capture."""
+
     def reset(self) -> None:
         """Drop the graph; harmless the second time."""
         if self._calls is None:
