@@ -29,6 +29,7 @@ from simplegraph.nested import ATOMS
 _MAX_HOLDERS = 1_000_000
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 _CONTAINERS = (dict, list, set, collections.deque)
+_EXACT = frozenset({dict, collections.OrderedDict})  # whose methods are known to do no more than theirs
 _NAMESPACES = (types.SimpleNamespace, collections.UserDict, collections.UserList)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph"}  # whose objects do more than hold values
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
@@ -71,11 +72,15 @@ class Snapshot:
                 seen.add(id(container))
                 if isinstance(value, nn.Module):
                     self._modules[len(self._holders)] = value, type(value)
-                before = _copied(container)
-                for name, item in _items(before):
-                    if _kind_of(type(item)) is not None:
-                        left.append((item, len(self._holders), name))
+                before, index = _copied(container), len(self._holders)
                 self._holders.append((container, before, parent, key))
+                for name, item in _items(before):
+                    if type(item) in _EXACT and not item:  # a module has ten, for hooks: they need no queue
+                        if id(item) not in seen:
+                            seen.add(id(item))
+                            self._holders.append((item, {}, index, name))
+                    elif _kind_of(type(item)) is not None:
+                        left.append((item, index, name))
 
     def _note(self, tensor: Tensor, parent: int, key: Any, seen: set[int]) -> None:
         for part in parts(tensor):
@@ -200,6 +205,8 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
 
 def _untouched(container: Any, before: Any) -> bool:
     """True if it holds the very same objects in the same order; quick, since it is asked of every container."""
+    if not before and type(container) in _EXACT:
+        return not container
     kind = _kind_of(type(container))
     if kind.__len__(container) != len(before) or not all(map(operator.is_, kind.__iter__(container), before)):
         return False
