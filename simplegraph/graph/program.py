@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from simplegraph.errors import ReplayError
 from simplegraph.graph.breaks.step import Break
@@ -43,6 +44,7 @@ class Program:
         seconds: wall time of the capture.
         bytes: device memory the capture took, as the device's free memory saw it.
         live: True while it can be replayed.
+        constants: device copies of what the forward made from Python data, which the graph reads.
         breaks: the steps that run eagerly.
         replay: runs the steps on the current stream; what it returns is in `outputs`.
     """
@@ -54,6 +56,7 @@ class Program:
     seconds: float = 0.0
     bytes: int = 0
     live: bool = True
+    constants: list[Tensor] = dataclasses.field(default_factory=list)
     breaks: tuple[Break, ...] = dataclasses.field(init=False)
     replay: Callable[[], None] = dataclasses.field(init=False)
 
@@ -120,7 +123,7 @@ class Program:
         self.live = False
         for segment in self.segments:
             segment.reset()
-        self.steps, self.breaks, self._replays, self.outputs = (), (), [], []
+        self.steps, self.breaks, self._replays, self.outputs, self.constants = (), (), [], [], []
         self.replay = self._refuse
 
     def _refuse(self) -> None:

@@ -20,12 +20,14 @@ from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.breaks.trace import BreakTracer
 from simplegraph.graph.escapes import PythonState, take_back
 from simplegraph.graph.failures import capture_error, release_locals
+from simplegraph.graph.host.capture import HostCapture
+from simplegraph.graph.host.warmup import HostWarmup
 from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.tensors import wait_collectives
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.progress import capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable
 
@@ -33,13 +35,14 @@ logger = logging.getLogger("simplegraph")
 
 
 def run_observed(
-    table: ProgramTable, run: Callable[[], Any], *, traced: bool = False
+    table: ProgramTable, run: Callable[[], Any], key: Key | None = None, *, traced: bool = False
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
     """Run a forward eagerly, and note what it reads and writes.
 
     Args:
-        table: of the graphs that it is a warmup of.
+        table: of the graphs that it is a warmup of; it gets their constants.
         run: the forward.
+        key: whose warmup it is, a graph's or that of several; None if it is none.
         traced: note what its breaks return, too.
     """
     observer = MemoryObserver()
@@ -47,8 +50,13 @@ def run_observed(
     if traced:
         operators = breaking_operators(table.config.break_ops)
         tracer = BreakTracer(operators, observer, table.device.torch_device)
-    with autocast_cache_off(), observer, recording_breaks(tracer):
+    host = HostWarmup(table.device.torch_device)
+    following = contextlib.nullcontext() if key is None else host.following()
+    # The observer is asked first: it sees the operators of the forward, not those that stand in for them.
+    with autocast_cache_off(), recording_breaks(tracer), following, observer:
         outputs = wait_collectives(run())
+    if key is not None:
+        table.constants.learn(key, host.copies, host.sources, met_host=host.met_host)
     return outputs, observer, None if tracer is None else tracer.finish(outputs)
 
 
@@ -70,6 +78,7 @@ class GraphCapture:
     Attributes:
         observers: what warmups and captures were seen to read. Looking costs time, so where the largest and the
             smallest size read the same memory, the others are taken to do so too.
+        reads: CPU tensors from before whose values captures took, by their place in memory.
     """
 
     table: ProgramTable
@@ -80,6 +89,7 @@ class GraphCapture:
     before_retry: Callable[[], object] = bool
     state: PythonState = dataclasses.field(default_factory=PythonState)
     observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
+    reads: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
     _failed: dict[str, CaptureError] = dataclasses.field(default_factory=dict)
     _raised: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by eager runs
     _traced: list[MemoryObserver] = dataclasses.field(default_factory=list)  # of warmups for what breaks return
@@ -185,23 +195,30 @@ class GraphCapture:
         failed = None
         try:
             trace = self._trace(job)
+            host = HostCapture(
+                self.table.device.torch_device, self.table.constants.copies(job.key), job.label, job.name
+            )
             self._announce(job)
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
-                program = self._recorded(session, job, trace, observed)
+                program = self._recorded(session, job, trace, host, observed)
+            program.constants = host.served
             try:
                 self._check_breaks(job, program)
                 self.table.add(job, program)
             except BaseException:
                 program.drop()  # nothing else knows of it
                 raise
+            self.reads |= host.reads
         except CaptureError as error:
             failed = error
         return self._on_all_ranks("capturing", job, failed)
 
-    def _recorded(self, session: CaptureSession, job: CaptureJob, trace: BreakTrace | None, observed: bool) -> Program:
+    def _recorded(
+        self, session: CaptureSession, job: CaptureJob, trace: BreakTrace | None, host: HostCapture, observed: bool
+    ) -> Program:
         try:
             return session.capture(
-                lambda: self._run_captured(job, observed),
+                lambda: self._run_captured(job, host, observed),
                 label=job.label,
                 generators=job.generators,
                 trace=trace,
@@ -218,13 +235,18 @@ class GraphCapture:
         finally:
             session.left.clear()
 
-    def _run_captured(self, job: CaptureJob, observed: bool) -> Any:
+    def _run_captured(self, job: CaptureJob, host: HostCapture, observed: bool) -> Any:
         """Run the forward as it is recorded, hooks included."""
         observer = MemoryObserver()
-        with observer if observed else contextlib.nullcontext():
+        followed = observed or self.table.constants.met_host
+        with (
+            host.following() if followed else contextlib.nullcontext(),
+            observer if observed else contextlib.nullcontext(),
+        ):
             outputs = job.run()
             for hooks in self.table.hooks:
                 hooks.end_of_forward(job.mode, job.descriptor)
+        host.check_refused()
         self.observers += [observer] if observed else []
         return outputs
 
@@ -248,7 +270,7 @@ class GraphCapture:
     def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
         try:
             traced = job.mode is CudaGraphMode.PIECEWISE
-            _, observer, trace = run_observed(self.table, job.run, traced=traced)
+            _, observer, trace = run_observed(self.table, job.run, job.key, traced=traced)
             if trace is not None:
                 self.table.add_trace(job.key, trace)
             if self._ranks.size > 1:

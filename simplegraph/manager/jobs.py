@@ -30,6 +30,7 @@ class CaptureJob:
         run: the forward, on static inputs.
         generators: random generators the forward draws from, beside the default one.
         inputs: what it is captured for, by argument, as text for the report.
+        name: names a tensor that the forward found somewhere, for messages; None if it cannot.
     """
 
     key: Key
@@ -38,6 +39,7 @@ class CaptureJob:
     run: Callable[[], Any]
     generators: tuple[torch.Generator, ...] = ()
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    name: Callable[[torch.Tensor], str | None] = lambda _: None
 
     @property
     def label(self) -> str:

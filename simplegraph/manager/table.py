@@ -18,6 +18,7 @@ from simplegraph.errors import CaptureError
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.failures import release_locals
+from simplegraph.graph.host.constants import FrozenConstants
 from simplegraph.graph.program import Program
 from simplegraph.manager.hooks import GraphHooks
 from simplegraph.manager.jobs import CaptureJob, Key, merged_failures, origin
@@ -77,6 +78,7 @@ class ProgramTable:
         graphs: what can be replayed, by key.
         failures: what could not be captured, by key.
         hooks: called around every capture and replay.
+        constants: what warmups moved to the device from Python data, for captures.
     """
 
     config: CudaGraphConfig
@@ -88,6 +90,7 @@ class ProgramTable:
     graphs: dict[Key, CapturedGraph] = dataclasses.field(default_factory=dict)
     failures: dict[Key, CaptureError] = dataclasses.field(default_factory=dict)
     hooks: list[GraphHooks] = dataclasses.field(default_factory=list)
+    constants: FrozenConstants = dataclasses.field(default_factory=FrozenConstants)
     _traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
     _trace_of_any_size: BreakTrace | None = None
     _warned: set[str] = dataclasses.field(default_factory=set)  # origins of failures
@@ -229,4 +232,5 @@ class ProgramTable:
         self.failures.clear()
         self._traces.clear()
         self._trace_of_any_size = None
+        self.constants.clear()
         self.stats.dropped()

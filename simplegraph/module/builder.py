@@ -20,7 +20,7 @@ from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.escapes import KEPT_REMEDY, kept_by
 from simplegraph.graph.generators import drew, random_states
 from simplegraph.graph.observe import MemoryObserver
-from simplegraph.manager.capture import run_observed
+from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.arguments import invoke_watched
@@ -72,7 +72,9 @@ class GraphBuilder:
         """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
         self.manager.stats.ran_eagerly(reason, size=call.batch)
         memory = call.memory  # before the run, which may give an argument other memory
-        result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs)
+        # A padded graph's own constants, if they follow the size, come from a warmup of that size.
+        key = (call.binding.signature, None) if call.padding else call.key
+        result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs, key)
         outputs, spec = flatten(result)
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
@@ -94,18 +96,19 @@ class GraphBuilder:
         untraced = not table.has_own_trace(call.key)
         if call.padding:  # what breaks return there follows from two other sizes
             untraced = untraced and binding.trace_at(call.padded) is None and call.batch not in binding.traces
-        return (_breaks(call) and untraced) or binding.warm[call.padded] < self.manager.config.num_warmups
+        unknown = not call.padding and table.constants.needs_warmup(call.key)
+        return (_breaks(call) and untraced) or unknown or binding.warm[call.padded] < self.manager.config.num_warmups
 
     def _run_on_capture_stream(
-        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Hashable | None = None
     ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
-        """Run eagerly with these arguments, observed; the warmup of a piecewise graph also traces its breaks."""
+        """Run eagerly with these arguments, observed; trace a piecewise graph's breaks, keep constants by the key."""
         generators = self.memory(call).generators()
         before = random_states(generators)
         counted = call.binding.counted.eager_run(call.module)
         run = functools.partial(invoke_watched, call, self.reader, args, kwargs)
         with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED), counted:
-            result, observer, trace = run_observed(self.manager.table, run, traced=_breaks(call))
+            result, observer, trace = run_observed(self.manager.table, run, key, traced=_breaks(call))
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
@@ -207,7 +210,7 @@ class GraphBuilder:
         capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
         kept: list[str] = []
         with contextlib.ExitStack() as undo:  # the last first, and each whatever becomes of the others
-            undo.callback(_note_seen, self, call, inputs, capture.observers)
+            undo.callback(_note_seen, self, call, inputs, capture)
             undo.callback(rehearsal.end)
             undo.callback(lambda: kept.extend(state.put_back()))
 
@@ -273,11 +276,13 @@ class GraphBuilder:
                 binding.note_trace(other, trace)
 
 
-def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, observers: Sequence[MemoryObserver]) -> None:
+def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, capture: GraphCapture) -> None:
     """Take note of what runs were seen to read and write."""
-    for observer in observers:
+    for observer in capture.observers:
         call.binding.note_written(observer, inputs.memory)
-    builder.keep_external(call.module, observers, inputs.storages)
+    own = inputs.storages | call.host_copies
+    builder.keep_external(call.module, capture.observers, own)
+    builder.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}
 
 
 def _breaks(call: Call) -> bool:
@@ -300,6 +305,7 @@ def _capture_jobs(
             _forward(manager, call, inputs, kind[1], reader),
             generators,
             described,
+            lambda tensor: Survey(call.module).name_of(tensor),
         )
         for kind in todo
     ]

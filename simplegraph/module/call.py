@@ -18,7 +18,16 @@ from simplegraph.graph.tensors import storage_key
 from simplegraph.module.counted import CountedState
 from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
 from simplegraph.module.outputs import OutputShapes, unreturnable
-from simplegraph.module.signature import Arg, CallReader, ConstantArg, Signature, TensorArg, batch_dim_of, short_repr
+from simplegraph.module.signature import (
+    Arg,
+    CallReader,
+    ConstantArg,
+    HostArg,
+    Signature,
+    TensorArg,
+    batch_dim_of,
+    short_repr,
+)
 from simplegraph.nested import LEAF, ById, TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -94,6 +103,11 @@ class Binding:
     def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
         """Remember which inputs a run wrote to; `memory` has their storage keys by name."""
         self.written |= {name for name, key in memory.items() if key in observer.written}
+        hosted = [arg.name for arg in self.signature.args if isinstance(arg, HostArg) and arg.name in self.written]
+        if hosted:
+            self.unsupported = CannotBind(
+                Reason.WRONG_DEVICE, f"{hosted[0]} is on the CPU and the forward writes to it"
+            )
 
     def note_made(self, observer: MemoryObserver, outputs: Sequence[Any]) -> None:
         """Remember which outputs of a capture it made, rather than found."""
@@ -224,10 +238,17 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensor leaves by name."""
-        return ((name, leaf) for name, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, Tensor))
+        """The tensor leaves that have static inputs, by name."""
+        found = zip(self.names, self.leaves, self.layout.args, strict=True)
+        return ((name, leaf) for name, leaf, arg in found if isinstance(arg, TensorArg))
 
     @property
     def memory(self) -> dict[str, int]:
         """The storage keys of the tensor leaves, by name."""
-        return {name: storage_key(leaf) for name, leaf in self.tensors}
+        found = zip(self.names, self.leaves, strict=True)
+        return {name: storage_key(leaf) for name, leaf in found if isinstance(leaf, Tensor)}
+
+    @property
+    def host_copies(self) -> set[int]:
+        """The storage keys of the copies of CPU tensors that captures are passed."""
+        return {storage_key(arg.leaf) for arg in self.layout.args if isinstance(arg, HostArg)}

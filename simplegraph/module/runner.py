@@ -28,6 +28,7 @@ from simplegraph.module.call import Call, invoke
 from simplegraph.module.known import KnownCalls
 from simplegraph.module.proof import prove
 from simplegraph.module.replay import MISS, replay_checked, try_replay
+from simplegraph.module.signature import device_of
 from simplegraph.module.torch_state import hindrance
 from simplegraph.reasons import CannotBind, Reason
 
@@ -151,9 +152,7 @@ class GraphRunner:
         self._forget()
 
     def _builder_for(self, module: Any, leaves: Sequence[Any]) -> GraphBuilder:
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
-        if device is None:
-            raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no argument is a tensor")
+        device = device_of(leaves)
         if device.type not in ("cuda", "cpu"):
             raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on {device}")
         known = self.builder

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.inputs import Slot
-from simplegraph.module.signature import TensorArg
+from simplegraph.module.signature import HostArg, TensorArg
 from simplegraph.reasons import CannotBind, Reason
 
 
@@ -100,7 +100,7 @@ class SharedOutputs:
 
 
 def _view_of_input(output: Tensor, index: int, source: int, slot: Slot) -> _View:
-    part: Tensor = slot.view
+    part: Tensor = slot.arg.leaf if isinstance(slot.arg, HostArg) else slot.view
     shape, dense, name = _dense(slot)
     if not _same_strides(shape, part.stride(), dense):
         raise CannotBind(Reason.ALIASED_OUTPUTS, f"an output is a view of {name}, padded in an inner dimension")
@@ -111,8 +111,10 @@ def _view_of_input(output: Tensor, index: int, source: int, slot: Slot) -> _View
 
 
 def _dense(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """Return an input's shape, its strides where it has no gaps, and its name."""
+    """Return an input's shape, its strides where it has no gaps, and its name; those of a copy on the CPU."""
     arg = slot.arg
+    if isinstance(arg, HostArg):
+        return tuple(arg.leaf.shape), tuple(arg.leaf.stride()), arg.name
     shape, stride = tuple(slot.view.shape), 1
     strides = [0] * len(shape)
     for dim in reversed(arg.order if isinstance(arg, TensorArg) else ()):

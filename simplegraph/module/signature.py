@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.errors import ConfigError, InputError, did_you_mean
+from simplegraph.graph.host.constants import WATCHED_BYTES, value_bytes
 from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -68,6 +69,15 @@ class ConstantArg:
     def holds(self, leaf: Any) -> bool:
         """True if a leaf has the value that was captured."""
         return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))
+
+
+@dataclasses.dataclass(frozen=True)
+class HostArg(ConstantArg):
+    """A small CPU tensor passed beside tensors on a GPU: what tells it apart is its value, and `leaf` is a copy."""
+
+    def holds(self, leaf: Any) -> bool:
+        """True if a leaf has the value that was captured."""
+        return type(leaf) in PLAIN_TENSORS and leaf.is_cpu and self.key == _host_key(leaf)
 
 
 Arg = TensorArg | ConstantArg
@@ -158,6 +168,9 @@ class CallReader:
             InputError: a non-tensor argument is neither a tensor nor hashable.
         """
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        device = device_of(leaves)
+        hosted = {index for index in tensors if leaves[index].is_cpu and device.type != "cpu"}
+        tensors = [index for index in tensors if index not in hosted]
         self._check_tensors(leaves, names, tensors)
         anchor, anchor_dim = self._anchor(leaves, names, tensors)
         batch = leaves[anchor].shape[anchor_dim]
@@ -166,8 +179,8 @@ class CallReader:
         seen = self._shapes(leaves, spec)
         args: list[Arg] = []
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-            if not isinstance(leaf, Tensor):
-                args.append(self._constant(name, leaf))
+            if index in hosted or not isinstance(leaf, Tensor):
+                args.append(_host_arg(name, leaf) if index in hosted else self._constant(name, leaf))
                 continue
             dim = anchor_dim if index == anchor else self._batch_dim(name, leaf, batch, seen[index])
             args.append(self._tensor(name, leaf, dim))
@@ -282,11 +295,38 @@ class CallReader:
 
     def _signature(self, args: list[Arg], spec: TreeSpec, context: Hashable) -> Signature:
         known = self._defaults
-        constants = [arg for arg in args if isinstance(arg, ConstantArg)]
+        constants = [arg for arg in args if type(arg) is ConstantArg]  # a default on the CPU may be written to
         left_out = {arg.name for arg in constants if arg.name in known and arg.holds(known[arg.name])}
         kept = sorted((arg for arg in args if arg.name not in left_out), key=lambda arg: arg.name)
         named = sorted((pair for pair in self._arguments(spec) if pair[0] not in left_out), key=lambda pair: pair[0])
         return Signature(tuple(kept), tuple(named), context)
+
+
+def device_of(leaves: Sequence[Any]) -> torch.device:
+    """Return the device of a call: the first tensor's that is not on the CPU, or else the CPU.
+
+    Raises:
+        CannotBind: no leaf is a tensor.
+    """
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+    if not devices:
+        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no argument is a tensor")
+    return next((device for device in devices if device.type != "cpu"), devices[0])
+
+
+def _host_arg(name: str, tensor: Tensor) -> HostArg:
+    """Take a CPU tensor among tensors on a GPU by its value."""
+    plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
+    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(tensor).__name__} of layout {tensor.layout}")
+    if tensor.nbytes > WATCHED_BYTES:
+        detail = f"{name} is on the CPU and has {tensor.nbytes} bytes; up to {WATCHED_BYTES} are compared at every call"
+        raise CannotBind(Reason.WRONG_DEVICE, detail)
+    return HostArg(name, Tensor, _host_key(tensor), tensor.detach().clone())
+
+
+def _host_key(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tensor.shape, value_bytes(tensor)
 
 
 def _prefixes(name: str) -> Iterator[str]:

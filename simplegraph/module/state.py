@@ -6,13 +6,14 @@ import dataclasses
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from simplegraph.errors import ReplayError
+from simplegraph.graph.host.constants import reader
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.module.changes import HOLDERS, HOOKS, Changes, Watcher, watch_module, watch_tensors
@@ -32,10 +33,12 @@ class MemoryRead:
         keys: its storage keys.
         elsewhere: by key, tensors that the module does not hold: of a closure, a global, a cache. They have no
             owner we know, so they are owned here. What the module holds is not: it may be replaced before any capture.
+        values: CPU tensors whose values captures took, by their place in memory.
     """
 
     keys: set[int] = dataclasses.field(default_factory=set)
     elsewhere: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    values: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
 
     def add(self, survey: Survey, observers: Iterable[MemoryObserver], inputs: set[int]) -> None:
         """Add what runs were seen to read; `inputs` are the keys of their inputs, `survey` is of their module."""
@@ -73,7 +76,7 @@ class CapturedState(Watcher):
 
     Attributes:
         seen: the count of changes up to which all was in place.
-        watches_plain: True if ordinary attributes are compared at every call.
+        watches_plain: True if ordinary attributes, or values on the CPU, are compared at every call.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,6 +88,7 @@ class CapturedState(Watcher):
         self._read = MemoryRead()
         self._places: dict[str, _Lay] = {}
         self._elsewhere: dict[int, tuple[Tensor, _Lay]] = {}
+        self._values: dict[tuple[Any, ...], WatchedValue] = {}
         self._modules: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}
         self._names: set[str] = set()
 
@@ -93,6 +97,7 @@ class CapturedState(Watcher):
         count, survey = self.count, self._survey()
         moved = bool(self._modules) and bool(self._differences(survey))
         self._read = MemoryRead(set(read.keys), dict(read.elsewhere))
+        self._values = {at: WatchedValue(tensor) for at, tensor in read.values.items()} | self._values
         self._hold(survey)
         tensors = survey.tensors.values()
         covered = [each for each in tensors if self._read.covers(each)]
@@ -128,6 +133,7 @@ class CapturedState(Watcher):
         links = [link for each in held for link in each.links] + survey.links
         links += [(holder, key, value) for holder in unwatched for key, value in holder.items()]
         links += [(holder, -1, holder[-1]) for holder, _, _ in links if isinstance(holder, list)]  # it may grow
+        links += [(value, 0, value.before) for value in self._values.values()]
         unique = {(id(holder), key): (holder, key, value) for holder, key, value in links}
         self._links: tuple[tuple[Any, ...], ...] = tuple(zip(*unique.values(), strict=True))  # holders, keys, values
         self.watches_plain = bool(unique)
@@ -193,6 +199,10 @@ class CapturedState(Watcher):
         ]
         elsewhere = self._elsewhere.values()
         names += [f"a {tuple(t.shape)} tensor from elsewhere (moved)" for t, lay in elsewhere if lay.left_by(t)]
+        values = [value.tensor for value in self._values.values() if value[0] is not value.before]
+        names += [
+            f"{survey.name_of(tensor) or 'a CPU tensor from elsewhere'} (changed on the CPU)" for tensor in values
+        ]
         return names + self._changed_modules(survey.modules)
 
     def _changed_modules(self, now: dict[str, nn.Module]) -> list[str]:
@@ -214,6 +224,23 @@ def any_requires_grad(leaves: Iterable[Any]) -> bool:
 
 def _same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+class WatchedValue:
+    """A CPU tensor, as a container of its value: whatever writes to it, versions and hooks may miss it.
+
+    Attributes:
+        tensor: itself; before: what tells its value, as it was. ``value[0]`` is that very object while it is so.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._read = reader(tensor)
+        self.before = self._read()
+
+    def __getitem__(self, key: int) -> Hashable:
+        now = self._read()
+        return self.before if now == self.before else now
 
 
 class _Lay:

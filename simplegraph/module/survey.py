@@ -110,6 +110,11 @@ class Survey:
         holders += [(name, holder[key]) for name, holder in holders for key in ("_parameters", "_buffers")]
         return {_dotted(name, key) for name, holder in holders for key in holder}
 
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Name the place that holds a tensor's memory; None if there is none."""
+        keys = {storage_key(part) for part in parts(tensor) if has_address(part)}
+        return next((each.name for each in self.tensors.values() if not keys.isdisjoint(each.memory)), None)
+
 
 def held_tensors(module: nn.Module) -> list[HeldTensor]:
     """List every tensor that the module holds in parameters, buffers and ordinary attributes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Callable
@@ -44,8 +45,11 @@ def to_host(x: Tensor) -> Any:
     return x.to("cpu", copy=True).tolist()
 
 
+TICKS = itertools.count()
+
+
 def from_host(x: Tensor) -> Any:
-    return torch.tensor([1.0] * WIDTH, device=x.device)
+    return torch.tensor([float(next(TICKS))] * WIDTH, device=x.device)
 
 
 def reseeding(x: Tensor) -> Any:
@@ -86,7 +90,7 @@ FAULTS: dict[Callable[[Tensor], Any], tuple[str, str]] = {
     boolean_index: ("return x[x > 0]", "Keep the shape: torch.where(mask, x, 0) for x[mask]"),
     nonzero: ("return torch.nonzero(x)", "use operations of fixed shape"),
     to_host: ('return x.to("cpu", copy=True).tolist()', "eager_break"),
-    from_host: ("return torch.tensor([1.0] * WIDTH, device=x.device)", "outside the forward"),
+    from_host: ("return torch.tensor([float(next(TICKS))] * WIDTH", "pass its value as an argument"),
     reseeding: ("", "eed outside"),
     exception: ('raise LookupError("not while captured")', "LookupError: not while captured"),
     out_of_memory: ("raise torch.OutOfMemoryError", "capture_sizes"),

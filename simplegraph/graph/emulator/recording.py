@@ -16,6 +16,7 @@ from simplegraph.errors import EmulatorError
 from simplegraph.graph.emulator import operators as ops
 from simplegraph.graph.emulator.collectives import Launches
 from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, Output, Recorded, RecordedCall, poison_byte
+from simplegraph.graph.host.constants import SERVING
 from simplegraph.graph.operators import OperatorMode, is_collective, is_higher_order
 from simplegraph.graph.tensors import storage_key
 
@@ -76,7 +77,8 @@ class _FunctionMode(overrides.TorchFunctionMode):
             self._recording.fail(f"{ops.READ_BACK} (Tensor.{func.__name__})")
         if func is Tensor.pin_memory or kwargs.get("pin_memory"):
             self._recording.fail("pinned memory was allocated, which a capture does not permit")
-        if func in self.FACTORIES and kwargs.get("device") is not None and not ops.tensors(args[:1]):
+        from_host = func in self.FACTORIES and kwargs.get("device") is not None and not ops.tensors(args[:1])
+        if from_host and not SERVING.active:
             self._recording.fail(f"{ops.FROM_HOST} (torch.{func.__name__})")
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:

@@ -1,0 +1,274 @@
+"""Modes that follow the CPU tensors of a forward: one for a warmup, and one for a capture.
+
+A capture records no copy from ordinary host memory, and a replay runs no CPU operator. What the forward makes on the
+CPU from Python data alone is as frozen as Python is, so a capture takes the device copies that a warmup made, found
+by the bits of the value. CPU tensors that were there before are values that may change: they are noted, for whoever
+watches them, and refused where writes to them would not show, as are random numbers drawn and memory written on the
+CPU.
+
+Not seen, because torch shows it to no mode: `.tolist()` and `.numpy()` of a CPU tensor from before (`.item()` is seen),
+what NumPy computes, and writes to a CPU tensor through NumPy; of a tensor above 64 bytes, also a later write through
+`.data` that leaves all sampled bytes as they were. A NumPy array that becomes a tensor in the forward counts
+as a tensor from before. On the emulator, whose device is the CPU, all CPU tensors are taken for the device's: there a
+list of numbers is a constant (`torch.tensor([0, 1])`, ``x[:, [0, 1]]``) and everything else is captured like work of
+the device, so that it shows neither stale CPU values nor CPU random numbers, writes and outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch
+
+from simplegraph.graph.breaks.operators import ACTIVE
+from simplegraph.graph.host.constants import is_watchable
+from simplegraph.graph.operators import OperatorMode, is_higher_order, written_args
+from simplegraph.graph.tensors import storage_key
+
+_operators: Any = _python_dispatch  # typed loosely because torch leaves it untyped
+_aten: Any = torch.ops.aten
+_LIFT = _aten.lift_fresh.default
+_TO_COPY, _COPY, _PIN = _aten._to_copy.default, _aten.copy_.default, _aten._pin_memory.default
+_INDEX = {_aten.index.Tensor, _aten._unsafe_index.Tensor}
+_PUT = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+_PUT |= {_aten._unsafe_index_put.default}
+_WHERE = _aten.where.self
+_COPIES = {_TO_COPY, _COPY}
+_MOVES = {_TO_COPY, _COPY, _PIN, _WHERE, *_INDEX, *_PUT}
+_MASKS = (torch.bool, torch.uint8)
+
+
+class HostMode(OperatorMode):
+    """Sees every operator while active, and follows the CPU tensors among its arguments and results.
+
+    Where the graphs' device is the CPU, as the emulator's is, a CPU tensor says nothing: only Python data in lists
+    (`torch.tensor([0, 1])`) is known to come from the host.
+
+    Args:
+        device: where the forward runs.
+
+    Attributes:
+        met_host: True once the run used a CPU tensor.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.met_host = False
+        self._emulated = device.type == "cpu"
+        # CPU memory that the run made, by storage key; True if it follows from Python data and watched values. Keys
+        # only: memory from before lives throughout, so a key that is used again is again the run's own.
+        self._made: dict[int, bool] = {}
+        self._recorder: Any = None
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the run in here, but for what runs inside of breaks: it is not in the graph."""
+        self._recorder = ACTIVE.recorder
+        with _lifting_visible(), self:
+            yield
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on plain tensors, and follow what it does with those on the CPU."""
+        # Inside a break, or for one, no recorder of breaks is active.
+        if is_higher_order(func) or ACTIVE.recorder is not self._recorder or (self._emulated and func is not _LIFT):
+            return defined(func(*args, **kwargs))
+        if self._emulated:
+            return self._lift(func, args[0])
+        tensors = strided_tensors((*args, *kwargs.values()))
+        host = [tensor for tensor in tensors if tensor.is_cpu]
+        if tensors and not host:
+            result = func(*args, **kwargs)
+            self._note_made(result, known=False)
+            return defined(result)
+        if host and _is_composite(func):  # under inference_mode it comes whole
+            return self.take_apart(func, args, kwargs)
+        if host and func in _COPIES and self._copies_pinned(func, args, kwargs):
+            return func(*args, **kwargs)
+        on_host = len(host) == len(tensors)
+        self._check(func, args, kwargs, on_host=on_host)
+        known = func is _LIFT or all(map(self._is_known, host))
+        result = self._move(func, args, kwargs) if host and func in _MOVES else func(*args, **kwargs)
+        made = self._note_made(result, () if func is _LIFT else host, known=known)
+        self.met_host = self.met_host or made or bool(host)
+        for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
+            key = storage_key(tensor)
+            if key in self._made:
+                self._made[key] = self._made[key] and known and on_host
+        return defined(result)
+
+    def _note_made(self, result: Any, given: Sequence[Tensor] = (), *, known: bool) -> bool:
+        """Note the CPU memory among an operator's results that it was not given; True if there is any."""
+        made = {storage_key(tensor) for tensor in strided_tensors((result,)) if tensor.is_cpu}
+        made = made.difference(map(storage_key, given)) if made else made
+        self._made.update(dict.fromkeys(made, known))
+        return bool(made)
+
+    def _copies_pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if this copies from the user's pinned memory without waiting: a graph does so anew at every replay."""
+        at_once = args[2] if func is _COPY and len(args) > 2 else kwargs.get("non_blocking")
+        source = args[1] if func is _COPY else args[0]
+        if not at_once or not source.is_cpu or storage_key(source) in self._made:
+            return False
+        with _operators._disable_current_modes():
+            return bool(source.is_pinned())
+
+    def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; what it moves to the device is a constant, as far as it is known."""
+        first = args[0]
+        moved = args
+        if func is _TO_COPY:
+            if target_device(kwargs) != "cpu" and first.is_cpu and self._is_known(first):
+                return self._moved(func, args, kwargs)
+        elif func is _PIN:
+            return self._pinned(func, args, kwargs)
+        elif func is _WHERE:
+            like = next((tensor for tensor in args if not tensor.is_cpu), first)
+            moved = tuple(self._on_device(tensor, tensor.dtype, like.device) for tensor in args)
+        elif first.is_cpu:
+            pass
+        elif func is _COPY:
+            moved = (first, self._on_device(args[1], first.dtype, first.device), *args[2:])
+        else:
+            indices = self._indices(args[1], first.device)
+            moved = (first, indices, *args[2:])
+            # With a mask on the device, a number on the CPU makes it masked_fill_, which needs no shapes.
+            if func in _PUT and not any(index.dtype in _MASKS for index in strided_tensors(indices)):
+                moved = (first, indices, self._on_device(args[2], args[2].dtype, first.device), *args[3:])
+        return func(*self._chosen(args, moved), **kwargs)
+
+    def _indices(self, indices: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
+        """Return indices on the device; masks as the indices they stand for, which the device cannot count."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is not None and index.is_cpu and index.dtype in _MASKS and self._is_known(index):
+                with _operators._disable_current_modes():
+                    columns = index.nonzero().unbind(1)
+                found += [self._copy_of(column, device, index) for column in columns]
+            else:
+                found.append(index if index is None else self._on_device(index, index.dtype, device))
+        return found
+
+    def _on_device(self, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type == "cpu" or not tensor.is_cpu or not self._is_known(tensor):
+            return tensor
+        value = tensor
+        if tensor.dtype is not dtype:  # converted on the CPU, as torch does
+            with _operators._disable_current_modes():
+                value = tensor.to(dtype)
+        return self._copy_of(value, device, tensor)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """True if a tensor's value follows from Python data and from values of before that can be watched."""
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return False
+        known = self._made.get(storage_key(tensor))
+        return is_watchable(tensor) if known is None else known
+
+    # What a warmup and a capture do differently.
+
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_host: bool) -> None:
+        """Refuse what a graph cannot hold, before it runs."""
+
+    def _lift(self, func: Any, tensor: Tensor) -> Tensor:
+        """Run the operator that brings Python data, on a device that is the CPU."""
+        raise NotImplementedError
+
+    def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return a new tensor on the device for one on the CPU."""
+        raise NotImplementedError
+
+    def _pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a copy of a CPU tensor in pinned memory."""
+        return func(*args, **kwargs)
+
+    def _copy_of(self, value: Tensor, device: torch.device, source: Tensor) -> Tensor:
+        """Return what stands for a CPU tensor, of which `value` is made, in an operator on the device that reads it."""
+        raise NotImplementedError
+
+    def _chosen(self, args: tuple[Any, ...], moved: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Choose between an operator's own arguments and those with device copies in place of CPU tensors."""
+        raise NotImplementedError
+
+
+_lift_lock = threading.Lock()
+_lift_users = 0
+_lifted_before = False
+
+
+@contextlib.contextmanager
+def _lifting_visible() -> Iterator[None]:
+    """Let modes see how ``torch.tensor(0.0, device=...)`` gets to the device: as a CPU tensor, which is then moved.
+
+    The switch is one of the process, so the first of several threads sets it, and the last one puts it back.
+    """
+    global _lift_users, _lifted_before
+    with _lift_lock:
+        if not _lift_users:
+            _lifted_before = torch._C._only_lift_cpu_tensors()
+            torch._C._set_only_lift_cpu_tensors(True)
+        _lift_users += 1
+    try:
+        yield
+    finally:
+        with _lift_lock:
+            _lift_users -= 1
+            if not _lift_users:
+                torch._C._set_only_lift_cpu_tensors(_lifted_before)
+
+
+def target(kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what decides how a copy looks: its dtype, device and memory format."""
+    return tuple(
+        sorted(((name, value) for name, value in kwargs.items() if value is not None), key=lambda pair: pair[0])
+    )
+
+
+def target_device(kwargs: dict[str, Any]) -> str:
+    """Return the type of the device that an operator is told to put its result on, the CPU if none."""
+    device = kwargs.get("device")
+    return "cpu" if device is None else torch.device(device).type
+
+
+def is_list(tensor: Tensor) -> bool:
+    """True if Python data is more than a number, which an operator can take along by itself."""
+    return tensor.dim() > 0 and tensor.numel() > 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_composite(func: Any) -> bool:
+    """True if the operator is only made of others. Under inference_mode it is dispatched whole."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_no_value(func: Any) -> bool:
+    """True if the operator returns a view of its argument, or looks at its shape, dtype and device only."""
+    name = func._schema.name.partition("::")[2]
+    if name.endswith("_like") or name.startswith(("new_", "empty", "sym_")):
+        return True
+    results = [result.alias_info for result in func._schema.returns]
+    return bool(results) and all(alias is not None and not alias.is_write for alias in results)
+
+
+def strided_tensors(values: Iterable[Any]) -> list[Tensor]:
+    """List the strided tensors among arguments, lists of them included."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += strided_tensors(value)
+    return found
+
+
+def defined(result: Any) -> Any:
+    """Return an operator's result; an undefined tensor in a list comes out as None, which cannot go back in."""
+    return [torch.empty(0) if item is None else item for item in result] if type(result) is list else result

@@ -1,0 +1,219 @@
+"""What a warmup and a capture make of CPU tensors; tensors on the meta device stand for those on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from simplegraph.errors import CaptureError
+from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.host.capture import HostCapture
+from simplegraph.graph.host.warmup import HostWarmup
+from simplegraph.graph.observe import MemoryObserver
+
+META = torch.device("meta")
+
+Forward = Callable[[Tensor], Any]
+
+
+def warmed(forward: Forward) -> HostWarmup:
+    warmup = HostWarmup(META)
+    with warmup.following():
+        forward(torch.empty(3, 4, device=META))
+    return warmup
+
+
+def captured(forward: Forward, warmup: HostWarmup | None = None, name: Any = lambda _: None) -> HostCapture:
+    """A capture after a warmup; the copies that it was served are in `served`."""
+    warmup = warmup or warmed(forward)
+    capture = HostCapture(META, warmup.copies, "batch size 3", name)
+    with capture.following():
+        forward(torch.empty(3, 4, device=META))
+    capture.check_refused()
+    return capture
+
+
+def refused(forward: Forward, warmup: HostWarmup | None = None, name: Any = lambda _: None) -> str:
+    with pytest.raises(CaptureError) as caught:
+        captured(forward, warmup, name)
+    assert "test_modes.py" in str(caught.value.location)
+    return str(caught.value)
+
+
+@pytest.fixture(params=[torch.no_grad, torch.inference_mode], autouse=True)
+def _grad_mode(request: pytest.FixtureRequest) -> Any:
+    with request.param():
+        yield
+
+
+CONSTANTS: dict[str, tuple[Forward, int]] = {  # and how many device copies a graph reads
+    "a number": (lambda x: torch.tensor(2.0).to(x.device), 1),
+    "a list": (lambda x: torch.tensor([1.0, 2.0]).to(x.device), 1),
+    "the same twice": (lambda x: [torch.tensor([1, 2]).to(x.device) for _ in range(2)], 1),
+    "to another dtype": (lambda x: torch.arange(4).to(x.device, torch.float16), 1),
+    "like another tensor": (lambda x: torch.linspace(0, 1, 5).to(x), 1),
+    "type_as": (lambda x: torch.arange(4).type_as(x), 1),
+    "an index": (lambda x: x[:, torch.tensor([1, 2])], 1),
+    "two indices": (lambda x: x[torch.tensor([0, 1]), torch.arange(2)], 1),
+    "a mask": (lambda x: x[torch.tensor([True, False, True])], 1),
+    "a mask of two dimensions": (lambda x: x[torch.ones(3, 4, dtype=torch.bool)], 2),
+    "put": (lambda x: x.index_put_((torch.tensor([0, 2]),), torch.tensor(1.0)), 2),
+    "copied into a tensor": (lambda x: x[0].copy_(torch.arange(4)), 1),
+    "torch.where": (lambda x: torch.where(x > 0, x, torch.tensor(-1.0)), 1),
+    "computed": (lambda x: (torch.arange(4).view(2, 2)[:1] * 2 + 1).to(x.device), 1),
+    "written while it is made": (lambda x: torch.zeros(4).index_fill_(0, torch.tensor([1]), 3.0).to(x.device), 1),
+    "a number that stays": (lambda x: x * torch.tensor(2.0), 0),
+    "read": (lambda x: x * torch.arange(4).sum().item(), 0),
+}
+
+
+@pytest.mark.parametrize("idiom", CONSTANTS)
+def test_what_is_made_of_python_data_is_served_from_device_copies(idiom: str) -> None:
+    forward, copies = CONSTANTS[idiom]
+    capture = captured(forward)
+    assert len(capture.served) == copies
+    assert all(copy.device == META for copy in capture.served)
+    assert not capture.reads
+
+
+def test_a_warmup_runs_as_it_would() -> None:
+    results = []
+    warmed(lambda x: results.append(torch.ones(3, 4)[torch.tensor([True, False, True])] * torch.tensor(2.0)))
+    assert torch.equal(results[0], torch.full((2, 4), 2.0))
+
+
+@pytest.mark.parametrize("move", [lambda t, x: t.to(x.device), lambda t, x: x[t], lambda t, x: x[0, :1].copy_(t)])
+def test_a_value_that_is_not_the_warmups_is_refused(move: Any) -> None:
+    values = itertools.count()
+    message = refused(lambda x: move(torch.tensor([next(values)]), x))
+    assert "tensor of shape (1,) that the forward makes on the CPU has another value" in message
+
+
+@pytest.mark.parametrize(("now", "then"), [(0.0, -0.0), (1, 1.0), ([1], [1, 1]), (True, 1)])
+def test_values_are_compared_to_the_bit_with_dtype_and_shape(now: Any, then: Any) -> None:
+    warmup = warmed(lambda x: torch.tensor(then).to(x.device))
+    assert "another value" in refused(lambda x: torch.tensor(now).to(x.device), warmup)
+
+
+def test_not_a_number_equals_itself() -> None:
+    assert len(captured(lambda x: torch.tensor([float("nan")]).to(x.device)).served) == 1
+
+
+def test_what_was_swallowed_is_refused_at_the_end() -> None:
+    def forward(x: Tensor) -> Any:
+        try:
+            torch.rand(2)
+        except CaptureError:
+            return x
+
+    assert "random numbers" in refused(forward)
+
+
+DRAWS: dict[str, Forward] = {
+    "torch.rand": lambda x: torch.rand(()),
+    "torch.randperm": lambda x: torch.randperm(4),
+    "in place": lambda x: torch.empty(3).uniform_(),
+    "like a constant": lambda x: torch.rand_like(torch.ones(2)),
+    "with a generator": lambda x: torch.randn(2, generator=torch.Generator().manual_seed(1)),
+}
+
+
+@pytest.mark.parametrize("how", DRAWS)
+def test_random_numbers_of_the_cpu_are_refused_before_they_are_drawn(how: str) -> None:
+    warmup, state = warmed(DRAWS[how]), torch.get_rng_state()
+    assert "random numbers are drawn on the CPU" in refused(DRAWS[how], warmup)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_random_numbers_of_the_device_are_not() -> None:
+    captured(lambda x: (torch.rand(3, device=x.device), torch.rand_like(x), x.uniform_()))
+
+
+def test_memory_of_before_is_not_written() -> None:
+    count = torch.zeros((), dtype=torch.long)
+    warmup = warmed(lambda x: count.add_(1))
+    message = refused(lambda x: count.add_(1), warmup, name=lambda t: "layer.count" if t is count else None)
+    assert "layer.count is on the CPU and the forward writes to it (aten.add_)" in message
+    assert count.item() == 1  # by the warmup alone
+
+
+def test_values_of_before_are_noted_once_and_those_that_change_unseen_refused() -> None:
+    scale, table = torch.tensor(0.5), torch.from_numpy(numpy.ones(17, dtype="float32"))
+    capture = captured(lambda x: (x * scale, x * scale.item(), scale.to(x.device)))
+    assert [tensor.data_ptr() for tensor in capture.reads.values()] == [scale.data_ptr()]
+    assert len(capture.served) == 1
+    assert [tensor.shape for tensor in captured(lambda x: x * table[3]).reads.values()] == [()]
+    message = refused(lambda x: x + table.sum().item(), name=lambda _: "table")
+    assert "table is on the CPU and has 68 bytes; memory shared with NumPy" in message
+    assert "table is on the CPU" in refused(lambda x: table.to(x.device), name=lambda _: "table")
+
+
+def test_shapes_of_large_tensors_may_be_used() -> None:
+    table = torch.ones(100)
+    assert not captured(lambda x: (torch.zeros_like(table, device=x.device), table[:50].shape)).reads
+
+
+def test_a_large_tensor_whose_version_tells_of_writes_is_noted() -> None:
+    with torch.inference_mode(False):
+        table = torch.ones(17)
+    capture = captured(lambda x: x[0, 0] + table.to(x.device))
+    assert [tensor.data_ptr() for tensor in capture.reads.values()] == [table.data_ptr()]
+    assert len(capture.served) == 1
+    with torch.inference_mode():
+        hidden = torch.ones(17)
+    assert "has 68 bytes" in refused(lambda x: x[0, 0] + hidden.to(x.device))
+
+
+def test_weights_that_a_forward_brings_along_take_no_memory_on_the_device() -> None:
+    with torch.inference_mode(False):
+        tables = [torch.zeros(2 << 20) for _ in range(10)]
+        large = torch.zeros((4 << 20) + 1)
+    assert not warmed(lambda x: large.to(x.device)).copies
+    assert f"has {large.nbytes} bytes, of {16 << 20} at most" in refused(lambda x: large.to(x.device))
+    for index, table in enumerate(tables):
+        table[0] = index
+    assert len(warmed(lambda x: [table.to(x.device) for table in tables]).copies) == 8  # 64 MiB
+
+
+def test_a_run_without_cpu_tensors_says_so() -> None:
+    assert not warmed(lambda x: torch.nn.functional.relu(x + 1) @ torch.ones(4, 2, device=x.device)).met_host
+    assert warmed(lambda x: x * torch.tensor(2.0)).met_host
+
+
+def test_what_runs_inside_a_break_is_left_alone() -> None:
+    class Recorder:
+        operators: frozenset[Any] = frozenset()
+
+    table, capture = torch.ones(100), HostCapture(META, {}, "batch size 3")
+    with recording_breaks(Recorder()), capture.following():
+        with recording_breaks(None):
+            table.add_(torch.rand(100))
+        assert not capture.met_host
+        torch.ones(2)
+        assert capture.met_host
+    assert not capture.reads
+
+
+def test_outputs_made_on_the_cpu_are_told_from_those_of_before() -> None:
+    scale = torch.tensor(0.5)
+    runs: list[tuple[MemoryObserver, list[Tensor]]] = []
+
+    def forward(x: Tensor) -> None:
+        with MemoryObserver() as observer:  # asked before the capture's own mode, as captures do
+            runs.append((observer, [torch.arange(3) + 1, scale, scale.view(1), x, scale * 2]))
+
+    captured(forward)
+    observer, outputs = runs[-1]
+    assert [observer.made(leaf) for leaf in outputs] == [True, False, False, False, True]
+
+
+def test_torch_is_left_as_it_was() -> None:
+    captured(CONSTANTS["a list"][0])
+    assert not torch._C._only_lift_cpu_tensors()
+    assert torch._C._len_torch_dispatch_stack() == 0

@@ -1,0 +1,116 @@
+"""A device for graphs of tensors without values, beside which CPU tensors are the host's, as beside those on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from simplegraph.graph.device import GraphPool, MemoryReading
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.module.builder import GraphBuilder
+from simplegraph.module.inputs import slot
+from simplegraph.module.runner import GraphRunner
+
+
+class MetaSegment:
+    """Replays nothing."""
+
+    num_nodes = 1
+
+    def replay(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+class MetaMark:
+    def ms_since(self, earlier: Any) -> float:
+        return 0.0
+
+
+class MetaDevice:
+    """The `GraphDevice` protocol on the meta device, with nothing behind it."""
+
+    emulated = True
+    torch_device = torch.device("meta")
+
+    def __init__(self) -> None:
+        self.capturing = False
+
+    def new_pool(self) -> GraphPool:
+        return GraphPool(self, None, 0)  # type: ignore[arg-type]
+
+    def release_pool(self, pool: GraphPool) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        yield
+
+    def current_stream(self) -> int:
+        return 0
+
+    def wait_for(self, stream: int) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def begin(self, pool: GraphPool, generators: Any = (), *, continues: bool = False) -> None:
+        self.capturing = True
+
+    def end(self) -> MetaSegment:
+        self.capturing = False
+        return MetaSegment()
+
+    def abandon(self) -> None:
+        self.capturing = False
+
+    def synchronize(self) -> None:
+        pass
+
+    def release_cached_memory(self) -> None:
+        pass
+
+    def mark(self) -> MetaMark:
+        return MetaMark()
+
+    def free_memory(self) -> int:
+        return 0
+
+    def memory(self) -> MemoryReading:
+        return MemoryReading(0, 0, 0)
+
+    def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
+        return False
+
+    def left_alive(self, pool: GraphPool) -> set[int]:
+        return set()
+
+    def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let wrapped modules capture on the meta device. Without values no proof compares any: pass verify=0."""
+
+    def builder_for(runner: Any, module: Any, leaves: Any) -> GraphBuilder:
+        if runner.builder is None:
+            manager = CudaGraphManager(runner.config, device=MetaDevice(), requests=False, stats=runner.stats)  # type: ignore[arg-type]
+            runner.builder = GraphBuilder(manager, runner._known.reader(module))
+        return runner.builder  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(GraphRunner, "_builder_for", builder_for)
+    generator = torch.Generator()
+    for home in ("graph.session", "module.memory"):
+        monkeypatch.setattr(f"simplegraph.{home}.default_generator", lambda device: generator)
+    enabled = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": kind != "meta" and enabled(kind))
+    index = torch.empty(0, device="meta").get_device()
+    monkeypatch.setattr("simplegraph.module.plan.slot", lambda *args: slot(*args)._replace(device_index=index))
