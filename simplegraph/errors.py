@@ -64,6 +64,18 @@ class EmulatorError(SimpleGraphError, RuntimeError):
     """The emulated device saw something that a CUDA graph does not allow."""
 
 
+class HostError(SimpleGraphError, RuntimeError):
+    """A forward that is captured did something with a CPU tensor that a replay would not do.
+
+    Attributes:
+        remedy: what to do.
+    """
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause)
+        self.remedy = remedy
+
+
 def did_you_mean(names: Iterable[str], known: Collection[str]) -> str:
     """Return a question in parentheses that suggests known names like these; nothing if there are none."""
     close = dict.fromkeys(found for name in names for found in difflib.get_close_matches(name, known, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 
-from simplegraph.errors import BreakError, CaptureError, EmulatorError
+from simplegraph.errors import BreakError, CaptureError, EmulatorError, HostError
 from simplegraph.graph.user_code import (
     CalledLine,
     called_lines,
@@ -55,7 +55,7 @@ _READS = (
     *("a capturing stream", "a capturing blocking stream"),
 )
 _FIX = "Fix it, or call the module inside `with simplegraph.eager():`."
-_BREAK = "mark the function with @simplegraph.eager_break (mode='PIECEWISE')"
+BREAK = "mark the function with @simplegraph.eager_break (mode='PIECEWISE')"
 
 
 def capture_error(error: Exception, label: str) -> CaptureError:
@@ -97,7 +97,7 @@ def _said(error: BaseException) -> str:
 
 
 def _is_known(error: BaseException) -> bool:
-    return isinstance(error, BreakError) or _entry(error) is not None or _is_read(error)
+    return isinstance(error, (BreakError, HostError)) or _entry(error) is not None or _is_read(error)
 
 
 def _entry(error: BaseException) -> tuple[Sequence[str], str, str] | None:
@@ -114,6 +114,8 @@ def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, 
     """Return a known error's cause and remedy."""
     if isinstance(error, BreakError):
         return str(error), _FIX
+    if isinstance(error, HostError):
+        return f"{error}.", _remedy_in_reach(error.remedy, lines)
     entry = _entry(error)
     if entry is not None:
         return str(error) if isinstance(error, EmulatorError) else f"{entry[1]} ({_said(error)})", entry[2]
@@ -121,7 +123,7 @@ def _explained(error: BaseException, lines: Sequence[CalledLine]) -> tuple[str, 
         cause = (
             "something before it was refused, and the error swallowed: a tensor read back, or the device synchronised"
         )
-        return f"{cause} ({_said(error)}).", f"Look for an except that hides it; take it out, or {_BREAK}."
+        return f"{cause} ({_said(error)}).", f"Look for an except that hides it; take it out, or {BREAK}."
     cause, remedy = _explained_read(error, lines)
     return cause, _remedy_in_reach(remedy, lines)
 
@@ -132,17 +134,17 @@ def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[
     said = "" if emulated else f" ({_said(error)})"
     if is_printing(lines):
         cause = "a tensor was made into text (print, an f-string, logging), and while captured it has no values"
-        return f"{cause}{said}.", f"Print its shape, or print outside the forward; or {_BREAK}."
+        return f"{cause}{said}.", f"Print its shape, or print outside the forward; or {BREAK}."
     operation = "a boolean mask" if "boolean mask" in str(error) else dynamic_shape(lines)
     if operation is None:
         cause = "a tensor was read back to Python while its value does not exist yet, or the device was synchronised"
-        remedy = f"Keep the test on the device (torch.where), or {_BREAK}."
+        remedy = f"Keep the test on the device (torch.where), or {BREAK}."
         return str(error) if emulated else f"{cause}{said}.", remedy
     cause = f"{operation} gives as many elements as the values say, and no shape in a graph depends on values{said}."
     remedy = "torch.where(mask, x, 0) for x[mask], and x = torch.where(mask, y, x) for x[mask] = y"
     if operation != "a boolean mask":
         remedy = "use operations of fixed shape, such as torch.where or topk"
-    return cause, f"Keep the shape: {remedy}; or {_BREAK}."
+    return cause, f"Keep the shape: {remedy}; or {BREAK}."
 
 
 def _remedy_in_reach(remedy: str, lines: Sequence[CalledLine]) -> str:

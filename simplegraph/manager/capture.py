@@ -195,9 +195,7 @@ class GraphCapture:
         failed = None
         try:
             trace = self._trace(job)
-            host = HostCapture(
-                self.table.device.torch_device, self.table.constants.copies(job.key), job.label, job.name
-            )
+            host = HostCapture(self.table.device.torch_device, self.table.constants.copies(job.key), job.name)
             self._announce(job)
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
                 program = self._recorded(session, job, trace, host, observed)

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from simplegraph.errors import CaptureError
-from simplegraph.graph.failures import current_user_location
+from simplegraph.errors import HostError
+from simplegraph.graph.failures import BREAK
 from simplegraph.graph.host.constants import LARGEST_BYTES, SERVING, WATCHED_BYTES, content, is_watchable, span
 from simplegraph.graph.host.modes import HostMode, is_list, reads_no_value, strided_tensors, target, target_device
 from simplegraph.graph.operators import written_args
@@ -23,7 +23,6 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
     Args:
         device: where the forward runs.
         copies: device copies that a warmup made, by content.
-        label: what is captured, for messages.
         name: names a CPU tensor for messages, such as by the attribute that holds it.
 
     Attributes:
@@ -36,14 +35,12 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         self,
         device: torch.device,
         copies: Mapping[Hashable, Tensor],
-        label: str,
         name: Callable[[Tensor], str | None] = lambda _: None,
     ) -> None:
         super().__init__(device)
         self._copies = copies
-        self._label = label
         self._name = name
-        self._error: CaptureError | None = None
+        self._error: HostError | None = None
         self._served: dict[int, Tensor] = {}
         self.reads: dict[tuple[Any, ...], Tensor] = {}
 
@@ -69,13 +66,13 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_host: bool) -> None:
         if on_host and torch.Tag.nondeterministic_seeded in func.tags and target_device(kwargs) == "cpu":
             drawn = f"random numbers are drawn on the CPU ({func.overloadpacket}), and a replay would draw no others"
-            self._refuse(drawn, "Draw them on the device, or in an @simplegraph.eager_break (PIECEWISE).")
+            self._refuse(drawn, f"Draw them on the device, or {BREAK}.")
         host = [tensor for tensor in strided_tensors((*args, *kwargs.values())) if tensor.is_cpu]
         if on_host and torch.Tag.inplace_view not in func.tags:
             for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
                 if storage_key(tensor) not in self._made:
                     found = f"{self._named(tensor)} is on the CPU and the forward writes to it ({func.overloadpacket})"
-                    remedy = "Keep state on the device, or write it in an @simplegraph.eager_break (PIECEWISE)."
+                    remedy = f"Keep state on the device, or {BREAK}."
                     self._refuse(f"{found}, which a replay would not do", remedy)
         if reads_no_value(func):
             return
@@ -85,7 +82,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
                 self._note_read(tensor)
             elif on_host and not known:
                 found = f"a tensor was read back to Python while its value does not exist yet ({func.overloadpacket})"
-                self._refuse(found, "Keep it on the device, or read it in an @simplegraph.eager_break (PIECEWISE).")
+                self._refuse(found, f"Keep it on the device, or {BREAK}.")
 
     def _is_outside(self, tensor: Tensor) -> bool:
         return not self._emulated and storage_key(tensor) not in self._made
@@ -106,9 +103,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         return self._name(tensor) or f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
 
     def _refuse(self, cause: str, remedy: str) -> NoReturn:
-        where = current_user_location()
-        text = f"capturing {self._label} failed at {where}\n  {cause}.\n  {remedy}"
-        error = CaptureError(text, location=where, cause=cause)
+        error = HostError(cause, remedy)
         self._error = self._error or error
         raise error
 

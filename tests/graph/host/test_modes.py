@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.errors import CaptureError
+from simplegraph.errors import HostError
 from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.failures import capture_error
 from simplegraph.graph.host.capture import HostCapture
 from simplegraph.graph.host.warmup import HostWarmup
 from simplegraph.graph.observe import MemoryObserver
@@ -32,7 +33,7 @@ def warmed(forward: Forward) -> HostWarmup:
 def captured(forward: Forward, warmup: HostWarmup | None = None, name: Any = lambda _: None) -> HostCapture:
     """A capture after a warmup; the copies that it was served are in `served`."""
     warmup = warmup or warmed(forward)
-    capture = HostCapture(META, warmup.copies, "batch size 3", name)
+    capture = HostCapture(META, warmup.copies, name)
     with capture.following():
         forward(torch.empty(3, 4, device=META))
     capture.check_refused()
@@ -40,10 +41,11 @@ def captured(forward: Forward, warmup: HostWarmup | None = None, name: Any = lam
 
 
 def refused(forward: Forward, warmup: HostWarmup | None = None, name: Any = lambda _: None) -> str:
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(HostError) as caught:
         captured(forward, warmup, name)
-    assert "test_modes.py" in str(caught.value.location)
-    return str(caught.value)
+    error = capture_error(caught.value, "batch size 3")
+    assert "test_modes.py" in str(error.location)
+    return str(error)
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], autouse=True)
@@ -109,7 +111,7 @@ def test_what_was_swallowed_is_refused_at_the_end() -> None:
     def forward(x: Tensor) -> Any:
         try:
             torch.rand(2)
-        except CaptureError:
+        except HostError:
             return x
 
     assert "random numbers" in refused(forward)
@@ -190,7 +192,7 @@ def test_what_runs_inside_a_break_is_left_alone() -> None:
     class Recorder:
         operators: frozenset[Any] = frozenset()
 
-    table, capture = torch.ones(100), HostCapture(META, {}, "batch size 3")
+    table, capture = torch.ones(100), HostCapture(META, {})
     with recording_breaks(Recorder()), capture.following():
         with recording_breaks(None):
             table.add_(torch.rand(100))
@@ -211,6 +213,21 @@ def test_outputs_made_on_the_cpu_are_told_from_those_of_before() -> None:
     captured(forward)
     observer, outputs = runs[-1]
     assert [observer.made(leaf) for leaf in outputs] == [True, False, False, False, True]
+
+
+def test_no_mode_is_advised_to_who_cannot_set_one() -> None:
+    class Drawing(torch.nn.Module):
+        takes_settings = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rand(())
+
+    drawing = Drawing()
+    assert "@simplegraph.eager_break (mode='PIECEWISE')" in refused(drawing)
+    drawing.takes_settings = False  # as inside graph_generation
+    message = refused(drawing)
+    assert "Such calls run as they do without graphs." in message
+    assert "PIECEWISE" not in message
 
 
 def test_torch_is_left_as_it_was() -> None:
