@@ -95,6 +95,19 @@ def test_a_value_that_changes_before_the_capture_is_not_frozen_and_no_failure() 
     assert (model.graph_stats.captures, model.graph_stats.failures) == (1, {})
 
 
+def test_a_value_that_changes_before_every_call_is_warmed_up_for_no_more_and_named() -> None:
+    model = wrapped(lambda m, x: x + m.temperature.to(x.device))
+    for step in range(30):
+        model.temperature.fill_(float(step))
+        model(x())
+    stats = model.graph_stats
+    assert stats.replays == 0
+    assert stats.eager[Reason.WARMUP] == 8
+    assert stats.eager[Reason.CAPTURE_FAILED] == 21
+    (message,) = stats.failures.values()
+    assert "temperature has another value than in the warmup before" in message
+
+
 def test_an_attribute_that_nothing_reads_is_not_compared() -> None:
     model = wrapped(lambda m, x: x * m.temperature)
     serve(model)

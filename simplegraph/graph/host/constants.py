@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import hashlib
@@ -20,6 +21,8 @@ WATCHED_BYTES = 64
 # Beyond this a CPU tensor belongs to a forward that brings its weights along, which no graph should hold.
 LARGEST_BYTES = 16 << 20
 LARGEST_TOTAL_BYTES = 64 << 20
+# Warmups in a row that find other values than the one before; then a capture is tried, which refuses them by name.
+_MOST_CHANGES = 8
 
 
 class _ServingThread(threading.local):
@@ -44,6 +47,7 @@ class FrozenConstants:
         self._had_any = False
         self._copies: dict[Hashable, dict[Hashable, Tensor]] = {}
         self._sources: dict[Hashable, list[tuple[Callable[[], Hashable], Hashable]]] = {}
+        self._changes: collections.Counter[Hashable] = collections.Counter()
 
     def learn(
         self, key: Hashable, copies: Mapping[Hashable, Tensor], sources: Sequence[Tensor] = (), *, met_host: bool
@@ -57,6 +61,7 @@ class FrozenConstants:
             met_host: True if the warmup met a CPU tensor.
         """
         self.met_host = bool(self.met_host) or met_host
+        self._changes[key] = self._changes[key] + 1 if self._changed(key) else 0
         self._had_any = self._had_any or bool(copies)
         self._copies[key] = {content: self.find(content, copy) for content, copy in copies.items()}
         self._sources[key] = [(read, read()) for read in map(reader, sources)]
@@ -71,15 +76,22 @@ class FrozenConstants:
         return own if own is not None else {c: copy for copies in self._copies.values() for c, copy in copies.items()}
 
     def needs_warmup(self, key: Hashable) -> bool:
-        """True if there are or were constants, and this graph had no warmup, or one that found other values."""
+        """True if there are or were constants, and this graph had no warmup, or one that found other values.
+
+        Values that change from call to call need no more warmups: they are no constants.
+        """
         if key in self._copies:
-            return any(read() != before for read, before in self._sources[key])
+            return self._changes[key] < _MOST_CHANGES and self._changed(key)
         return self._had_any
+
+    def _changed(self, key: Hashable) -> bool:
+        return any(read() != before for read, before in self._sources.get(key, ()))
 
     def clear(self) -> None:
         """Drop the copies; that there were some is kept."""
         self._copies.clear()
         self._sources.clear()
+        self._changes.clear()
 
 
 def content(tensor: Tensor) -> Hashable:

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -196,30 +195,20 @@ class HostMode(OperatorMode):
         raise NotImplementedError
 
 
-_lift_lock = threading.Lock()
-_lift_users = 0
-_lifted_before = False
+# Private to torch; where it is absent, a number that is made on the device is refused by the capture, as a copy is.
+_get_lifting: Callable[[], bool] = getattr(torch._C, "_only_lift_cpu_tensors", lambda: False)
+_set_lifting: Callable[[bool], object] = getattr(torch._C, "_set_only_lift_cpu_tensors", bool)
 
 
 @contextlib.contextmanager
 def _lifting_visible() -> Iterator[None]:
-    """Let modes see how ``torch.tensor(0.0, device=...)`` gets to the device: as a CPU tensor, which is then moved.
-
-    The switch is one of the process, so the first of several threads sets it, and the last one puts it back.
-    """
-    global _lift_users, _lifted_before
-    with _lift_lock:
-        if not _lift_users:
-            _lifted_before = torch._C._only_lift_cpu_tensors()
-            torch._C._set_only_lift_cpu_tensors(True)
-        _lift_users += 1
+    """Let modes of this thread see ``torch.tensor(0.0, device=...)`` as a CPU tensor, which is then moved."""
+    before = _get_lifting()
+    _set_lifting(True)
     try:
         yield
     finally:
-        with _lift_lock:
-            _lift_users -= 1
-            if not _lift_users:
-                torch._C._set_only_lift_cpu_tensors(_lifted_before)
+        _set_lifting(before)
 
 
 def target(kwargs: dict[str, Any]) -> tuple[Any, ...]:

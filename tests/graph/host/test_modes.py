@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -230,7 +231,38 @@ def test_no_mode_is_advised_to_who_cannot_set_one() -> None:
     assert "PIECEWISE" not in message
 
 
-def test_torch_is_left_as_it_was() -> None:
+def fails(x: Tensor) -> None:
+    raise ValueError("the forward's own")
+
+
+def test_torch_is_left_as_it_was_whatever_the_forward_does() -> None:
     captured(CONSTANTS["a list"][0])
+    refused(lambda x: x * torch.rand(()))
+    for mode in (HostWarmup(META), HostCapture(META, {})):
+        with pytest.raises(ValueError, match="the forward's own"), mode.following():
+            fails(torch.empty(3, 4, device=META))
     assert not torch._C._only_lift_cpu_tensors()
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_threads_whose_runs_overlap_are_followed_each_and_left_as_they_were() -> None:
+    """Torch keeps this switch for each thread; on meta tensors nothing else shows it."""
+    lifting, began, ended = torch._C._only_lift_cpu_tensors, threading.Event(), threading.Event()
+    other: list[bool] = []
+
+    def overlap() -> None:
+        with HostWarmup(META).following():
+            other.append(lifting())
+            began.set()
+            ended.wait(timeout=30)
+        other.append(lifting())
+
+    thread = threading.Thread(target=overlap)
+    with HostWarmup(META).following():
+        thread.start()
+        began.wait(timeout=30)
+        inside = lifting()
+    after = lifting()
+    ended.set()
+    thread.join()
+    assert (inside, after, other) == (True, False, [True, False])
