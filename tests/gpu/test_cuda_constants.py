@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph.nested import flatten
 from simplegraph.reasons import Reason
-from tests.support import host_models
 
 pytestmark = pytest.mark.usefixtures("device_left_alone")
 
@@ -227,36 +226,3 @@ def test_a_small_cpu_argument_is_part_of_the_key_by_its_value() -> None:
             assert torch.equal(model(x, step), x * value + value)
     assert model.graph_stats.captures == 2
     assert model.graph_stats.replays >= 8
-
-
-MODELS = [
-    host_models.falcon,
-    host_models.falcon_alibi,
-    host_models.wavlm,
-    host_models.videomae,
-    host_models.sam,
-    host_models.rt_detr,
-    host_models.raft,
-]
-
-
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_models_that_make_tensors_on_the_cpu_replay_and_equal_eager(make: Callable[[], Any]) -> None:
-    pytest.importorskip("torchvision" if make is host_models.raft else "transformers")
-    with torch.inference_mode(False):
-        module, inputs = make()
-        module = module.eval().cuda()
-    model: Any = sg.wrap(module, capture_sizes=[5], padding=False)
-    for _ in range(5):
-        given = inputs(5, "cuda")
-        found, expected = flatten(model(**given))[0], flatten(_eager(model, given))[0]
-        for one, other in zip(found, expected, strict=True):
-            if isinstance(other, Tensor):
-                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    assert model.graph_stats.failures == {}
-    assert model.graph_stats.replays >= 2
-
-
-def _eager(model: Any, given: dict[str, Tensor]) -> Any:
-    with sg.eager():
-        return model(**given)

@@ -87,3 +87,33 @@ def raft() -> tuple[nn.Module, Inputs]:
         return {name: torch.randn(rows, 3, 128, 128, device=device) for name in ("image1", "image2")}
 
     return raft_small(weights=None), inputs
+
+
+def deberta_v2() -> tuple[nn.Module, Inputs]:
+    from transformers import DebertaV2Config, DebertaV2Model
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    attention = {
+        "relative_attention": True,
+        "position_buckets": 16,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+    }
+    places = {"pos_att_type": ["p2c", "c2p"], "position_biased_input": False, "max_relative_positions": -1}
+    model = DebertaV2Model(DebertaV2Config(**sizes, **attention, **places, intermediate_size=64))
+
+    def inputs(rows: int, device: Any) -> dict[str, Tensor]:
+        mask = torch.ones(rows, 8, dtype=torch.long, device=device)
+        return {"input_ids": torch.randint(0, 64, (rows, 8), device=device), "attention_mask": mask}
+
+    return model, inputs
+
+
+def gpt_oss() -> tuple[nn.Module, Inputs]:
+    from transformers import GptOssConfig, GptOssModel
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    settings = {"sliding_window": 4, "max_position_embeddings": 64, "use_cache": False}
+    model = GptOssModel(GptOssConfig(**sizes, **heads, **settings, attn_implementation="eager"))
+    return model, lambda rows, device: {"input_ids": torch.randint(0, 64, (rows, 8), device=device)}
