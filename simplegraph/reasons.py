@@ -122,3 +122,7 @@ class CannotBind(Exception):
         self.reason = reason
         self.detail = detail
         self.size = size
+
+    def again(self) -> CannotBind:
+        """Return an equal one to raise: an error that is raised keeps the frames it passed, and their tensors."""
+        return CannotBind(self.reason, self.detail, self.size)

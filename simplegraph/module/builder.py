@@ -172,7 +172,7 @@ class GraphBuilder:
             self.manager.table.raise_failure(failed)
             raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
         if call.binding.unsupported is not None:
-            raise call.binding.unsupported
+            raise call.binding.unsupported.again()
 
     def capture_sizes(self, call: Call) -> CaptureSummary:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""

@@ -122,7 +122,7 @@ class Binding:
         try:
             self.outputs.learn(size, leaves, spec)
         except CannotBind as error:
-            self.unsliceable = error
+            self.unsliceable = error.again()
 
 
 @dataclasses.dataclass(eq=False)
@@ -210,9 +210,9 @@ class Call(NamedTuple):
         """Refuse a call that no graph can serve, for what is known of such calls. Raises CannotBind."""
         binding = self.binding
         if binding.unsupported is not None:
-            raise binding.unsupported
+            raise binding.unsupported.again()
         if self.padding and binding.unsliceable is not None:
-            raise binding.unsliceable
+            raise binding.unsliceable.again()
         if self.padding and binding.draws and not pad_random:
             raise CannotBind(Reason.RANDOM_PADDING, f"batch size {self.batch}")
         if binding.written and self.aliased:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +99,26 @@ def test_a_static_output_may_be_the_input_of_the_call_that_drops_the_graphs(devi
         overwrite_free_memory(device)
         close(model(output), torch.tanh(expected @ model.weight))
     assert model.graph_stats.recaptures == 5
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x * x.sum().item(),
+        lambda m, x: (x * 2, object()),
+        lambda m, x: (x * 2, torch.ones(len(x) + 1, len(x))),
+    ],
+)
+@pytest.mark.parametrize("padding", [False, True])
+def test_an_eager_call_keeps_no_argument_alive(device: torch.device, function: Any, padding: bool) -> None:
+    model = graphed(device, function, padding=padding)
+    for size in (4, 8, 3, 4, 3):
+        model(rows(size, device))
+    passed = []
+    for size in (3, 4, 3, 4, 3, 4):
+        x = rows(size, device)
+        passed.append(weakref.ref(x))
+        model(x)
+        del x
+    gc.collect()
+    assert [ref() for ref in passed] == [None] * 6
