@@ -320,8 +320,7 @@ CHANGE_PROMISES = {
 CALL_PROMISES = {"expanded": "overlap", "earlier output": "lent", "earlier output and x": "lent"}
 
 # Promises that the library does not keep yet; programs that need them are left out, unless asked for.
-# "escape": what a break returned, and the forward leaves outside the module, is not found.
-PENDING = frozenset({"escape"})
+PENDING: frozenset[str] = frozenset()
 
 GRAPHS = {
     "reset": "m.reset_graphs()",

@@ -160,7 +160,7 @@ class Twins:
         for result, wanted in self.kept:
             self._raise(difference(result, wanted, coarsest=torch.bfloat16), f"after {where}: an earlier output")
         if keep and not (isinstance(actual, Raised) or self._static):
-            self.kept.append((actual, expected))
+            self.kept.append((_unboxed(actual), _unboxed(expected)))
 
     def _compare_state(self, where: str, coarsest: torch.dtype | None = None) -> None:
         state, wanted = _state(self.model), _state(self.eager)

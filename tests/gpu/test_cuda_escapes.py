@@ -195,6 +195,28 @@ def test_a_table_cached_by_size_is_filled_by_a_warmup_and_serves() -> None:
     assert model.graph_stats.replays == 7
 
 
+def test_what_a_break_returned_is_refused_where_the_pool_grows_for_each_result() -> None:
+    kept: list[Tensor] = []
+
+    @sg.eager_break
+    def three(y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(y.repeat(1024, 64) * factor for factor in (1, 2, 3))  # 16 MiB each, the allocator's own blocks
+
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            results = three(x + 1)
+            kept[:] = results[-1:]
+            return sum(results)[:4]  # type: ignore[index]
+
+    model = sg.wrap(Broken(), capture_sizes=[4], progress=False, mode="piecewise")
+    for _ in range(4):
+        x = torch.randn(4, 16, device="cuda")
+        torch.testing.assert_close(model(x), (x + 1).repeat(1, 64) * 6)
+        torch.testing.assert_close(kept[0][:4], (x + 1).repeat(1, 64) * 3)
+    assert model.graph_stats.captures == 0
+    assert "kept in the closure of" in next(iter(model.graph_stats.failures.values()))
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -329,6 +329,37 @@ def test_what_a_segment_leaves_before_a_break_is_refused(device: torch.device) -
     assert not any(tensor.isnan().any() for tensor in STEPS)
 
 
+@sg.eager_break
+def halves(y: Tensor) -> tuple[Tensor, Tensor]:
+    return y.tanh(), y.tanh() / 2
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["read", "returned"])
+@pytest.mark.parametrize(("make", "kept_by"), KEEPERS.items(), ids=NAMES)
+def test_what_a_break_returned_is_refused_where_a_forward_leaves_it(
+    make: Callable[[], Any], kept_by: Callable[[Any], list[Tensor]], last: bool, device: torch.device
+) -> None:
+    xs = [torch.randn(2, 4, device=device) for _ in range(5)]
+    left = []
+    for wrapped in (False, True):
+        forget()
+        keep = make()
+        torch.manual_seed(0)
+
+        def broken(y: Tensor, keep: Any = keep) -> Tensor:
+            one, other = halves(y)
+            kept = keep(other)
+            return one if last else one + kept
+
+        net: Any = Net(broken).to(device).eval()
+        if wrapped:
+            net = sg.wrap(net, capture_sizes=[2], progress=False, mode="piecewise")
+        left.append([([y.clone() for y in (net(x), *kept_by(keep))]) for x in xs])
+    torch.testing.assert_close(left[1], left[0])
+    assert net.graph_stats.captures == 0
+    assert net.graph_stats.eager[Reason.CAPTURE_FAILED]
+
+
 def test_the_error_names_the_place_and_one_size_does_not_spoil_the_others(device: torch.device) -> None:
     def keep_two(y: Tensor) -> Tensor:
         if len(y) == 2:

@@ -289,7 +289,7 @@ class CudaDevice:
         address = tensor.data_ptr()
         found = handle.covers(address)
         if not found and handle.grown:
-            handle.ranges, handle.grown = _segment_ranges(handle.anchors), False
+            handle.ranges, handle.grown = _segment_ranges(handle.anchors), self.is_capturing()  # which goes on growing
             found = handle.covers(address)
         return found
 

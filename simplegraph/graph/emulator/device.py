@@ -235,11 +235,15 @@ class EmulatorDevice:
             return MemoryView.of(tensor, memory).tensor(memory.lent())
 
     def _captured(self, tensor: Tensor) -> Memory | None:
-        """Find the captured memory that a tensor, owning or borrowed, lies in."""
+        """Find the captured memory that a tensor, owning or borrowed, lies in; that of a capture under way as well."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return None
         address = tensor.untyped_storage().data_ptr()
-        return self._memories.get(address) if address else None
+        if not address:
+            return None
+        recording = self._thread.recording
+        made = recording.made(tensor) if recording is not None else None
+        return made or self._memories.get(address)
 
     def _permit_replay(self, arena: Arena) -> None:
         """Check that the current stream may replay a graph of the pool now."""

@@ -55,7 +55,8 @@ class Memory:
 
     def lent(self) -> Any:
         """Return an alias that keeps the memory from being given back, though the pool may use it again."""
-        storage: Any = torch._C._construct_storage_from_data_pointer(self.address, _CPU, self.storage.nbytes())
+        address = self.storage.data_ptr()  # not final while it is captured
+        storage: Any = torch._C._construct_storage_from_data_pointer(address, _CPU, self.storage.nbytes())
         storage.memory = self  # a storage keeps its attributes, whatever becomes of the Python object
         return storage
 

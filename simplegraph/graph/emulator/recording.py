@@ -242,6 +242,11 @@ class EmulatedCapture:
         """List the addresses of memory that was made so far and that something owns."""
         return {memory.storage.data_ptr() for memory in self._created if not memory.reusable()}
 
+    def made(self, tensor: Tensor) -> Memory | None:
+        """Return the memory of a tensor that was made so far; None for any other."""
+        memory = self._memories.get(storage_key(tensor))
+        return memory if memory in self._created else None
+
     def undo(self) -> None:
         """Put back the memory that was written and the random generators; harmless the second time."""
         for memory in self._memories.values():
