@@ -211,6 +211,22 @@ def test_a_capture_that_fails_for_another_reason_leaves_nothing_either(
     assert net.graph_stats.eager[Reason.CAPTURE_FAILED]
 
 
+def test_empty_tensors_of_callers_stay_where_a_capture_with_an_empty_tensor_fails(device: torch.device) -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor, more: Tensor) -> Tensor:
+            empty = x[:0] * 2
+            STEPS.append(empty)
+            return x * float(x.sum()) + empty.sum() + more.sum()
+
+    kept: list[Any] = [torch.zeros(0, device=device), {"deep": torch.zeros(0, 3, device=device)}]
+    model = sg.wrap(Reads().eval(), capture_sizes=[2], progress=False)
+    for _ in range(4):
+        x, more = torch.randn(2, 4, device=device), torch.zeros(0, device=device)
+        torch.testing.assert_close(model(x, more), x * x.sum())
+    assert model.graph_stats.eager[Reason.CAPTURE_FAILED]
+    assert [t.shape for t in (kept[0], kept[1]["deep"])] == [(0,), (0, 3)]
+
+
 @functools.lru_cache(maxsize=8)
 def table(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     angles = torch.arange(rows, device=device)[:, None] / 7.0

@@ -239,8 +239,8 @@ class EmulatedCapture:
         return Recorded(self._calls, self._created, constants, living, self._reused)
 
     def left_alive(self) -> set[int]:
-        """List the addresses of memory that was made so far and that something owns."""
-        return {memory.storage.data_ptr() for memory in self._created if not memory.reusable()}
+        """List the addresses of memory that was made so far and that something owns; empty memory has none."""
+        return {memory.storage.data_ptr() for memory in self._created if not memory.reusable()} - {0}
 
     def made(self, tensor: Tensor) -> Memory | None:
         """Return the memory of a tensor that was made so far; None for any other."""
