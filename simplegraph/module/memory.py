@@ -15,7 +15,7 @@ from simplegraph.manager.table import ProgramTable
 from simplegraph.module.call import Call
 from simplegraph.module.signature import ConstantArg
 from simplegraph.module.snapshot import has_address
-from simplegraph.module.survey import held_tensors
+from simplegraph.module.survey import Survey, held_tensors
 
 
 class ModuleMemory:
@@ -68,10 +68,9 @@ class ModuleMemory:
 
 def held_generators(call: Call) -> tuple[torch.Generator, ...]:
     """Find the random generators that the module holds or is passed: a capture must know them beforehand."""
-    module: nn.Module = call.module
-    held = [value for child in module.modules() for value in vars(child).values()]
     passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
-    return tuple({id(value): value for value in (*held, *passed) if isinstance(value, torch.Generator)}.values())
+    drawn = [*Survey(call.module).generators.values(), *(leaf for leaf in passed if isinstance(leaf, torch.Generator))]
+    return tuple({id(generator): generator for generator in drawn}.values())
 
 
 class Rehearsal:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -91,6 +92,7 @@ class CapturedState(Watcher):
         self._values: dict[tuple[Any, ...], WatchedValue] = {}
         self._modules: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}
         self._names: set[str] = set()
+        self._generators: dict[str, torch.Generator] = {}
 
     def take(self, read: MemoryRead) -> None:
         """Remember what more graphs read; where earlier ones read something else, that has moved."""
@@ -108,6 +110,7 @@ class CapturedState(Watcher):
         if not self._modules:
             self._modules = {name: (weakref.ref(each), list(code_of(each))) for name, each in survey.modules.items()}
             self._names = set(survey.tensors)
+            self._generators = survey.generators
             self._empty = survey.attributes() - {each.attribute for each in tensors}
         # A tensor that is added to one of these matters; what no graph reads, and a new attribute, may hold any.
         self._watched_attributes = self._empty | {each.attribute for each in covered}
@@ -203,6 +206,9 @@ class CapturedState(Watcher):
         names += [
             f"{survey.name_of(tensor) or 'a CPU tensor from elsewhere'} (changed on the CPU)" for tensor in values
         ]
+        before, after = self._generators, survey.generators
+        drawn = [name for name in before | after if before.get(name) is not after.get(name)]
+        names += [f"{name} (random generator, replaced)" for name in drawn]
         return names + self._changed_modules(survey.modules)
 
     def _changed_modules(self, now: dict[str, nn.Module]) -> list[str]:
@@ -213,7 +219,7 @@ class CapturedState(Watcher):
             if module is None or module is not known():
                 names.append(f"submodule {name} (replaced)")
             elif not _same(list(code_of(module)), code):
-                names.append(f"{name or 'the module'} (class, forward, training mode, hooks, functions or generators)")
+                names.append(f"{name or 'the module'} (class, forward, training mode, hooks or functions)")
         return names or ([] if list(now) == list(before) else ["submodules (another order)"])
 
 

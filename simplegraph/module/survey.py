@@ -17,10 +17,7 @@ from simplegraph.module.snapshot import has_address
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
 _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
 _CODE = frozenset(
-    {
-        *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType),
-        *(functools.partial, torch.Generator),
-    }
+    {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, functools.partial}
 )
 _ATOMS = frozenset({type(None), bool, int, float, str})
 
@@ -54,12 +51,14 @@ class Survey:
     Attributes:
         modules: it, and all that it holds: children, and modules in lists, tuples, dicts and objects.
         tensors: theirs: parameters, buffers, and tensors in ordinary attributes, alone or in containers.
-        links: the links to modules that are no children.
+        generators: random generators in such attributes.
+        links: the links to modules that are no children, and to generators.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: dict[str, HeldTensor] = {}
+        self.generators: dict[str, torch.Generator] = {}
         self.links: list[Link] = []
         self._seen: set[int] = set()
         self._add_tree("", module)
@@ -89,6 +88,9 @@ class Survey:
         value = links[-1][-1]
         if isinstance(value, Tensor):
             self._add(HeldTensor(name, attribute, value, links))
+        elif isinstance(value, torch.Generator):
+            self.links += links
+            self.generators[name] = value
         elif isinstance(value, nn.Module):
             self.links += links
             for added in self._add_tree(name, value):
@@ -136,7 +138,7 @@ def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:
-    """Yield what else decides what a call of the module does: mode, hooks, functions, random generators."""
+    """Yield what else decides what a call of the module does: mode, hooks, functions."""
     kind = type(module)
     yield from (kind, kind.forward, module.training)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

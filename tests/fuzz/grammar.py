@@ -50,6 +50,10 @@ PLAIN = {
         "h = h + torch.rand(W, device=h.device, generator=self.g$)",
         "self.g$ = torch.Generator(DEVICE).manual_seed(3)",
     ),
+    "listed noise": Piece(
+        "h = h + torch.rand(W, device=h.device, generator=self.g$[0].value)",
+        "self.g$ = [Box(torch.Generator(DEVICE).manual_seed(3))]",
+    ),
     "no grad": Piece("with torch.no_grad():\n    h = h * 2"),
     "autocast off": Piece(
         "with torch.autocast(h.device.type, enabled=False):\n    h = self.f$(h.float())", "self.f$ = nn.Linear(W, W)"
@@ -291,6 +295,7 @@ CHANGES = {
     "parametrized": "torch.nn.utils.parametrize.is_parametrized(m.param) or torch.nn.utils.parametrize.register_parametrization(m.param, 'weight', nn.Tanh())",
     "requires grad": "m.grads = not m.grads; m.requires_grad_(m.grads)",
     "generator replaced": "vars(m).update({k: torch.Generator(device).manual_seed(9) for k, v in vars(m).items() if isinstance(v, torch.Generator)})",
+    "generator in a list replaced": "[setattr(v[0], 'value', torch.Generator(device).manual_seed(9)) for k, v in vars(m).items() if k[0] == 'g' and isinstance(v, list)]",
     "default dtype": "torch.set_default_dtype(torch.float64)",
     "default dtype again": "torch.set_default_dtype(torch.float32)",
     "float32 precision": "torch.backends.mkldnn.set_flags(_enabled=True)",
@@ -300,6 +305,7 @@ CHANGES = {
 CHANGE_PROMISES = {
     "global hook": "staleness",
     "generator replaced": "staleness",
+    "generator in a list replaced": "staleness",
     "hidden weight": "hidden modules",
     "hidden module": "hidden modules",
     "swap, other way": "staleness",

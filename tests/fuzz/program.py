@@ -49,7 +49,14 @@ AFTER = "h = self.tail(self.drop(self.param(h)))\n"
 MODES = ["no_grad", "no_grad", "inference_mode", "inference_mode", "grad", "no_grad autocast", "no_grad eager"]
 MODES += ["inference_mode autocast", "no_grad flops"]
 # Pieces that a deep copy does not go on with: they hold a generator, or something outside.
-NO_COPIES = {"own noise", "escapes to a global", "escapes to a closure", "escapes to a deque", "read from a global"}
+NO_COPIES = {
+    "own noise",
+    "listed noise",
+    "escapes to a global",
+    "escapes to a closure",
+    "escapes to a deque",
+    "read from a global",
+}
 SIZES = [[4], [4, 6], [1, 4, 8], [3, 6], [2, 3, 4, 5, 6], [16]]
 
 

@@ -195,25 +195,37 @@ def test_training_mode_of_a_child_set_as_an_attribute_is_noticed(device):
 
 
 class Noisy(nn.Module):
-    def __init__(self, device):
+    def __init__(self, device, holder, key):
         super().__init__()
-        self.generator = torch.Generator(device)
+        self.holder, self.key = holder, key
+        self.replace(torch.Generator(device))
+
+    @property
+    def place(self):
+        return vars(self.holder) if isinstance(self.holder, types.SimpleNamespace) else self.holder or vars(self)
+
+    def replace(self, generator):
+        self.place[self.key] = generator
 
     def forward(self, x):
-        return x + torch.rand(x.shape, generator=self.generator, device=x.device)
+        return x + torch.rand(x.shape, generator=self.place[self.key], device=x.device)
 
 
-def test_a_replaced_generator_is_drawn_from(device):
-    module = Noisy(device).eval()
+@pytest.mark.parametrize(
+    ("holder", "key"),
+    [(None, "generator"), ([0], 0), ({"deep": 0}, "deep"), (types.SimpleNamespace(deep=0), "deep")],
+    ids=["attribute", "list", "dict", "object"],
+)
+def test_a_generator_that_is_held_anywhere_is_drawn_from_also_when_it_is_replaced(holder, key, device):
+    module = Noisy(device, holder, key).eval()
     model = sg.wrap(module, capture_sizes=[4])
     x = rows(4, device)
-    for _ in range(3):
-        model(x)
-    for seed in (1, 2):
+    for seed in (1, 2, 3):
         same = torch.Generator(device).manual_seed(seed)
-        module.generator = torch.Generator(device).manual_seed(seed)
+        module.replace(torch.Generator(device).manual_seed(seed))
         for _ in range(4):
             close(model(x), x + torch.rand(x.shape, generator=same, device=device))
+    assert model.graph_stats.replays >= 6
 
 
 def test_growing_the_base_of_a_view_that_is_read_is_noticed(device):
