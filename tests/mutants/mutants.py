@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-STALE = ("tests/module/test_staleness.py", "tests/module/test_state.py")
+STALE = ("tests/module/test_staleness.py", "tests/module/test_state.py", "tests/module/test_stale_doors.py")
 INPUTS = ("tests/module/test_static_inputs.py", "tests/module/test_inputs.py", "tests/module/test_written_inputs.py")
 FAULTS = ("tests/module/test_fault_matrix.py", "tests/manager/test_failures.py", "tests/module/test_effects.py")
+ESCAPES = ("tests/module/test_escapes.py",)
+PROOFS = ("tests/module/test_proofs.py",)
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
 
 
@@ -166,7 +168,7 @@ MUTANTS = [
         "module/proof.py",
         "error = None if found is None else VerificationError(found)",
         "error = None",
-        ("tests/module/test_proofs.py",),
+        PROOFS,
     ),
     Mutant(
         "the replays of a proof leave their effects",
@@ -188,5 +190,61 @@ MUTANTS = [
         "return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))",
         "return True",
         ("tests/module/test_signature.py", "tests/module/test_nested_arguments.py"),
+    ),
+    Mutant(
+        "tensors that a capture leaves in Python are not looked for",
+        "graph/session.py",
+        "refuse_escapes(self.device, self.pool, label, own=program.held, state=state, observed=observed)",
+        "pass",
+        ESCAPES,
+    ),
+    Mutant(
+        "memory of a capture under way is nobody's",
+        "graph/emulator/device.py",
+        "return made or self._memories.get(address)",
+        "return self._memories.get(address)",
+        ESCAPES,
+    ),
+    Mutant(
+        "empty memory is taken for memory that a capture left",
+        "graph/emulator/recording.py",
+        "if not memory.reusable()} - {0}",
+        "if not memory.reusable()}",
+        ESCAPES,
+    ),
+    Mutant(
+        "what every run changes in Python is frozen",
+        "module/counted.py",
+        "if complete or names:",
+        "if False:",
+        FAULTS,
+    ),
+    Mutant(
+        "a random generator that was replaced is drawn from",
+        "module/state.py",
+        "drawn = [name for name in before | after if before.get(name) is not after.get(name)]",
+        "drawn: list[str] = []",
+        STALE,
+    ),
+    Mutant(
+        "a proof compares one padding with itself",
+        "module/proof.py",
+        "other = self._replay(proof, repeat_rows=True)",
+        "other = self._replay(proof, repeat_rows=False)",
+        PROOFS,
+    ),
+    Mutant(
+        "memory keeps what the replays of a proof wrote",
+        "manager/proof.py",
+        "self._closing.callback(self._memory.put, after)",
+        "pass",
+        PROOFS,
+    ),
+    Mutant(
+        "what replays pass to breaks is not compared",
+        "graph/breaks/playback.py",
+        "if found is not None:",
+        "if False:",
+        PROOFS,
     ),
 ]

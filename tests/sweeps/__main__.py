@@ -67,8 +67,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     counts = {"torch": torch.__version__, "device": name, "seconds": 0, "done": 0, "results": []}
     if options.crashed is not None:
         counts = json.loads(options.out.read_text(encoding="utf-8"))
-        kind, entry, mode = work[counts["done"]]
-        _count(counts, counted(kind, mode, Verdict(entry.name, defects={"process": f"ended as {options.crashed}"})))
+        for kind, entry, mode in work[counts["done"] :][:1]:
+            verdict = Verdict(entry.name, defects={"process": f"ended as {options.crashed}"})
+            _count(counts, counted(kind, mode, verdict))
     before, said = counts["seconds"], started
     for kind, entry, mode in work[counts["done"] :]:
         now = time.perf_counter()
