@@ -1,4 +1,4 @@
-"""Run random programs: ``python -m tests.fuzz --calls 20000 --seed 0 --device cuda``.
+"""Run random programs: ``python -m tests.fuzz --calls 20000 --seed 0 --device cuda --workers 8``.
 
 Each program is a module, its settings, and calls and changes of it; a module with graphs and its eager twin must do the
 same at every call. A program that differs is made smaller and printed as text that runs by itself.
@@ -7,22 +7,23 @@ same at every call. A program that differs is made smaller and printed as text t
 from __future__ import annotations
 
 import argparse
-import collections
+import concurrent.futures
+import functools
+import multiprocessing
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "support"))
 
-import torch
-
 from tests.fuzz.grammar import PENDING
-from tests.fuzz.program import random_program, shrunk
+from tests.fuzz.program import random_program, report
+
+SAY_EVERY = 10.0  # seconds
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run programs until there were so many calls; 1 if any differs."""
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
@@ -30,25 +31,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--without", default=",".join(sorted(PENDING)), help="promises left out, by comma (%(default)s)"
     )
+    parser.add_argument("--workers", type=int, default=1, help="processes that run programs at the same time")
     parser.add_argument("--most", type=int, default=10, help="stop after so many programs that differ")
     parser.add_argument("--whole", action="store_true", help="print programs as they are, not made smaller")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    return parser.parse_args(argv)
+
+
+def seeds_of(first: int, calls: int, without: Collection[str]) -> Iterator[tuple[int, int]]:
+    """Yield the seeds of programs that together make so many calls, each with its number of calls."""
+    seed = first
+    while calls > 0:
+        count = random_program(seed, without).calls
+        yield seed, count
+        seed, calls = seed + 1, calls - count
+
+
+def reports(run: Callable[[int], str | None], seeds: Iterable[int], workers: int) -> Iterator[str | None]:
+    """Yield what each program's run says, those of several processes in the order of the seeds."""
+    if workers == 1:
+        yield from map(run, seeds)
+        return
+    processes = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=processes) as pool:
+        try:
+            yield from pool.map(run, seeds)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run programs until there were so many calls; 1 if any differs."""
+    options = parsed(argv)
     without = set(filter(None, options.without.split(",")))
-    calls, seed, different, started = 0, options.seed, collections.Counter[str](), time.perf_counter()
-    while calls < options.calls and sum(different.values()) < options.most:
-        program = random_program(seed, without)
-        found = program.difference(options.device)
+    programs = list(seeds_of(options.seed, options.calls, without))
+    run = functools.partial(report, device=options.device, without=without, whole=options.whole)
+    started = said = time.perf_counter()
+    done = calls = different = 0
+    for (_, count), found in zip(programs, reports(run, [seed for seed, _ in programs], options.workers), strict=False):
+        done, calls, now = done + 1, calls + count, time.perf_counter()
         if found is not None:
-            small = program
-            if not options.whole:
-                small = shrunk(program, lambda tried: tried.difference(options.device) is not None)
-            different[", ".join((*small.pieces, small.output))] += 1
-            again = small.difference(options.device)
-            print(f"# seed {seed}: {found}\n# made smaller: {again}\n{small.text(options.device)}", flush=True)
-        calls, seed = calls + program.calls, seed + 1
+            different += 1
+            print(found, flush=True)
+        if now - said > SAY_EVERY:
+            print(f"{done} of {len(programs)} programs, {now - started:.0f} s: {different} differ", flush=True)
+            said = now
+        if different == options.most:
+            break
     seconds = time.perf_counter() - started
-    print(f"{seed - options.seed} programs, {calls} calls, {seconds:.0f} s: {sum(different.values())} differ")
+    print(f"{done} programs, {calls} calls, {seconds:.0f} s: {different} differ", flush=True)
     return 1 if different else 0
 
 

@@ -199,3 +199,14 @@ def _smaller(program: Program) -> Iterator[Program]:
             for simpler in (("call", event[1], "no_grad", event[3]), ("call", event[1], event[2], "x")):
                 if simpler != event:
                     yield dataclasses.replace(program, events=(*events[:index], simpler, *events[index + 1 :]))
+
+
+def report(seed: int, device: str, without: Collection[str] = (), *, whole: bool = False) -> str | None:
+    """Run the program of a seed; return what differs, with its text, or None."""
+    torch.set_num_threads(1)  # also in a process of its own
+    program = random_program(seed, without)
+    found = program.difference(device)
+    if found is None:
+        return None
+    small = program if whole else shrunk(program, lambda tried: tried.difference(device) is not None)
+    return f"# seed {seed}: {found}\n# made smaller: {small.difference(device)}\n{small.text(device)}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fuzz.grammar import PENDING, PIECES, Piece
-from tests.fuzz.program import Program, random_program, shrunk
+from tests.fuzz.program import Program, report, shrunk
 
 pytestmark = pytest.mark.proofs  # as users have them
 
@@ -16,13 +16,9 @@ BLOCK = 12
 @pytest.mark.parametrize("block", range(16))
 def test_random_programs_equal_eager(device: torch.device, block: int) -> None:
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
-        program = random_program(seed, PENDING)
-        found = program.difference(str(device))
+        found = report(seed, str(device), PENDING)
         if found is not None:
-            small = shrunk(program, lambda tried: tried.difference(str(device)) is not None)
-            pytest.fail(
-                f"seed {seed}: {found}\nMade smaller: {small.difference(str(device))}\n{small.text(str(device))}"
-            )
+            pytest.fail(found)
 
 
 def test_a_difference_is_found_and_made_small(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
