@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from simplegraph._lazy import public_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__, __getattr__ = public_names(__name__, __file__)
 __all__ += ["__version__"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from simplegraph.errors import ConfigError
+from simplegraph.errors import ConfigError, install_command
 
 
 def public_names(package: str, file: str, needs: str = "", extra: str = "") -> tuple[list[str], Callable[[str], Any]]:
@@ -35,7 +35,7 @@ def public_names(package: str, file: str, needs: str = "", extra: str = "") -> t
         except ModuleNotFoundError as error:
             if error.name != needs:
                 raise
-            raise ConfigError(f"{package} needs {needs}; to have it: pip install 'simplegraph[{extra}]'") from error
+            raise ConfigError(f"{package} needs {needs}; to have it: {install_command(extra)}") from error
         setattr(sys.modules[package], name, value)
         return value
 

@@ -1,9 +1,10 @@
-"""Every exception the library raises. Each says what was found, what was expected and what to do."""
+"""Every exception the library raises, saying what was found, what was expected and what to do; and parts of these."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 
 class SimpleGraphError(Exception):
@@ -80,3 +81,9 @@ def did_you_mean(names: Iterable[str], known: Collection[str]) -> str:
     """Return a question in parentheses that suggests known names like these; nothing if there are none."""
     close = dict.fromkeys(found for name in names for found in difflib.get_close_matches(name, known, 1))
     return f" (did you mean {', '.join(close)}?)" if close else ""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package: into a checkout where it runs from one."""
+    in_checkout = Path(__file__).parents[1].joinpath("setup.cfg").is_file()
+    return f'pip install -e ".[{extra}]"' if in_checkout else f'pip install "simple-cuda-graph[{extra}]"'

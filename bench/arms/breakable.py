@@ -14,9 +14,9 @@ from bench.arms.plain_loop import Captured, PlainLoop
 from bench.models import attention
 from bench.models.workload import Batch
 from bench.tools.measure import Timeline
+from simplegraph.errors import install_command
 
 PACKAGE = "breakable_cuda_graphs"
-INSTALL = "pip install breakable-cuda-graphs==0.1.0"
 
 
 class Breakable(PlainLoop):
@@ -74,7 +74,8 @@ def package() -> ModuleType:
     try:
         return importlib.import_module(PACKAGE)
     except ImportError as error:
-        raise NotAvailable(f"{PACKAGE} cannot be imported ({error}); to have it: {INSTALL}") from None
+        needed = install_command("bench-gpu")
+        raise NotAvailable(f"{PACKAGE} cannot be imported ({error}); to have it: {needed}") from None
 
 
 def _nothing(*args: Tensor) -> None:

@@ -19,6 +19,7 @@ from bench.models.llama import Llama
 from bench.models.workload import INPUT_NAMES, PAD_VALUES, Batch
 from bench.tools.measure import Timeline
 from simplegraph import wrap  # by name: the library loads here, not under the clock
+from simplegraph.errors import install_command
 
 
 class Upfront(Arm):
@@ -186,4 +187,4 @@ def flashinfer() -> ModuleType:
     try:
         return importlib.import_module("flashinfer")
     except ImportError as error:
-        raise NotAvailable(f"FlashInfer cannot be imported ({error}); pip install 'simplegraph[flashinfer]'") from None
+        raise NotAvailable(f"FlashInfer cannot be imported ({error}); {install_command('bench-gpu')}") from None

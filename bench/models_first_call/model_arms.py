@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from bench.arms.base import NotAvailable, require_cuda
 from bench.tools import compiler
+from simplegraph.errors import install_command
 
 Step = Callable[..., Tensor]
 SIZES = (1, 2, 4)  # what simplegraph captures beside the batch measured, each at its first use
@@ -76,7 +77,7 @@ def _load_tensordict(device: torch.device) -> None:
     try:
         import tensordict.nn  # noqa: F401
     except ImportError as error:
-        raise NotAvailable(f"needs tensordict: pip install tensordict ({error})") from error
+        raise NotAvailable(f"needs tensordict ({error}); {install_command('bench-models')}") from error
 
 
 def _tensordict(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.tools.measure import say
+from simplegraph.errors import install_command
 
 
 def draw(path: Path, fill: Callable[[Any, Any], None], **layout: Any) -> None:
@@ -20,7 +21,7 @@ def draw(path: Path, fill: Callable[[Any, Any], None], **layout: Any) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        say(f"no plot ({error}); to have one: pip install matplotlib")
+        say(f"no plot ({error}); to have one: {install_command('plot')}")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

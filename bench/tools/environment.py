@@ -21,7 +21,7 @@ LIBRARIES = (
     "torchvision",
     "diffusers",
     "tensordict",
-    "simplegraph",
+    "simple-cuda-graph",
     "vllm",
     "vllm-flash-attn",
     "flash-attn-3",

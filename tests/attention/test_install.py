@@ -95,5 +95,5 @@ def test_without_numpy_the_line_to_run_is_said() -> None:
     code = "import sys; sys.modules['numpy'] = None; from simplegraph.attention import SDPABackend"
     found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
     assert found.returncode == 1
-    assert found.stderr.splitlines()[-1].endswith("needs numpy; to have it: pip install 'simplegraph[attention]'")
+    assert found.stderr.splitlines()[-1].endswith('needs numpy; to have it: pip install -e ".[attention]"')
     assert "ConfigError" in found.stderr.splitlines()[-1]

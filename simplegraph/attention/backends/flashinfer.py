@@ -22,7 +22,7 @@ from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import ConfigError, ReplayError
+from simplegraph.errors import ConfigError, ReplayError, install_command
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20
 _MOST_WORKSPACE_BYTES = 8 << 30
@@ -60,9 +60,8 @@ class FlashInferBackend(AttentionBackend):
         try:
             import flashinfer
         except ImportError as error:
-            raise ConfigError(
-                f"FlashInfer cannot be imported ({error}); to have it: pip install 'simplegraph[flashinfer]'."
-            ) from None
+            needed = install_command("flashinfer")
+            raise ConfigError(f"FlashInfer cannot be imported ({error}); to have it: {needed}") from None
         if cache.dtype not in self.dtypes or cache.device.type != "cuda":
             raise ConfigError(
                 f"the cache is {cache.dtype} on {cache.device}; FlashInfer needs float16 or bfloat16 on CUDA."
