@@ -1,4 +1,4 @@
-"""``python -m simplegraph doctor``: what this machine can do, found out by trying it."""
+"""The command ``simplegraph``, also ``python -m simplegraph``: try what this machine can do, install kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,33 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal
 
 from simplegraph import __version__
-from simplegraph.errors import SimpleGraphError
+from simplegraph.errors import SimpleGraphError, install_command
+
+if TYPE_CHECKING:  # torch is imported where it is needed: the help and the version should come at once
+    from torch import Tensor, device
+
+_PAGE = """\
+CUDA graphs for any PyTorch module, without a compiler.
+
+  import simplegraph as sg
+
+  model = sg.wrap(module.eval(), capture_sizes=[1, 2, 4, 8])
+  with torch.inference_mode():
+      y = model(x)             # runs eagerly, is captured or replays a graph: eager's answer
+  print(model.graph_report())  # captures, replays, and a reason for every call that ran eagerly
+"""
+_EXAMPLES = """\
+examples:
+  simplegraph doctor                                 try capture and replay on this machine
+  simplegraph doctor --attention                     also try every attention backend
+  simplegraph install-flash-attention vllm==0.24.0   take FlashAttention-3's kernels out of a vLLM wheel
+  simplegraph COMMAND --help                         list a command's options
+
+Without a GPU graphs are emulated: CUDA's rules are checked, and nothing becomes faster.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,69 +46,88 @@ class Finding:
     """One thing that was tried.
 
     Attributes:
-        name: what; ok: whether it works; detail: what was seen, or what went wrong and what to do.
+        name: of the thing.
+        status: "ok"; "skip" where it is not available here and nothing is wrong; "FAIL".
+        detail: what was seen, or what is missing or went wrong and what to do.
     """
 
     name: str
-    ok: bool
+    status: Literal["ok", "skip", "FAIL"]
     detail: str
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing is wrong."""
+        return self.status != "FAIL"
+
+
+class NotHere(Exception):
+    """What was to be tried is not available here; the message says why."""
 
 
 def doctor() -> list[Finding]:
     """Try capture and replay, and everything else that this library needs, on this machine."""
+    import torch
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     logging.getLogger("simplegraph").setLevel(logging.ERROR)
     versions = f"simplegraph {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    findings = [Finding("versions", True, versions), _gpu()]
+    findings = [Finding("versions", "ok", versions), _gpu()]
     for name, trial in _TRIALS.items():
         try:
             with torch.inference_mode():
-                findings.append(Finding(name, True, trial(device)))
+                findings.append(Finding(name, "ok", trial(device)))
+        except NotHere as reason:
+            findings.append(Finding(name, "skip", str(reason)))
         except Exception as error:
-            findings.append(Finding(name, False, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+            findings.append(Finding(name, "FAIL", f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     findings += [_package(name) for name in _OPTIONAL]
     return [*findings, _flash_attention()]
 
 
 def attention_findings() -> list[Finding]:
     """Try each attention backend in a full graph, at lengths that it was not captured with."""
+    import torch
+
+    if importlib.util.find_spec("numpy") is None:
+        return [Finding("attention", "skip", f"needs numpy, not installed: {install_command('attention')}")]
     from simplegraph.attention.selftest import self_test
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     findings = []
     for trial in self_test(device):
         detail = trial.problem or f"{trial.rounds} sets of lengths, largest relative error {trial.error:.1e}"
-        ok = trial.problem is None or not trial.installed
-        findings.append(Finding(f"attention {trial.backend}, {trial.batches} batches", ok, detail))
+        status: Literal["ok", "skip", "FAIL"] = "ok" if trial.problem is None else "FAIL" if trial.installed else "skip"
+        findings.append(Finding(f"attention {trial.backend}, {trial.batches} batches", status, detail))
     return findings
 
 
 def _gpu() -> Finding:
+    import torch
+
     if not torch.cuda.is_available():
-        return Finding("GPU", True, "none: graphs run on the emulator, which checks CUDA's rules and gives no speed")
+        return Finding("GPU", "skip", "none: graphs run on the emulator, which checks CUDA's rules and gives no speed")
     properties = torch.cuda.get_device_properties(0)
     gigabytes = properties.total_memory / 2**30
-    return Finding("GPU", True, f"{properties.name}, {gigabytes:.0f} GiB, CUDA {torch.version.cuda}")
+    return Finding("GPU", "ok", f"{properties.name}, {gigabytes:.0f} GiB, CUDA {torch.version.cuda}")
 
 
-class _Function(nn.Module):
-    """The smallest module worth capturing: it calls a function."""
+def _graphed(function: Callable[[Tensor], Tensor]) -> Any:
+    """Wrap the smallest module worth capturing: it calls a function."""
+    from torch import nn
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._function(x)
-
-
-def _graphed(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     from simplegraph.module.mixin import wrap
 
-    return wrap(_Function(function).eval(), capture_sizes=[2, 4], verify=0, progress=False)
+    class Function(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    return wrap(Function().eval(), capture_sizes=[2, 4], verify=0, progress=False)
 
 
-def _try_replay(device: torch.device) -> str:
+def _try_replay(device: device) -> str:
+    import torch
+
     model = _graphed(lambda x: x * 2)
     x = torch.randn(3, 5, device=device)
     model.capture_graphs(x)
@@ -97,7 +136,9 @@ def _try_replay(device: torch.device) -> str:
     return "captured two sizes, replayed one padded: equal to eager"
 
 
-def _try_recovery(device: torch.device) -> str:
+def _try_recovery(device: device) -> str:
+    import torch
+
     model = _graphed(lambda x: x if x.sum().item() < 0 else x * 2)
     x = torch.ones(4, 5, device=device)  # sums to more than 0: the forward doubles it
     answers = [model(x) for _ in range(3)]
@@ -108,7 +149,9 @@ def _try_recovery(device: torch.device) -> str:
     return f"a forward that reads back fails to capture and runs eagerly; afterwards: {good}"
 
 
-def _try_random(device: torch.device) -> str:
+def _try_random(device: device) -> str:
+    import torch
+
     model = _graphed(lambda x: x + torch.rand_like(x))
     x = torch.zeros(4, 5, device=device)
     model.capture_graphs(x)
@@ -120,9 +163,9 @@ def _try_random(device: torch.device) -> str:
     return "replays draw the numbers that eager would"
 
 
-def _try_borrowing(device: torch.device) -> str:
+def _try_borrowing(device: device) -> str:
     if device.type == "cpu":
-        return "not needed by the emulator"
+        raise NotHere("needs a GPU: the emulator has no pool")
     from simplegraph.graph.cuda.device import _CAN_BORROW
 
     if not _CAN_BORROW:
@@ -136,28 +179,25 @@ _TRIALS = {
     "random numbers": _try_random,
     "memory sharing between sizes": _try_borrowing,
 }
-_OPTIONAL = {
-    "flashinfer": "pip install 'simplegraph[flashinfer]'",
-    "transformers": "pip install 'simplegraph[bench]'",
-    "matplotlib": "pip install 'simplegraph[plot]'",
-}
+# Optional packages, and the extra of this one that brings each.
+_OPTIONAL = {"numpy": "attention", "flashinfer": "flashinfer", "transformers": "transformers", "matplotlib": "plot"}
 
 
 def _package(name: str) -> Finding:
     if importlib.util.find_spec(name) is None:
-        return Finding(name, True, f"not installed (optional): {_OPTIONAL[name]}")
+        return Finding(name, "skip", f"not installed (optional): {install_command(_OPTIONAL[name])}")
     distribution = {"flashinfer": "flashinfer-python"}.get(name, name)
     try:
-        return Finding(name, True, importlib.metadata.version(distribution))
+        return Finding(name, "ok", importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, True, "installed, version unknown")
+        return Finding(name, "ok", "installed, version unknown")
 
 
 def _flash_attention() -> Finding:
     """Find flash-attention, and say which versions of its kernels it has."""
     name = "flash-attention"
     if importlib.util.find_spec("numpy") is None:
-        return Finding(name, True, "not tried, for want of numpy: pip install 'simplegraph[attention]'")
+        return Finding(name, "skip", f"needs numpy, not installed: {install_command('attention')}")
     from simplegraph.attention.backends.flash_attention import MODULES, problem_of
 
     supports = {3: "any batch in full graphs (Hopper)", 2: "uniform decode in full graphs"}
@@ -167,8 +207,9 @@ def _flash_attention() -> Finding:
         for module, versions in found.items()
         if versions
     ]
-    missing = "not installed (optional): python -m simplegraph install-flash-attention vllm==VERSION"
-    return Finding(name, True, "; ".join(said) or missing)
+    if said:
+        return Finding(name, "ok", "; ".join(said))
+    return Finding(name, "skip", "not installed (optional): simplegraph install-flash-attention vllm==VERSION")
 
 
 def _install(options: argparse.Namespace) -> int:
@@ -183,11 +224,17 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m simplegraph", description="CUDA graphs for any PyTorch module.")
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    trial = commands.add_parser("doctor", help="say what this machine can do, by trying it")
+    """Run the command line and return the exit status; without a command, print what there is."""
+    as_module = Path(sys.argv[0]).name == "__main__.py"
+    parser = argparse.ArgumentParser(
+        prog="python -m simplegraph" if as_module else "simplegraph",
+        description=_PAGE,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__, help="print the version")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    trial = commands.add_parser("doctor", help="try what this machine can do: ok, skip (not available here) or FAIL")
     trial.add_argument("--attention", action="store_true", help="also try every attention backend at random lengths")
     trial.add_argument("--json", action="store_true", help="print the findings as JSON")
     kernels = commands.add_parser("install-flash-attention", help="take FlashAttention-3's kernels out of a vLLM wheel")
@@ -195,14 +242,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     kernels.add_argument("--target", type=Path, help="folder that gets the package; site-packages by default")
     kernels.add_argument("--force", action="store_true", help="replace a package that is there")
     options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return 0
     if options.command == "install-flash-attention":
         return _install(options)
     findings = doctor() + (attention_findings() if options.attention else [])
     if options.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        print(json.dumps([dataclasses.asdict(finding) | {"ok": finding.ok} for finding in findings], indent=2))
     else:
         for finding in findings:
-            print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}: {finding.detail}")
+            print(f"{finding.status:<4}  {finding.name}: {finding.detail}")
     return 0 if all(finding.ok for finding in findings) else 1
 
 

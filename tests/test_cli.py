@@ -1,16 +1,24 @@
-"""``python -m simplegraph``, as people run it."""
+"""The command ``simplegraph``, as people run it."""
 
 from __future__ import annotations
 
+import configparser
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
+import torch
 
 import simplegraph
 from simplegraph import __main__ as cli
+from simplegraph import errors
+
+ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -23,6 +31,55 @@ def test_doctor_finds_nothing_wrong_on_a_machine_where_the_tests_pass() -> None:
     assert [finding for finding in findings if not finding["ok"]] == []
     assert {"versions", "GPU", "capture and replay", "recovery from a failed capture"} <= {f["name"] for f in findings}
     assert done.returncode == 0
+
+
+def test_doctor_skips_what_is_not_here_and_names_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in cli._OPTIONAL else found(name))
+    assert cli.main(["doctor", "--attention"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    extras = {"numpy": "attention", "flashinfer": "flashinfer", "transformers": "transformers", "matplotlib": "plot"}
+    for package, extra in extras.items():
+        assert f'skip  {package}: not installed (optional): pip install -e ".[{extra}]"' in printed
+    assert 'skip  flash-attention: needs numpy, not installed: pip install -e ".[attention]"' in printed
+    assert 'skip  attention: needs numpy, not installed: pip install -e ".[attention]"' in printed
+    assert torch.cuda.is_available() or any(line.startswith("skip  GPU: none") for line in printed)
+
+
+def test_doctor_fails_where_a_trial_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(device: torch.device) -> str:
+        raise RuntimeError("a replay did not give eager's answer\nmore")
+
+    monkeypatch.setitem(cli._TRIALS, "capture and replay", broken)
+    assert cli.main(["doctor"]) == 1
+    assert "FAIL  capture and replay: RuntimeError: a replay did not give eager's answer\n" in capsys.readouterr().out
+
+
+def test_the_bare_command_shows_what_to_write_and_what_to_run() -> None:
+    done = run()
+    assert done.returncode == 0
+    for line in ("model = sg.wrap(module.eval(), capture_sizes=[1, 2, 4, 8])", "simplegraph doctor --attention"):
+        assert line in done.stdout
+    assert "install-flash-attention" in done.stdout
+
+
+def test_an_extra_is_installed_as_the_package_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert errors.install_command("plot") == 'pip install -e ".[plot]"'
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "simplegraph" / "errors.py"))
+    assert errors.install_command("plot") == 'pip install "simple-cuda-graph[plot]"'
+
+
+def test_every_extra_that_a_message_names_exists() -> None:
+    """A hint that installs nothing costs its reader an hour."""
+    declared = configparser.ConfigParser()
+    declared.read(ROOT / "setup.cfg")
+    calls = re.compile(r"""install_command\(["']([\w-]+)|extra=["']([\w-]+)""")
+    files = [path for folder in ("simplegraph", "bench") for path in (ROOT / folder).rglob("*.py")]
+    named = {extra or door for path in files for extra, door in calls.findall(path.read_text(encoding="utf-8"))}
+    assert {"attention", "flashinfer", "bench-gpu", "bench-models", "plot"} <= named
+    assert named | set(cli._OPTIONAL.values()) <= set(declared["options.extras_require"])
 
 
 def test_version_is_the_packages_own() -> None:
