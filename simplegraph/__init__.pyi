@@ -31,6 +31,7 @@ from simplegraph.manager.estimate import MemoryEstimate as MemoryEstimate
 from simplegraph.manager.hooks import GraphHooks as GraphHooks
 from simplegraph.manager.jobs import CaptureSummary as CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager as CudaGraphManager
+from simplegraph.manager.settings import CudaGraphSettings as CudaGraphSettings
 from simplegraph.module.mixin import CudaGraphWrapper as CudaGraphWrapper
 from simplegraph.module.mixin import cuda_graph as cuda_graph
 from simplegraph.module.mixin import graph_pool as graph_pool

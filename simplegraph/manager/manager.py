@@ -32,6 +32,7 @@ from simplegraph.manager.hooks import GraphHooks
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, bind_forward
 from simplegraph.manager.proof import prove_batch
 from simplegraph.manager.report import GraphReport
+from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.reasons import Reason
@@ -83,7 +84,7 @@ class CudaGraphManager:
         ranks: RankGroup | None = None,
         consensus: Consensus | None = None,
         stats: GraphStats | None = None,
-        **settings: Any,
+        **settings: Unpack[CudaGraphSettings],
     ) -> None:
         self.config = (config or CudaGraphConfig()).replace(**settings).from_env()
         self.device = graph_device(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from simplegraph.graph.subclass import subclass
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport
+from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.call import Graphed, invoke
 from simplegraph.module.runner import GraphRunner
@@ -39,12 +40,13 @@ class CudaGraphWrapper(Graphed):
 
     cuda_graph_config: ClassVar[CudaGraphConfig] = CudaGraphConfig()
 
-    def __init_subclass__(cls, **settings: Any) -> None:
-        known = {name: settings.pop(name) for name in list(settings) if name in _SETTINGS}
+    def __init_subclass__(cls, **settings: Unpack[CudaGraphSettings]) -> None:
+        others: dict[str, Any] = {**settings}  # of another base
+        known = {name: others.pop(name) for name in settings if name in _SETTINGS}
         try:
-            super().__init_subclass__(**settings)
+            super().__init_subclass__(**others)
         except TypeError:
-            check_settings(settings, f"class {cls.__name__}: ")
+            check_settings(others, f"class {cls.__name__}: ")
             raise
         if nn.Module in cls.__mro__ and cls.__mro__.index(nn.Module) < cls.__mro__.index(CudaGraphWrapper):
             raise ConfigError(
@@ -66,7 +68,7 @@ class CudaGraphWrapper(Graphed):
             runner = self.__dict__["_simplegraph"] = GraphRunner(type(self).cuda_graph_config)
         return runner
 
-    def configure_graphs(self, **settings: Any) -> None:
+    def configure_graphs(self, **settings: Unpack[CudaGraphSettings]) -> None:
         """Change settings of this instance; its graphs are dropped and captured again as calls come.
 
         Raises:
@@ -137,10 +139,21 @@ class CudaGraphWrapper(Graphed):
 _SETTINGS = frozenset(CudaGraphConfig.__dataclass_fields__)
 
 
+if TYPE_CHECKING:
+
+    class WrappedModule(CudaGraphWrapper, nn.Module, Any, Generic[ModuleType]):  # type: ignore[misc]
+        """A module that `wrap` returned, for type checkers: a wrapper that is also accepted as the module's class.
+
+        Attributes of that class cannot be expressed in types, and are Any.
+        """
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
 @overload
 def cuda_graph(target: ClassType) -> ClassType: ...
 @overload
-def cuda_graph(target: None = None, **settings: Any) -> Callable[[ClassType], ClassType]: ...
+def cuda_graph(target: None = None, **settings: Unpack[CudaGraphSettings]) -> Callable[[ClassType], ClassType]: ...
 def cuda_graph(target: Any = None, **settings: Any) -> Any:
     """Class decorator that makes an `nn.Module` class a `CudaGraphWrapper`, with or without settings.
 
@@ -182,8 +195,8 @@ def wrap(
     *,
     pool: GraphPool | None = None,
     ranks: RankGroup | None = None,
-    **settings: Any,
-) -> ModuleType:
+    **settings: Unpack[CudaGraphSettings],
+) -> WrappedModule[ModuleType]:
     """Put graphs around an existing module, which itself stays as it is.
 
     The result shares everything with the module (parameters, buffers, children, attributes, mode), is
@@ -213,12 +226,16 @@ def wrap(
         config = module._graph_runner.settings if isinstance(module, CudaGraphWrapper) else CudaGraphConfig()
     runner = GraphRunner(config.replace(**settings), pool, ranks)
     module = unwrap(module)
-    wrapped: ModuleType = _share(module, _graphed(type(module)))  # type: ignore[arg-type]
-    wrapped._graph_runner = runner  # type: ignore[assignment]
+    wrapped: WrappedModule[ModuleType] = _share(module, _graphed(type(module)))  # type: ignore[arg-type]
+    wrapped._graph_runner = runner  # type: ignore[misc]
     return wrapped
 
 
-def unwrap(module: ModuleType) -> ModuleType:
+@overload
+def unwrap(module: WrappedModule[ModuleType]) -> ModuleType: ...
+@overload
+def unwrap(module: ModuleType) -> ModuleType: ...
+def unwrap(module: Any) -> Any:
     """Return the module that `wrap` was given, sharing everything with `module`; other modules as they are."""
     original = getattr(type(module), "_simplegraph_original", None)
     return module if original is None else _share(module, original)

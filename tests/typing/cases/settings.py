@@ -1,0 +1,47 @@
+"""Settings are known by name and type wherever they are given; `E:` marks what mypy has to refuse."""
+
+import torch
+from torch import nn
+from typing_extensions import Unpack
+
+import simplegraph as sg
+
+module = nn.Linear(4, 4)
+
+model = sg.wrap(module, mode="PIECEWISE", capture_sizes=[1, 2, 4], batch_dims={"input": 0}, outputs="static")
+sg.wrap(module, capture_size=[1, 2, 4])  # E: Unexpected keyword argument "capture_size"
+sg.wrap(module, capture_sizes=["1"])  # E: List item 0 has incompatible type "str"; expected "int"
+sg.wrap(module, outputs="statc")  # E: Argument "outputs" to "wrap" has incompatible type
+sg.wrap(module, mode="PIECWISE")  # E: Argument "mode" to "wrap" has incompatible type
+
+model.configure_graphs(padding=False, verify=0)
+model.configure_graphs(pading=False)  # E: Unexpected keyword argument "pading"
+
+
+class Mixed(sg.CudaGraphWrapper, nn.Module, capture_sizes=[1, 2]): ...
+
+
+class MixedTypo(sg.CudaGraphWrapper, nn.Module, capturesizes=[1]):  # E: Unexpected keyword argument "capturesizes"
+    ...
+
+
+@sg.cuda_graph(capture_sizes=[1, 2], on_capture_failure="raise")
+class Decorated(nn.Module): ...
+
+
+@sg.cuda_graph(on_capture_failures="raise")  # E: "cuda_graph"
+class DecoratedTypo(nn.Module): ...
+
+
+sg.CudaGraphManager(device="cpu", capture_sizes=[1, 2], max_num_seqs=2)
+sg.CudaGraphManager(device="cpu", max_num_seq=2)  # E: Unexpected keyword argument "max_num_seq"
+
+
+def own_wrapper(**settings: Unpack[sg.CudaGraphSettings]) -> torch.Tensor:
+    """Settings are handed on with their types."""
+    answer: torch.Tensor = sg.wrap(module, **settings)(torch.ones(2, 4))
+    return answer
+
+
+own_wrapper(pad_values={"input": "zero"})
+own_wrapper(pad_values={"input": "zeros"})  # E: Dict entry 0 has incompatible type

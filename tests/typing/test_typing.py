@@ -1,0 +1,44 @@
+"""Type checkers complete settings, refuse a typo in one, and know what `wrap` returns: mypy over `cases`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import simplegraph as sg
+from simplegraph.manager.settings import CudaGraphSettings
+
+pytest.importorskip("mypy")
+
+CASES = Path(__file__).parent / "cases"
+ROOT = Path(__file__).parents[2]
+
+
+def test_mypy_refuses_the_lines_that_are_marked_and_no_others(tmp_path: Path) -> None:
+    expected = {
+        (path.name, number): line.partition("# E: ")[2]
+        for path in CASES.glob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "# E: " in line
+    }
+    assert len(expected) >= 12
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(tmp_path), "."]
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=CASES, env=environment, capture_output=True, text=True)
+    said = re.findall(r"^(\w+\.py):(\d+): error: (.*)$", done.stdout, re.MULTILINE)
+    found = {(file, int(line)): message for file, line, message in said}
+    assert not done.stderr
+    assert found.keys() == expected.keys(), done.stdout
+    assert [place for place, message in expected.items() if message not in found[place]] == [], done.stdout
+
+
+def test_every_setting_is_among_those_that_type_checkers_know() -> None:
+    fields = {name: field.type for name, field in sg.CudaGraphConfig.__dataclass_fields__.items()}
+    typed = {name: hint.__forward_arg__ for name, hint in CudaGraphSettings.__annotations__.items()}
+    assert typed.pop("mode") == f"{fields.pop('mode')} | ModeName"
+    assert typed == fields
