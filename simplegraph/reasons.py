@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 
+DOCUMENTATION = "https://simple-cuda-graph.readthedocs.io/en/latest/"
+
 
 class Reason(str, enum.Enum):
-    """Why a batch ran the way it did. The value is for counters and JSON, `text` for people.
+    """Explains how a batch ran. The value is for counters and JSON, `text` for people.
 
     Attributes:
         text: one line saying what was found and, where there is a remedy, what to do.
+        link: the part of the documentation about it.
     """
 
     text: str
@@ -105,6 +108,10 @@ class Reason(str, enum.Enum):
         member.text = text
         return member
 
+    @property
+    def link(self) -> str:
+        return f"{DOCUMENTATION}troubleshooting.html#{self.value.replace('_', '-')}"
+
     def __str__(self) -> str:
         return str(self.value)
 
@@ -126,3 +133,9 @@ class CannotBind(Exception):
     def again(self) -> CannotBind:
         """Return an equal one to raise: an error that is raised keeps the frames it passed, and their tensors."""
         return CannotBind(self.reason, self.detail, self.size)
+
+    @property
+    def explained(self) -> str:
+        """Return the reason, what it is about, and where the documentation has it, as the end of a message."""
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.reason.text}{detail}.\n  See {self.reason.link}"

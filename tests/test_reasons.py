@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import string
 
-from simplegraph.reasons import Reason
+from simplegraph.reasons import CannotBind, Reason
 
 
 class TestReason:
@@ -37,3 +37,9 @@ class TestReason:
             "output_shape_unknown empty_batch lora_count"
         )
         assert set(needed.split()) <= {reason.value for reason in Reason}
+
+    def test_links_to_its_part_of_the_documentation(self):
+        link = "https://simple-cuda-graph.readthedocs.io/en/latest/troubleshooting.html#padding-shows"
+        assert Reason.PADDING_SHOWS.link == link
+        call = CannotBind(Reason.PADDING_SHOWS, "3 rows")
+        assert call.explained == f"{Reason.PADDING_SHOWS.text} (3 rows).\n  See {link}"

@@ -66,7 +66,7 @@ class ModuleTrial:
         try:
             self._rows, self._args, _ = reader.read(self._leaves, self._names, self._spec, None)
         except CannotBind as error:
-            raise InputError(f"check cannot use these inputs: {error.reason.text} ({error.detail}).") from None
+            raise InputError(f"check cannot use these inputs: {error.explained}") from None
         first = next(leaf for leaf in self._leaves if isinstance(leaf, Tensor))
         self._device = graph_device(first.device)
         self._before_all = Snapshot(module)
@@ -173,7 +173,8 @@ class ModuleTrial:
             inlined: breaks that are captured inline even so.
         """
         if self._unreturnable is not None:
-            return f"{Reason.UNSUPPORTED_OUTPUT.text} ({self._unreturnable})."
+            reason = Reason.UNSUPPORTED_OUTPUT
+            return f"{reason.text} ({self._unreturnable}). See {reason.link}"
         wrapped: Any = self._wrap(mode=mode, capture_sizes=[self._rows], padding=False)
         try:
             with inlining(inlined), self._captured(wrapped):
@@ -229,7 +230,8 @@ class ModuleTrial:
         outputs, _ = flatten(wrapped(*args, **kwargs))
         if stats.replays == replays:
             reasons = ", ".join(reason.text for reason in stats.eager)
-            return f"the call did not replay: {reasons}."
+            links = " ".join(reason.link for reason in stats.eager)
+            return f"the call did not replay: {reasons}. See {links}"
         found = first_difference(outputs, expected)
         if found is not None:
             return f"a replay does not equal eager: {found}. Python state that changes from call to call is frozen."

@@ -10,6 +10,7 @@ from typing import Any
 
 from simplegraph.manager.jobs import headline, merged_failures
 from simplegraph.manager.stats import GraphCounters, GraphStats
+from simplegraph.reasons import DOCUMENTATION
 
 _TOTALS = ("captures", "capture_seconds", "graph_bytes", "replays", "padded_tokens", "recaptures", "flushes")
 _COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")
@@ -66,6 +67,7 @@ class GraphReport:
         lines += [_shares(graph) for graph in graphs if graph.breaks]
         eager = stats.eager.most_common()
         lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
+        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if eager else []
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
         sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SIZES)

@@ -145,7 +145,8 @@ class GraphStats:
         level = logging.DEBUG if learning or reason in _EXPECTED else logging.WARNING
         if (reason, level) not in self._logged:
             self._logged.add((reason, level))
-            logger.log(level, "simplegraph: %s runs eagerly: %s.", self.name, self.explained(reason))
+            text = self.explained(reason)
+            logger.log(level, "simplegraph: %s runs eagerly: %s.\n  See %s", self.name, text, reason.link)
 
     def explained(self, reason: Reason) -> str:
         """Return a reason's text, and what the latest call of it was about."""

@@ -151,7 +151,8 @@ class GraphBuilder:
         found = self.manager.dispatch(size, *described_batch())
         inputs = self.inputs_of.get((layout.binding.signature, found.mode, found.descriptor))
         if inputs is None:
-            raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {found.reason.text}.")
+            said = f"{found.reason.text}.\n  See {found.reason.link}"
+            raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {said}")
         inputs.handed_out = True
         return {name: static.part(found.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
 

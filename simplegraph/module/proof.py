@@ -167,7 +167,8 @@ class _CallProof:
             text = f"padding {call.batch} rows to {call.padded} changes the answer{where}"
             if table.config.on_capture_failure != "raise":
                 consequence = "Padded batches of such calls now run eagerly."
-                logger.warning("simplegraph: %s: %s: %s.\n  %s %s", table.stats.name, text, said, consequence, _REMEDY)
+                texts = table.stats.name, text, said, consequence, _REMEDY, Reason.PADDING_SHOWS.link
+                logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See %s", *texts)
         else:
             text = f"a replay of {self._label} does not equal eager{where}"
             self._owner.refuse(call, f"{text}: {said}", _REMEDY)

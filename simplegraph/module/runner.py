@@ -249,8 +249,7 @@ class GraphRunner:
                 builder, call = self._read(module, args, kwargs, largest=True)
                 self._drop_if_stale(builder)
             except CannotBind as error:
-                detail = f" ({error.detail})" if error.detail else ""
-                raise InputError(f"capture_graphs cannot use this call: {error.reason.text}{detail}.") from None
+                raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
             with builder.manager.pool.lock:
                 summary = builder.capture_sizes(call)
             self._served_before = self.stats.replays

@@ -138,10 +138,11 @@ def test_one_bad_line_is_one_warning_for_all_sizes_that_it_stops(
     assert model.capture_graphs(rows(3, device)).captured == 0
     warm(model, device)
     (message,) = warnings_of(caplog)
-    first, *_, last = message.splitlines()
+    first, *_, last, link = message.splitlines()
     assert first.startswith("simplegraph: Net: capturing batch sizes 8, 4, 2, 1 failed at ")
     assert first.endswith("`if x.sum() > 0:`")
     assert last == "  Batch sizes 8, 4, 2, 1 now run eagerly; no other size was captured."
+    assert link == f"  See {Reason.CAPTURE_FAILED.link}"
     (failed,) = [line for line in str(model.graph_report()).splitlines() if line.startswith("  failed: ")]
     assert failed.startswith("  failed: capturing batch sizes 8, 4, 2, 1 failed at ")
 
@@ -151,7 +152,8 @@ def test_a_warning_says_how_many_other_sizes_were_captured(
 ) -> None:
     wrapped(device, lambda x: branch(x) if x.shape[0] > 2 else None).capture_graphs(rows(3, device))
     (message,) = warnings_of(caplog)
-    assert message.endswith("  Batch sizes 8, 4 now run eagerly; 2 other sizes were captured.")
+    *_, last, _ = message.splitlines()
+    assert last == "  Batch sizes 8, 4 now run eagerly; 2 other sizes were captured."
 
 
 def test_a_lazy_failure_claims_nothing_of_sizes_that_were_not_tried(
@@ -159,7 +161,8 @@ def test_a_lazy_failure_claims_nothing_of_sizes_that_were_not_tried(
 ) -> None:
     warm(wrapped(device, branch), device)
     (message,) = warnings_of(caplog)
-    assert message.endswith("  Batch size 4 now runs eagerly; so will other sizes that this stops, see the report.")
+    *_, last, _ = message.splitlines()
+    assert last == "  Batch size 4 now runs eagerly; so will other sizes that this stops, see the report."
 
 
 def test_each_cause_has_a_warning_of_its_own(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
