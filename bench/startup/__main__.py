@@ -11,7 +11,7 @@ from bench.arms import ALONE, ARMS, OF_RANKS
 from bench.startup import plot, runs, table
 from bench.startup.processes import CompileCaches
 from bench.startup.results import comparison
-from bench.tools import torchrun
+from bench.tools import environment, torchrun
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import device_of
 from bench.tools.options import changed, numbers
@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         results = runs.run_all(runs_of(options), plan, CompileCaches(Path(folder)))
     if torchrun.rank() == 0:
         print(table.render(results))
-        save_figures(options.json, {"results": results, "comparison": comparison(results)})
+        figures = {"machine_info": environment.describe(), "results": results, "comparison": comparison(results)}
+        save_figures(options.json, figures)
         plot.save(results, Path(options.json).with_suffix(".png"))
     return int(any(result["status"] == "failed" for result in results.values()))
 

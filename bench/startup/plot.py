@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.startup.results import Result, figure
 from bench.startup.table import EMULATED
-from bench.tools.charts import draw
+from bench.tools.charts import bars, dots, draw
 from bench.tools.tables import MIB, heading
 
 INCHES_PER_RUN = 0.45
@@ -25,18 +25,11 @@ def save(results: dict[str, Result], path: Path) -> None:
 
     def fill(chart: Any, axes: Any) -> None:
         for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
-            _bars(axis, title, values)
+            if "seconds" in title:
+                dots(axis, title, values)
+            else:
+                bars(axis, title, values, "%.0f")
         chart.suptitle(heading(results) + (f"\n{EMULATED}" if emulated else ""), fontsize="small")
 
     size = (SIZE[0], SIZE[1] + INCHES_PER_RUN * len(drawn))
     draw(path, fill, ncols=len(panels), figsize=size, squeeze=False)
-
-
-def _bars(axis: Any, title: str, values: dict[str, float]) -> None:
-    """One bar per run, on a logarithmic scale, its value beside it."""
-    labels = list(values)[::-1]
-    bars = axis.barh(labels, [values[label] for label in labels])
-    axis.bar_label(bars, fmt="%.3g", padding=3)
-    axis.set_xscale("log")
-    axis.margins(x=0.15)
-    axis.set_title(title)
