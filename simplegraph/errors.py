@@ -27,7 +27,7 @@ class CaptureError(SimpleGraphError, RuntimeError):
     """A forward could not be captured.
 
     Attributes:
-        location: ``file:line `source` `` of the user's line, or None where CUDA did not say.
+        location: "file:line `source`" of the user's line, or None where CUDA did not say.
         cause: what that line did that a graph cannot record.
     """
 

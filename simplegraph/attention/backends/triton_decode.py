@@ -1,7 +1,7 @@
 """Decode attention by a Triton kernel, everything else by another backend.
 
 Short contexts are where the libraries' kernels leave the most on the table, since these are built for long prompts:
-bench/README.md has the steps of an engine with each of them.
+docs/figures.md has the steps of an engine with each of them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,35 @@
+"""Reads the raw figures that benchmarks wrote, `bench/results`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+
+
+@functools.cache
+def load(name: str) -> Any:
+    """Return a file of `bench/results`."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def extra(name: str, benchmark: str = "") -> Any:
+    """Return what a benchmark's file holds beside pytest-benchmark's own: of its first one, or of one by name."""
+    found = load(name)["benchmarks"]
+    return next(one for one in found if not benchmark or one["name"] == benchmark)["extra_info"]
+
+
+def startup() -> dict[str, Any]:
+    """Return the figures of every arm of the startup benchmark on one GPU."""
+    return {one["param"]: one["extra_info"] for one in load("h200_startup")["benchmarks"]}
+
+
+def commit(name: str) -> str:
+    """Return the commit that a file was measured at."""
+    found = load(name)
+    machine = found.get("machine_info") or found["environment"]
+    return str(machine["commit"])[:7]

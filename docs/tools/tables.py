@@ -1,0 +1,348 @@
+"""Writes the tables of pages from the raw figures, so that no cell is copied by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from docs.tools.raw import ROOT, extra, load, startup
+from simplegraph.batch.dispatch import resolve_mode
+from simplegraph.config import AttentionCGSupport, CudaGraphMode
+
+MIB = 2**20
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "figures.md",
+    ROOT / "docs" / "modes.md",
+    ROOT / "docs" / "several_gpus.md",
+]
+_BATCHES = ("1", "8", "64", "256")
+_PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def fill(text: str) -> str:
+    """Return a page's text with every table in it written again."""
+
+    def table(place: re.Match[str]) -> str:
+        return f"{place[1]}\n{TABLES[place['name']]()}\n\n{place[3]}"
+
+    return _PLACE.sub(table, text)
+
+
+def write(page: Path) -> None:
+    """Write the tables of a page again."""
+    page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lay out a Markdown table; the first column is text, the others figures."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _steps(result: Any, batches: Sequence[str] = _BATCHES) -> list[str]:
+    return [f"{result['step_ms'][batch]:.2f}" for batch in batches]
+
+
+def _seconds(result: Any, *path: str) -> str:
+    for key in path:
+        result = result.get(key, {})
+    return f"{result:.2f}" if isinstance(result, float) else ""
+
+
+def _readme() -> str:
+    names = {
+        "eager": "eager",
+        "plain-loop": "a plain loop of `torch.cuda.graph`",
+        "simplegraph": "**simplegraph**",
+        "simplegraph-piecewise": "**simplegraph**, attention left eager",
+        "simplegraph-fused": "**simplegraph**, layers with fused kernels",
+        "compiled-full (cold)": "`torch.compile` and graphs, empty compile cache",
+        "compiled-full (warm)": "`torch.compile` and graphs, filled compile cache",
+    }
+    head = ["", "all 51 batch sizes ready after", "a step at batch 1", "a step at batch 64"]
+    runs = startup()
+    return _grid(
+        head,
+        (
+            [text, f"{runs[name]['seconds']['ready']:.2f} s", *(f"{ms} ms" for ms in _steps(runs[name], ("1", "64")))]
+            for name, text in names.items()
+        ),
+    )
+
+
+def _startup() -> str:
+    rows = []
+    for name, run in startup().items():
+        again = run.get("primed")
+        kept = f"{(again or run)['device_bytes'] / MIB:.0f}" + ("" if again else r" \*")
+        times = [_seconds(run, "seconds", "first_output"), _seconds(run, "seconds", "ready")]
+        no_graphs = name == "eager"
+        rows.append(
+            [name, *times, _seconds(run, "primed", "seconds", "ready"), "" if no_graphs else kept, *_steps(run)]
+        )
+    head = ["arm", "first output, s", "every size ready, s", "the same again in the process, s", "memory kept, MiB"]
+    return _grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
+
+
+def _mixed() -> str:
+    rows = []
+    for mix in extra("h200_piecewise")["mixed"]:
+        eager, ours = mix["ms"]["eager"], mix["ms"]["piecewise"]
+        what = mix["mix"].replace("the same, padded", "chunks among decodes, padded")
+        sizes = [str(mix["tokens"]), str(mix["size"]), str(mix["requests"])]
+        rows.append([what, *sizes, f"{eager:.1f}", f"{ours:.1f}", f"{ours / eager:.2f}"])
+    return _grid(["batch", "tokens", "captured size", "requests", "eager, ms", "graphs, ms", "graphs over eager"], rows)
+
+
+def _attention() -> str:
+    cells: dict[tuple[str, int], dict[int, str]] = {}
+    for row in extra("h200_attention")["rows"]:
+        line = cells.setdefault((row["backend"], row["context"]), {})
+        digits = 1 if row["graph_ms"] >= 10 else 2
+        line[row["batch"]] = f"{row['graph_ms']:.{digits}f} / {row['eager_ms']:.{digits}f}"
+    batches = [str(batch) for batch in next(iter(cells.values()))]
+    rows = [[f"{backend}, {context} tokens", *line.values()] for (backend, context), line in cells.items()]
+    return _grid(["in a graph / eager, ms", f"batch {batches[0]}", *batches[1:]], rows)
+
+
+def _decode() -> str:
+    steps = {row["batch"]: row["ms"] for row in extra("h200_engine_steps")["decode"]}
+    names = {
+        "triton": "`TritonDecodeBackend`",
+        "fa3": "FlashAttention-3",
+        "flashinfer": "FlashInfer",
+    }
+    labels = {f"{key} {how}": f"{text}, {how}" for key, text in names.items() for how in ("graph", "eager")}
+    labels |= {
+        "eager": "FlashAttention-3, eager, no fused layers",
+        "compiled-piecewise": "FlashAttention-3, compiled piecewise",
+        "compiled-full": "FlashAttention-3, compiled full",
+        "GEMMs alone": "the matrix products alone",
+    }
+    rows = [[text, *(f"{ms[key]:.2f}" for ms in steps.values())] for key, text in labels.items()]
+    batches = [str(batch) for batch in steps]
+    return _grid(["decode step, ms", f"batch {batches[0]}", *batches[1:]], rows)
+
+
+def _generation() -> str:
+    found: dict[str, dict[int, float]] = {}
+    for row in extra("h200_engine_steps")["generation"]:
+        found.setdefault(row["attention"], {})[row["batch"]] = row["ms_per_token"]
+    names = {"triton": "`TritonDecodeBackend`", "fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
+    rows = [[text, *(f"{ms:.2f}" for ms in found[key].values())] for key, text in names.items()]
+    return _grid(["token to token, ms", "batch 1", "8", "64", "256"], rows)
+
+
+def _first_token() -> str:
+    found: dict[str, dict[str, Any]] = {}
+    for row in extra("h200_engine", "test_first_token")["results"]:
+        found.setdefault(row["arm"], {})[row["cache"]] = row["seconds"]
+    names = {
+        "eager": "eager, plain layers",
+        "simplegraph": "simplegraph, plain layers",
+        "simplegraph-fused": "simplegraph, fused layers",
+        "compiled-piecewise": "compiled piecewise",
+    }
+
+    def both(runs: dict[str, Any], seconds: Callable[[Any], float]) -> str:
+        return " / ".join(f"{seconds(runs[cache]):.2f}" for cache in ("cold", "warm"))
+
+    rows = []
+    for key, text in names.items():
+        ready = "" if key == "eager" else both(found[key], lambda s: s["ready"])
+        after = both(found[key], lambda s: s["first_token"] - s["weights"])
+        rows.append([text, both(found[key], lambda s: s["first_token"]), ready, after])
+    head = ["s, compile caches empty / filled", "first token", "every graph", "first token after the weights"]
+    return _grid(head, rows)
+
+
+def _serving() -> str:
+    keys = {
+        "requests_per_second": ("requests/s", 1),
+        "ttft_median_ms": ("time to first token, median, ms", 1),
+        "tpot_median_ms": ("time per output token, median, ms", 2),
+        "itl_mean_ms": ("between tokens, mean, ms", 2),
+        "itl_median_ms": ("median", 2),
+        "itl_p99_ms": ("99th percentile", 2),
+    }
+    rows = [
+        [name.removesuffix(", triton"), *(f"{run[key]:.{digits}f}" for key, (_, digits) in keys.items())]
+        for name, run in load("h200_serve")["results"].items()
+    ]
+    return _grid(["mode", *(text for text, _ in keys.values())], rows)
+
+
+def _generate() -> str:
+    arms = extra("h200_transformers")["models"]["llama"]["arms"]
+    names = {
+        "plain": "plain `generate`",
+        "static-compiled": "static cache, compiled by transformers",
+        "simplegraph": "`graph_generation`",
+    }
+    rows = [
+        [text, f"{arms[key]['ms_per_token']:.2f}", f"{arms[key]['first_seconds']:.2f}"] for key, text in names.items()
+    ]
+    return _grid(["", "a token, ms", "first generation, s"], rows)
+
+
+FAMILIES = {
+    "llama": "Llama, 1.5 B parameters",
+    "qwen2": "Qwen2, 0.5 B",
+    "qwen3": "Qwen3, 0.6 B",
+    "mistral": "Mistral, 1.0 B",
+    "gemma3": "Gemma 3, 1.0 B",
+    "gpt2": "GPT-2, 0.1 B",
+    "mixtral": "Mixtral's kind, 0.8 B",
+    "t5": "T5, 0.2 B",
+    "whisper": "Whisper, 0.2 B",
+}
+
+
+def _families() -> str:
+    rows = []
+    for key, text in FAMILIES.items():
+        arms = extra(f"h200x4_models/generate_{key}")["models"][key]["arms"]
+        cells = [
+            f"{arms[arm]['ms_per_token']:.2f} / {arms[arm]['first_seconds']:.2f}"
+            for arm in ("plain", "static-compiled", "simplegraph")
+        ]
+        sooner = arms["static-compiled"]["first_seconds"] / arms["simplegraph"]["first_seconds"]
+        rows.append([text, *cells, f"{arms['plain']['busy_share']:.0%}", f"{sooner:.0f} times"])
+    head = ["a token, ms / first generation, s", "plain", "static cache, compiled", "`graph_generation`"]
+    return _grid([*head, "GPU busy, plain", "first generation sooner than compiled"], rows)
+
+
+MODELS = {
+    "timm_vit": "timm ViT",
+    "timm_convnext": "timm ConvNeXt",
+    "torchvision_resnet18": "torchvision ResNet-18",
+    "diffusers_unet": "diffusers UNet",
+    "diffusers_dit": "diffusers DiT",
+    "transformers_bert": "transformers BERT",
+    "transformer": "a small transformer",
+    "unet": "a small UNet",
+}
+MODEL_ARMS = ("eager", "simplegraph", "compiled-reduce-overhead", "make-graphed-callables", "tensordict-cudagraph")
+
+
+def models() -> dict[str, dict[str, Any]]:
+    """Return the figures of every arm of vision, diffusion and encoder models, by the table's name."""
+    found = {key: extra(f"h200x4_models/models_{key}")["models"] for key in MODELS}
+    return {MODELS[key]: next(iter(arms.values())) for key, arms in found.items()}
+
+
+def _models() -> str:
+    rows = []
+    for text, arms in models().items():
+        cells = [f"{arms[arm]['ms']:.2f} / {arms[arm]['first_seconds']:.2f}" for arm in MODEL_ARMS]
+        sooner = arms["compiled-reduce-overhead"]["first_seconds"] / arms["simplegraph"]["first_seconds"]
+        rows.append([text, *cells, f"{arms['eager']['busy_share']:.0%}", f"{sooner:.0f} times"])
+    head = ["a call, ms / first call, s", "eager", "simplegraph", "`torch.compile`, reduce-overhead"]
+    more = ["`make_graphed_callables`", "tensordict", "GPU busy, eager", "first call sooner than compiled"]
+    return _grid([*head, *more], rows)
+
+
+def _spec() -> str:
+    found: dict[str, dict[int, Any]] = {}
+    for row in extra("h200_spec_decode")["results"]:
+        found.setdefault(row["arm"], {})[row["batch"]] = row
+    rows = []
+    for arm, runs in found.items():
+        rounds = [
+            " / ".join(f"{run[key]:.2f}" for run in runs.values() if key in run)
+            for key in ("draft_ms", "draft_kernels_ms")
+        ]
+        rows.append([arm, *(f"{run['tpot_ms']:.2f}" for run in runs.values()), *rounds])
+    head = ["", "time per output token, ms, at batch 1", "8", "32"]
+    return _grid([*head, "a draft round, ms, at batch 1 / 8 / 32", "its kernels, ms"], rows)
+
+
+def _parallel(*files: str, order: Sequence[str], first: bool = False) -> str:
+    runs = {name: run for file in files for name, run in load(file)["results"].items()}
+    rows = []
+    for name in order:
+        run = runs[name]
+        times = [_seconds(run, "seconds", "first_output")] if first else []
+        times += [_seconds(run, "seconds", "ready"), _seconds(run, "primed", "seconds", "ready")]
+        rows.append([name, *times, *_steps(run)])
+    head = ["arm", *(["first output, s"] if first else []), "every size ready, s", "the same again in the process, s"]
+    return _grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
+
+
+def _tp2() -> str:
+    compiled = ("compiled-piecewise (cold)", "compiled-piecewise (warm)")
+    order = ("eager", "plain-loop", "simplegraph", "simplegraph-piecewise", *compiled)
+    return _parallel("h200x2_tp2", "h200x2_tp2_compiled", order=order)
+
+
+def _tp4() -> str:
+    order = ("eager", "simplegraph", "compiled-piecewise (cold)", "compiled-piecewise (warm)")
+    return _parallel("h200x4_tp4_70b", "h200x4_tp4_70b_compiled", order=order, first=True)
+
+
+def _dtensor() -> str:
+    runs = load("h200x2_dtensor")["results"]
+    names = {"simplegraph": "plain tensors", "simplegraph-dtensor": "DTensors"}
+    rows = [[text, *_steps(runs[key])] for key, text in names.items()]
+    pairs = zip(*(runs[key]["step_ms"].values() for key in reversed(names)), strict=True)
+    rows.append(["ratio", *(f"{one / other:.2f}" for one, other in pairs)])
+    return _grid(["step in a graph, ms", "batch 1", "8", "64", "256"], rows)
+
+
+def _consensus() -> str:
+    rows = [
+        [ranks, f"{us['median_us']:.1f}", f"{us['p99_us']:.1f}"]
+        for ranks, us in load("h200x4_consensus")["results"].items()
+    ]
+    return _grid(["ranks", "median, us", "99th percentile, us"], rows)
+
+
+def _host() -> str:
+    rows = []
+    for benchmark in load("h200_host_overhead")["benchmarks"]:
+        us = benchmark["extra_info"]["microseconds"]
+        cells = [us["bare"], us["in place above bare"], us["copied above bare"]]
+        rows.append([f"{benchmark['param']} captured", *(f"{cell:.1f}" for cell in cells)])
+    return _grid(["us a call", "bare replay", "above it, inputs in place", "above it, four inputs copied"], rows)
+
+
+def _modes() -> str:
+    """Which mode each one becomes with attention of each support level, as the dispatcher resolves it."""
+    backends = {
+        AttentionCGSupport.ALWAYS: "FlashAttention-3, SDPA",
+        AttentionCGSupport.UNIFORM_BATCH: "FlashInfer, FlashAttention-2, Triton decode",
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE: "context parallel",
+        AttentionCGSupport.NEVER: "none of these; one of yours",
+    }
+    modes = [mode for mode in CudaGraphMode if mode is not CudaGraphMode.NONE]
+    rows = []
+    for support, names in backends.items():
+        lowered = [resolve_mode(mode, support)[0] for mode in modes]
+        cells = ["as asked" if found is mode else f"`{found.name}`" for mode, found in zip(modes, lowered, strict=True)]
+        rows.append([f"`{support.name}`: {names}", *cells])
+    return _grid(["the attention's support", *(f"`{mode.name}`" for mode in modes)], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme": _readme,
+    "startup": _startup,
+    "mixed": _mixed,
+    "attention": _attention,
+    "decode": _decode,
+    "generation": _generation,
+    "first-token": _first_token,
+    "serving": _serving,
+    "generate": _generate,
+    "families": _families,
+    "models": _models,
+    "speculative": _spec,
+    "two-gpus": _tp2,
+    "four-gpus": _tp4,
+    "dtensor": _dtensor,
+    "consensus": _consensus,
+    "host": _host,
+    "modes": _modes,
+}

@@ -1,0 +1,98 @@
+"""Pages of the documentation, and their blocks, anchors and links."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+from docs.tools.notebook import as_markdown
+from simplegraph.reasons import DOCUMENTATION
+
+ROOT = Path(__file__).parents[2]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+PAGES = [README, *sorted(path for path in DOCS.rglob("*") if path.suffix in (".md", ".ipynb"))]
+
+_FENCED = re.compile(r"^(`{3,})(?P<kind>[^\s`]*)[ \t]*(?P<note>[^\n]*)\n(?P<text>.*?)^\1$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(<?([^)\s>]+)>?\)")
+_HEADING = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
+_TARGET = re.compile(r"^\(([\w-]+)\)=$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        kind: its language; note: the rest of the line that opens it; text: what is in it; line: where it starts.
+    """
+
+    kind: str
+    note: str
+    text: str
+    line: int
+
+    @property
+    def source(self) -> str:
+        """The Python to run: the block itself, or what a diff results in."""
+        return self.text if self.kind == "python" else after(self.text)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def text_of(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    return as_markdown(json.loads(text)) if page.suffix == ".ipynb" else text
+
+
+def blocks(page: Path) -> list[Block]:
+    text = text_of(page)
+    return [
+        Block(found["kind"], found["note"].strip(), found["text"], text.count("\n", 0, found.start()) + 1)
+        for found in _FENCED.finditer(text)
+    ]
+
+
+def after(diff: str) -> str:
+    """The new side of a diff."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if not line.startswith("-"))
+
+
+def before(diff: str) -> str:
+    """The old side of a diff."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if not line.startswith("+"))
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks."""
+    return _FENCED.sub("", text_of(page))
+
+
+def links(page: Path) -> list[str]:
+    found = _LINK.findall(prose(page))
+    return [*found, *re.findall(rf"{re.escape(DOCUMENTATION)}[^\s)>\"'`]*", prose(page))]
+
+
+def anchors(page: Path) -> set[str]:
+    text = prose(page)
+    slugs = (re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in _HEADING.findall(text))
+    return {*slugs, *_TARGET.findall(text)}
+
+
+def leads_nowhere(page: Path, link: str) -> bool:
+    """True if a link to a file of this repository, or to the documentation made of it, has no target."""
+    published = link.startswith(DOCUMENTATION)
+    if not published and re.match(r"[a-z]+:", link):
+        return False  # somebody else's site
+    place, _, anchor = link.removeprefix(DOCUMENTATION).partition("#")
+    if published:
+        target = DOCS / (place or "index.md")
+        target = next((f for s in (".md", ".ipynb") if (f := target.with_suffix(s)).exists()), target)
+    else:
+        target = page.parent / place if place else page
+    if not target.exists():
+        return True
+    return bool(anchor) and anchor not in anchors(target)

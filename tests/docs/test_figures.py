@@ -1,0 +1,162 @@
+"""Tables and sentences about figures say what the raw files say; nothing in a plot is cut off."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.tools import drawings, plots, raw, tables
+from tests.docs.pages import DOCS, ROOT, prose
+
+FIGURES = DOCS / "figures.md"
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_raw_figures(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert tables.fill(text) == text, "python -m docs.tools writes the tables again"
+    assert "<!-- table:" in text
+
+
+def test_every_table_is_shown() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
+    assert [name for name in tables.TABLES if f"<!-- table: {name} -->" not in pages] == []
+
+
+def between(ratios: Iterable[float], form: str = ".2f") -> str:
+    found = list(ratios)
+    return f"{min(found):{form}} to {max(found):{form}}"
+
+
+def ready(one: str, other: str) -> float:
+    runs = raw.startup()
+    return float(runs[one]["seconds"]["ready"] / runs[other]["seconds"]["ready"])
+
+
+def again(key: str, one: str, other: str) -> float:
+    first, second = (raw.startup()[name]["primed"] for name in (one, other))
+    return float(first[key] / second[key]) if key == "device_bytes" else first["seconds"][key] / second["seconds"][key]
+
+
+def decode(one: str, other: str) -> list[float]:
+    return [row["ms"][one] / row["ms"][other] for row in raw.extra("h200_engine_steps")["decode"]]
+
+
+def sooner() -> list[float]:
+    families = [raw.extra(f"h200x4_models/generate_{key}")["models"][key]["arms"] for key in tables.FAMILIES]
+    families.append(raw.extra("h200_transformers")["models"]["llama"]["arms"])
+    compiled = [arms["static-compiled"]["first_seconds"] / arms["simplegraph"]["first_seconds"] for arms in families]
+    vision = tables.models().values()
+    return compiled + [
+        arms["compiled-reduce-overhead"]["first_seconds"] / arms["simplegraph"]["first_seconds"] for arms in vision
+    ]
+
+
+def faster() -> list[float]:
+    return [arms["eager"]["ms"] / arms["simplegraph"]["ms"] for arms in tables.models().values()]
+
+
+def later_than(arm: str, key: str) -> int:
+    return sum(arms[arm][key] < arms["simplegraph"][key] for arms in tables.models().values())
+
+
+def shorter_by() -> list[float]:
+    ours = raw.load("h200x4_tp4_70b")["results"]["simplegraph"]["step_ms"]
+    compiled = raw.load("h200x4_tp4_70b_compiled")["results"].values()
+    return [100 * (1 - run["step_ms"][batch] / ms) for run in compiled for batch, ms in ours.items()]
+
+
+def prepared(backend: str) -> list[float]:
+    return [row["prepare_us"] for row in raw.extra("h200_attention")["rows"] if row["backend"] == backend]
+
+
+NUMBERS = {7: "seven", 8: "all eight"}
+COLD, WARM = "compiled-piecewise (cold)", "compiled-piecewise (warm)"
+CLAIMS: list[tuple[str, Callable[[], str]]] = [
+    ("{} times sooner than with compiled piecewise", lambda: f"{ready(COLD, 'simplegraph'):.1f}"),
+    ("and {} times sooner than from a filled one", lambda: f"{ready(WARM, 'simplegraph'):.1f}"),
+    (
+        "with fused layers {} times",
+        lambda: f"{ready(COLD, 'simplegraph-fused'):.1f} and {ready(WARM, 'simplegraph-fused'):.1f}",
+    ),
+    ("takes {} of the plain loop's time", lambda: f"{again('ready', 'simplegraph', 'plain-loop'):.2f}"),
+    ("keeps {} of its memory", lambda: f"{again('device_bytes', 'simplegraph', 'plain-loop'):.2f}"),
+    ("{} of the capture time", lambda: f"{again('ready', 'simplegraph-piecewise', 'breakable'):.2f}"),
+    (
+        "{} of the memory of its quick start",
+        lambda: f"{again('device_bytes', 'simplegraph-piecewise', 'breakable'):.2f}",
+    ),
+    (
+        "{} of its leanest use",
+        lambda: " and ".join(
+            f"{again(key, 'simplegraph-piecewise', 'breakable-lean'):.2f}" for key in ("ready", "device_bytes")
+        ),
+    ),
+    ("takes {} of compiled piecewise, and", lambda: between(decode("fa3 graph", "compiled-piecewise"))),
+    ("and {} of compiled full graphs", lambda: between(decode("fa3 graph", "compiled-full"))),
+    ("measured with, takes {} of compiled piecewise", lambda: between(decode("triton graph", "compiled-piecewise"))),
+    ("{} times faster than eager", lambda: between(faster(), ".1f")),
+    ("first call comes {} times sooner", lambda: f"{int(min(sooner()))} to {int(max(sooner()))}"),
+    ("shorter call on {} of the eight", lambda: NUMBERS[later_than("compiled-reduce-overhead", "ms")]),
+    ("simplegraph on {} of the eight", lambda: NUMBERS[later_than("make-graphed-callables", "first_seconds")]),
+    ("tensordict on {}", lambda: NUMBERS[later_than("tensordict-cudagraph", "first_seconds")]),
+    ("compiled steps are {} % shorter", lambda: f"{min(shorter_by()):.0f} to {max(shorter_by()):.0f}"),
+    ("the host {} us with FlashAttention-3", lambda: between(prepared("FlashAttention-3"), ".1f")),
+    ("and {} us with FlashInfer", lambda: between(map(int, prepared("FlashInfer")), "d")),
+]
+
+
+@pytest.mark.parametrize(("sentence", "value"), CLAIMS, ids=[sentence for sentence, _ in CLAIMS])
+def test_a_sentence_says_what_the_raw_figures_say(sentence: str, value: Callable[[], str]) -> None:
+    assert sentence.format(value()) in " ".join(prose(FIGURES).split())
+
+
+def test_every_file_of_raw_figures_has_its_commit_and_the_page_names_it() -> None:
+    text = FIGURES.read_text(encoding="utf-8")
+    names = [path.relative_to(raw.RESULTS).with_suffix("") for path in sorted(raw.RESULTS.rglob("*.json"))]
+    commits = {raw.commit(str(name)) for name in names}
+    assert len(names) >= 30
+    assert [commit for commit in commits if f"commit {commit}" not in text and f"commit\n{commit}" not in text] == []
+
+
+@pytest.mark.parametrize("name", [*plots.PLOTS, *drawings.DRAWINGS])
+def test_no_label_of_a_picture_is_cut_off_or_overlaps_another(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    kept: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    if name in plots.PLOTS:
+        plots.PLOTS[name](tmp_path / "plot.png")
+    else:
+        drawings.draw_one(name, tmp_path / "plot.png")
+    monkeypatch.undo()
+    (chart,) = kept
+    chart.canvas.draw()
+    texts = [text for text in chart.findobj(pyplot.Text) if text.get_visible() and text.get_text().strip()]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in _shown(chart, texts)]
+    frame = chart.bbox.padded(1)
+    cut = [text for text, box in boxes if not (frame.x0 <= box.x0 and box.x1 <= frame.x1)]
+    cut += [text for text, box in boxes if not (frame.y0 <= box.y0 and box.y1 <= frame.y1)]
+    pairs = itertools.combinations(boxes, 2)
+    overlapping = [(one, other) for (one, a), (other, b) in pairs if a.shrunk(0.9, 0.9).overlaps(b.shrunk(0.9, 0.9))]
+    pyplot.close(chart)
+    assert (cut, overlapping) == ([], [])
+    assert len(boxes) >= 5
+    assert (ROOT / "docs" / "_static" / f"{name}.png").stat().st_size > 5000
+
+
+def _shown(chart: Any, texts: Iterable[Any]) -> list[Any]:
+    """Texts that are drawn: an axis keeps tick labels beyond its ends, too."""
+    hidden = set()
+    for axis in chart.axes:
+        for part, limits in ((axis.xaxis, sorted(axis.get_xlim())), (axis.yaxis, sorted(axis.get_ylim()))):
+            ticks = [*part.get_major_ticks(), *part.get_minor_ticks()]
+            outside = [tick for tick in ticks if not limits[0] <= tick.get_loc() <= limits[1] or not axis.axison]
+            hidden |= {id(label) for tick in outside for label in (tick.label1, tick.label2)}
+            hidden |= {id(part.get_offset_text())}
+    return [text for text in texts if id(text) not in hidden]

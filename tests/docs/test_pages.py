@@ -1,0 +1,105 @@
+"""The Python of the README and of every page runs as it stands, and links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simplegraph.reasons import Reason
+from tests.docs.pages import DOCS, PAGES, README, Block, after, before, blocks, leads_nowhere, links, name_of, text_of
+
+# The line that opens a block says why it is not run, or which packages it needs and is run with.
+_NOT_RUN, _NEEDS = "not run: ", "needs: "
+_KINDS = {"python", "diff", "bash", "text", "{toctree}", "{eval-rst}"}
+
+
+@pytest.fixture
+def namespace() -> dict[str, Any]:
+    return {"__name__": "page"}
+
+
+def run(page: Path, namespace: dict[str, Any]) -> list[str]:
+    """Run the Python of a page in one namespace; return the packages for want of which a block was left out."""
+    missing: list[str] = []
+    for block in blocks(page):
+        if block.kind in ("python", "diff") and not block.note.startswith(_NOT_RUN):
+            names = block.note.removeprefix(_NEEDS).split() if block.note else []
+            missing += [name for name in names if not importable(name)]
+            if not missing:
+                exec(compile("\n" * block.line + block.source, name_of(page), "exec"), namespace)
+    return missing
+
+
+def importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except (ImportError, RuntimeError):  # torchvision beside another torch is a RuntimeError
+        return False
+    return True
+
+
+# As users have them: with proofs.
+@pytest.mark.proofs
+@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=name_of)
+def test_the_python_of_a_page_runs(page: Path, namespace: dict[str, Any]) -> None:
+    if missing := run(page, namespace):
+        pytest.skip(f"needs {', '.join(missing)}")
+
+
+@pytest.mark.proofs
+def test_the_readmes_first_lines_give_eagers_answer(namespace: dict[str, Any]) -> None:
+    (diff,) = [block.text for block in blocks(README) if block.kind == "diff"]
+    exec(before(diff), eager := dict(namespace))
+    exec(after(diff), namespace)
+    assert type(eager["model"]) is torch.nn.Sequential
+    model, x = namespace["model"], torch.randn(5, 64, device=namespace["device"])
+    replays = model.graph_stats.replays
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), model[2](model[1](model[0](x))), rtol=1e-3, atol=1e-4)
+    assert model.graph_stats.replays == replays + 1
+    assert model.graph_stats.captures == 4
+
+
+def test_every_block_says_what_it_is() -> None:
+    every = [(page, block) for page in PAGES for block in blocks(page)]
+    assert len(every) > 40
+    odd = [f"{name_of(page)}:{block.line}" for page, block in every if not _is_plain(block)]
+    assert odd == [], "a block is python, diff, bash or text; after that `needs: PACKAGE` or `not run: WHY`"
+
+
+def _is_plain(block: Block) -> bool:
+    return block.kind in _KINDS and (not block.note or block.note.startswith((_NOT_RUN, _NEEDS)))
+
+
+def test_commands_name_modules_that_exist() -> None:
+    commands = "".join(block.text for page in PAGES for block in blocks(page) if block.kind == "bash")
+    modules = set(re.findall(r"(?:python|nproc-per-node \d) -m ([\w.]+)", commands))
+    assert len(modules) >= 8
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [link for link in links(page) if leads_nowhere(page, link)] == []
+
+
+def test_the_readmes_links_work_on_the_package_index() -> None:
+    assert len(found := links(README)) >= 10
+    assert [link for link in found if not link.startswith("https://")] == []
+
+
+def test_the_readme_is_short_and_has_the_command_that_ci_runs() -> None:
+    assert len(text_of(README).splitlines()) <= 120
+    assert re.search(r"^<!-- ci: test -->\n```bash\npip install .* && python -m pytest .*\n```$", text_of(README), re.M)
+
+
+def test_every_reason_has_its_part_in_troubleshooting() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    missing = [r for r in Reason if f"({r.value.replace('_', '-')})=\n### {r.value}\n" not in page]
+    assert missing == [], "add a section to docs/troubleshooting.md, which every message with this reason links to"
+    assert page.count(")=\n### ") == len(Reason)
