@@ -208,7 +208,7 @@ def test_what_a_break_returned_is_refused_where_the_pool_grows_for_each_result()
             kept[:] = results[-1:]
             return sum(results)[:4]  # type: ignore[index]
 
-    model = sg.wrap(Broken(), capture_sizes=[4], progress=False, mode="piecewise")
+    model = sg.wrap(Broken().eval(), capture_sizes=[4], progress=False, mode="piecewise")
     for _ in range(4):
         x = torch.randn(4, 16, device="cuda")
         torch.testing.assert_close(model(x), (x + 1).repeat(1, 64) * 6)
