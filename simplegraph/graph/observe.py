@@ -78,15 +78,14 @@ class MemoryObserver(OperatorMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and note what it reads, writes and makes."""
         self.may_draw = self.may_draw or may_draw(func)
-        own = self._own
-        inside = self._made_inside
-        external = self.external
+        own, inside, external = self._own, self._made_inside, self.external
         tensors = _tensors((*args, *kwargs.values()) if kwargs else args)
         given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
         if func is _LIFTED:  # Python data, which became a tensor before any operator saw it
             own.update(given)
         if inside is None:
-            self.find(tensors, f"reads it ({func})")
+            if self.left:
+                self.find(tensors, f"reads it ({func})")
             for key, tensor in given.items():
                 if key not in own and key not in external:
                     external[key] = tensor

@@ -136,7 +136,7 @@ def may_draw(func: Any) -> bool:
 
 def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an operator writes to."""
-    for position, name, flag in () if is_higher_order(func) else _written(func):
+    for position, name, flag in _written(func):
         if flag is not None and not _argument(args, kwargs, *flag):
             continue
         value = _argument(args, kwargs, position, name)
@@ -151,6 +151,8 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name
 @functools.lru_cache(maxsize=4096)
 def _written(func: Any) -> tuple[tuple[int, str, tuple[int, str] | None], ...]:
     """(position, name, flag) of each argument that is written; with a flag, only where that argument is true."""
+    if is_higher_order(func):
+        return ()
     arguments = [(index, argument.name) for index, argument in enumerate(func._schema.arguments)]
     aliases = [argument.alias_info for argument in func._schema.arguments]
     # Collectives say nothing of their outputs, which come first.
