@@ -107,10 +107,10 @@ class Survey:
         self.tensors[held.name] = held
 
     def attributes(self) -> set[str]:
-        """Name every attribute of every module, registered or not, whatever it holds."""
+        """Name every parameter, buffer and other attribute of every module, whatever it holds, but for torch's own."""
         holders = [(name, vars(module)) for name, module in self.modules.items()]
         holders += [(name, holder[key]) for name, holder in holders for key in ("_parameters", "_buffers")]
-        return {_dotted(name, key) for name, holder in holders for key in holder}
+        return {_dotted(name, key) for name, holder in holders for key in holder if key not in _REGISTERED}
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Name the place that holds a tensor's memory; None if there is none."""
