@@ -10,8 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+import simplegraph as sg
 from simplegraph.reasons import Reason
-from tests.docs.pages import DOCS, PAGES, README, Block, after, before, blocks, leads_nowhere, links, name_of, text_of
+from tests.docs.pages import (
+    DOCS,
+    PAGES,
+    README,
+    ROOT,
+    Block,
+    after,
+    before,
+    blocks,
+    leads_nowhere,
+    links,
+    name_of,
+    text_of,
+)
 
 # The line that opens a block says why it is not run, or which packages it needs and is run with.
 _NOT_RUN, _NEEDS = "not run: ", "needs: "
@@ -58,11 +72,28 @@ def test_the_readmes_first_lines_give_eagers_answer(namespace: dict[str, Any]) -
     exec(after(diff), namespace)
     assert type(eager["model"]) is torch.nn.Sequential
     model, x = namespace["model"], torch.randn(5, 64, device=namespace["device"])
-    replays = model.graph_stats.replays
+    stats = model.graph_stats
+    replays, padded = stats.replays, stats.padded_tokens
     with torch.inference_mode():
         torch.testing.assert_close(model(x), model[2](model[1](model[0](x))), rtol=1e-3, atol=1e-4)
-    assert model.graph_stats.replays == replays + 1
-    assert model.graph_stats.captures == 4
+    assert (stats.captures, stats.replays - replays, stats.padded_tokens - padded) == (4, 1, 3)
+
+
+@pytest.mark.proofs
+def test_all_ways_to_wrap_are_shown(namespace: dict[str, Any]) -> None:
+    run(DOCS / "getting_started.md", namespace)
+    assert issubclass(namespace["MixedIn"], sg.CudaGraphWrapper)
+    assert issubclass(namespace["Decoder"], sg.CudaGraphWrapper)
+
+
+def test_pages_of_models_check_what_they_show_and_are_in_the_table() -> None:
+    pages = sorted((DOCS / "models").glob("*.md"))
+    table = (DOCS / "models" / "index.md").read_text(encoding="utf-8")
+    assert len(pages) == 6
+    for page in pages:
+        if page.stem != "index":
+            assert f"]({page.name})" in table
+            assert any("assert" in block.text for block in blocks(page))
 
 
 def test_every_block_says_what_it_is() -> None:
@@ -83,7 +114,7 @@ def test_commands_name_modules_that_exist() -> None:
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "bench" / "README.md"], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links(page) if leads_nowhere(page, link)] == []
 
