@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,15 @@ from tests.docs.pages import (
 # The line that opens a block says why it is not run, or which packages it needs and is run with.
 _NOT_RUN, _NEEDS = "not run: ", "needs: "
 _KINDS = {"python", "diff", "bash", "text", "{toctree}", "{eval-rst}"}
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """A page shows how to silence the logger, which later tests read."""
+    logger = logging.getLogger("simplegraph")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture
