@@ -31,10 +31,10 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 default_role = "literal"  # docstrings name objects in single backticks
 
-# Types of other projects, and those of rooms that are no part of the reference.
+# Types of other projects, unqualified names in annotations, and types of rooms that are no part of the reference.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"(torch|numpy|collections|contextlib)\..*|Tensor"),
+    ("py:class", r"(torch|numpy|collections|contextlib)\..*|\w+"),
     ("py:class", r".*[\[ ].*"),  # a subscripted type, and the first words of a property's docstring
     ("py:class", r"simplegraph\.(graph|manager|module|distributed|attention\.metadata|integrations)\..*"),
 ]
