@@ -6,6 +6,7 @@ import ast
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,19 @@ def stored(cell: dict[str, Any]) -> str:
     return "".join("".join(output["text"]) for output in cell["outputs"])
 
 
+def timeless(text: str) -> str:
+    """Return a text without the numbers that differ from run to run, times and sizes, and without columns' widths."""
+    return re.sub(r"\s+", " ", re.sub(r"\d+\.\d+", "", text))
+
+
 def store(path: Path = NOTEBOOK) -> None:
-    """Run a notebook and store its outputs."""
+    """Run a notebook and store its outputs, unless those that it has differ in times alone."""
     notebook = json.loads(path.read_text())
     cells = code_cells(notebook)
-    for count, (cell, text) in enumerate(zip(cells, run(cells), strict=True), 1):
+    printed = run(cells)
+    if list(map(timeless, printed)) == [timeless(stored(cell)) for cell in cells]:
+        return
+    for count, (cell, text) in enumerate(zip(cells, printed, strict=True), 1):
         lines = text.splitlines(keepends=True)
         cell["execution_count"] = count
         cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
