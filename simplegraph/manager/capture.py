@@ -112,7 +112,8 @@ class GraphCapture:
         breaking_operators(table.config.break_ops)
         started = time.perf_counter()
         with ranks.together():
-            ranks.begin(self._shared_settings(num_warmups), ", ".join(job.label for job in jobs), table.device)
+            shared = _shared_settings(table, self.settings, num_warmups)
+            ranks.begin(shared, ", ".join(job.label for job in jobs), table.device)
         if not jobs:
             return CaptureSummary(0, self._failed, 0.0, 0)
         free_before, before = table.device.free_memory(), table.stats.captures
@@ -201,7 +202,7 @@ class GraphCapture:
                 program = self._recorded(session, job, trace, host, observed)
             program.constants = host.served
             try:
-                self._check_breaks(job, program)
+                _check_breaks(self.table, job, program)
                 self.table.add(job, program)
             except BaseException:
                 program.drop()  # nothing else knows of it
@@ -295,17 +296,6 @@ class GraphCapture:
                 raise error
         return self.table.trace(job.key)
 
-    def _check_breaks(self, job: CaptureJob, program: Program) -> None:
-        """Refuse a piecewise graph that holds attention which cannot be in one."""
-        support = self.table.support
-        if job.mode is CudaGraphMode.PIECEWISE and support < AttentionCGSupport.ALWAYS and not program.breaks:
-            cause = f"the attention declares {support.name}, but the forward met no eager break"
-            raise CaptureError(
-                f"capturing {job.label} failed\n  {cause}: the graph would hold the attention.\n"
-                "  Mark it with @simplegraph.eager_break, simplegraph.break_at, or by its operator in break_ops.",
-                cause=cause,
-            )
-
     def _on_all_ranks(self, what: str, job: CaptureJob, error: CaptureError | None) -> CaptureError | None:
         """Return the error, or another rank's: a graph that one rank does not have, no rank may replay."""
         failure = self._ranks.failure(f"{what} {job.label}", error)
@@ -316,13 +306,6 @@ class GraphCapture:
         cause = f"it failed on rank {rank}, and its collectives need all ranks"
         said = found.replace("\n", "\n  ")
         return CaptureError(f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}", cause=cause)
-
-    def _shared_settings(self, num_warmups: int) -> dict[str, str]:
-        """Return what must be the same on ranks that capture together."""
-        config, support = self.table.config, self.table.support.name
-        names = {field.name for field in dataclasses.fields(config)} - {"progress"}
-        more = {"support": support, **self.settings, "warmups": num_warmups, "torch": torch.__version__}
-        return {name: repr(getattr(config, name)) for name in names} | {name: str(more[name]) for name in more}
 
 
 def _wait_for_graphs(table: ProgramTable, jobs: Sequence[CaptureJob]) -> dict[str, CaptureError]:
@@ -336,3 +319,23 @@ def _wait_for_graphs(table: ProgramTable, jobs: Sequence[CaptureJob]) -> dict[st
         except Exception as error:
             unready[job.label] = capture_error(error, job.label)
     return unready
+
+
+def _check_breaks(table: ProgramTable, job: CaptureJob, program: Program) -> None:
+    """Refuse a piecewise graph that holds attention which cannot be in one."""
+    support = table.support
+    if job.mode is CudaGraphMode.PIECEWISE and support < AttentionCGSupport.ALWAYS and not program.breaks:
+        cause = f"the attention declares {support.name}, but the forward met no eager break"
+        raise CaptureError(
+            f"capturing {job.label} failed\n  {cause}: the graph would hold the attention.\n"
+            "  Mark it with @simplegraph.eager_break, simplegraph.break_at, or by its operator in break_ops.",
+            cause=cause,
+        )
+
+
+def _shared_settings(table: ProgramTable, settings: dict[str, Any], num_warmups: int) -> dict[str, str]:
+    """Return what must be the same on ranks that capture together."""
+    config, support = table.config, table.support.name
+    names = [field.name for field in dataclasses.fields(config) if field.name != "progress"]
+    more = {"support": support, **settings, "warmups": num_warmups, "torch": torch.__version__}
+    return {name: repr(getattr(config, name)) for name in names} | {name: str(more[name]) for name in more}
