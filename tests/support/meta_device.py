@@ -22,6 +22,9 @@ class MetaSegment:
 
     num_nodes = 1
 
+    def wait(self) -> None:
+        pass
+
     def replay(self) -> None:
         pass
 
