@@ -1,4 +1,4 @@
-"""``python -m bench.host_overhead``: microseconds of a call, with inputs in place and copied, and of a bare replay."""
+"""``python -m bench.host_overhead``: microseconds of a call: replayed, refused by a capture, and bare of all this."""
 
 import torch
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bench.tools.measure import Call, synchronize
 from simplegraph import wrap
+from simplegraph.reasons import Reason
 
 SIZE = 8
 WIDTH = 64
@@ -24,6 +25,14 @@ class FourInputs(nn.Module):
         return (a + b) * (c + d)
 
 
+class Refused(FourInputs):
+    """The same, but no graph can hold it: it keeps its output. It waits for nothing, so the host's time shows."""
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        self.kept = super().forward(a, b, c, d)
+        return self.kept
+
+
 def inputs(device: torch.device) -> tuple[Tensor, ...]:
     """Four tensors of (SIZE, WIDTH)."""
     return tuple(torch.randn(SIZE, WIDTH, device=device) for _ in range(4))
@@ -33,7 +42,8 @@ def calls(device: torch.device, sizes: list[int]) -> dict[str, Call]:
     """The calls to compare, their results checked against eager.
 
     ``in place``: static outputs, inputs already in the static buffers. ``copied``: static outputs,
-    inputs elsewhere. ``bare``: `replay` of an equal graph; on a GPU only.
+    inputs elsewhere. ``bare``: `replay` of an equal graph; on a GPU only. ``refused``: a wrapped module
+    whose capture failed, so that it runs eagerly. ``eager``: the same module without a wrapper.
 
     Raises:
         RuntimeError: a call's result is not eager's.
@@ -56,7 +66,23 @@ def calls(device: torch.device, sizes: list[int]) -> dict[str, Call]:
     for model in (graphed, copying):
         if model.graph_stats.eager:
             raise RuntimeError(f"calls ran eagerly: {model.graph_stats.eager}")
+    found |= refused_calls(given, sizes)
     return found if device.type != "cuda" else found | {"bare": bare_replay(module, given)}
+
+
+def refused_calls(given: tuple[Tensor, ...], sizes: list[int]) -> dict[str, Call]:
+    """A module that cannot be captured, wrapped and as it is.
+
+    Raises:
+        RuntimeError: its calls do not run eagerly for that reason.
+    """
+    eager, model = Refused().eval(), wrap(Refused().eval(), capture_sizes=sizes, progress=False)
+    for _ in range(5):
+        model(*given)
+    reasons = model.graph_stats.eager
+    if model.graph_stats.replays or reasons[Reason.CAPTURE_FAILED] < 2:
+        raise RuntimeError(f"the capture did not fail: {reasons}.")
+    return {"refused": lambda: model(*given), "eager": lambda: eager(*given)}
 
 
 def bare_replay(module: nn.Module, given: tuple[Tensor, ...]) -> Call:
@@ -95,7 +121,7 @@ class Samples:
             self._seconds[name].append((time.perf_counter() - start) / CALLS)
 
     def medians(self) -> dict[str, float]:
-        """The median of each, in us; and above ``bare``, where that was taken."""
+        """The median of each, in us; what a refused call costs above eager; and replays above ``bare``, if taken."""
         medians = {name: statistics.median(taken) * 1e6 for name, taken in self._seconds.items()}
-        above = {f"{name} above bare": us - medians["bare"] for name, us in medians.items() if "bare" in medians}
-        return medians | {name: us for name, us in above.items() if name != "bare above bare"}
+        pairs = [("refused", "eager")] + [(name, "bare") for name in ("in place", "copied") if "bare" in medians]
+        return medians | {f"{name} above {than}": medians[name] - medians[than] for name, than in pairs}

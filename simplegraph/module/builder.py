@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import CudaGraphMode
-from simplegraph.context import CALLS, bypassed, described_batch
+from simplegraph.context import bypassed, described_batch
 from simplegraph.errors import CaptureError, CaptureSizeError, ReplayError
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.escapes import KEPT_REMEDY, kept_by
@@ -51,6 +51,7 @@ class GraphBuilder:
         inputs_of: the static inputs that each program reads, by key.
         state: what the programs read of the module; None before the first capture.
         seen: memory that the forward was seen to use beside its arguments.
+        lessons: how often there was something to learn: an eager run that was observed, or a capture.
     """
 
     manager: CudaGraphManager
@@ -58,6 +59,7 @@ class GraphBuilder:
     inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
     state: CapturedState | None = None
     seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
+    lessons: int = 0
 
     def drop(self) -> None:
         """Drop the programs and what they own."""
@@ -68,8 +70,15 @@ class GraphBuilder:
 
     # Eager runs.
 
+    def run_to_learn(self, call: Call, reason: Reason) -> Any:
+        """Run as called if that teaches how such calls follow the batch size. Raises CannotBind if it did before."""
+        if (call.spec, call.batch) in call.binding.ran:
+            raise CannotBind(reason, f"only batch size {call.batch} has been called")
+        return self.run_as_called(call, reason)
+
     def run_as_called(self, call: Call, reason: Reason) -> Any:
         """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
+        self.lessons += 1
         self.manager.stats.ran_eagerly(reason, size=call.batch)
         memory = call.memory  # before the run, which may give an argument other memory
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
@@ -87,6 +96,7 @@ class GraphBuilder:
         if call.binding.unsupported is None:  # else the run may have given arguments other shapes
             self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.called = True
+        call.binding.ran.add((call.spec, call.batch))
         call.binding.warm[call.padded] += not call.padding or reason is Reason.WARMUP
         return result
 
@@ -141,7 +151,7 @@ class GraphBuilder:
         guards = self.seen.guards(call)
         plan = Plan(call, table, table.graphs[call.key], self.inputs_of[call.key], self.state, guards)
         if not plan.unproven:
-            call.layout.plans[call.batch if CALLS.context is None else (call.batch, described_batch())] = plan
+            call.layout.plans[call.plan_key] = plan
         return plan
 
     def static_inputs(self, layout: CallLayout, size: int | None) -> dict[str, Tensor]:
@@ -189,6 +199,7 @@ class GraphBuilder:
 
     def _build(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
         """Capture, and take note of everything that the programs read; where that is not known, there are none."""
+        self.lessons += 1
         try:
             summary = self._capture(call, inputs, jobs, lazy=lazy)
             if len(summary.failed) < len(jobs) or not jobs:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.batch.dispatch import Dispatch
+from simplegraph.context import CALLS
 from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
@@ -53,7 +54,7 @@ class Binding:
         called: True once a call went through eagerly, as it was.
         layouts: the ways its calls pass their arguments, by nesting.
         traces: what the breaks of eager calls returned, by batch size; of the latest few.
-        warm: warmup runs by padded size.
+        warm: warmup runs by padded size; ran: the batch sizes that ran eagerly as they were called, by nesting.
         written: names of the inputs that the forward was seen to write to; draws: True if it draws random numbers.
         counted: Python state that every run changes.
         made: places of the outputs that the forward was seen to make.
@@ -66,6 +67,7 @@ class Binding:
     unsupported: CannotBind | None = None
     called: bool = False
     warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    ran: set[tuple[TreeSpec, int]] = dataclasses.field(default_factory=set)
     written: set[str] = dataclasses.field(default_factory=set)
     counted: CountedState = dataclasses.field(default_factory=CountedState)
     draws: bool = False
@@ -197,6 +199,11 @@ class Call(NamedTuple):
     @property
     def key(self) -> Hashable:
         return self.binding.signature, self.dispatch.mode, self.dispatch.descriptor
+
+    @property
+    def plan_key(self) -> Hashable:
+        """What the plan of such calls is found by, in their layout."""
+        return self.batch if CALLS.context is None else (self.batch, CALLS.context.batch)
 
     @property
     def padded(self) -> int:

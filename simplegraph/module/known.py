@@ -100,6 +100,7 @@ class KnownCalls:
             layout.plans.clear()
         for binding in self.bindings.values():
             binding.warm.clear()
+            binding.ran.clear()
 
     def clear(self) -> None:
         """Forget all layouts and signatures."""

@@ -38,7 +38,11 @@ def try_replay(
     kwargs: dict[str, Any],
     context: CallContext | None,
 ) -> Any:
-    """Replay if this call is one that a plan exists for; otherwise return MISS, with nothing done."""
+    """Replay if this call is one that a plan exists for; otherwise return MISS, with nothing done.
+
+    Raises:
+        CannotBind: the plan is an `EagerPlan`, which is asked as any other is.
+    """
     leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
     try:
         size = leaves[layout.anchor].shape[layout.anchor_dim]

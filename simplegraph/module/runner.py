@@ -25,6 +25,7 @@ from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.builder import GraphBuilder
 from simplegraph.module.call import Call, invoke
+from simplegraph.module.eager_plan import remember
 from simplegraph.module.known import KnownCalls
 from simplegraph.module.proof import prove
 from simplegraph.module.replay import MISS, replay_checked, try_replay
@@ -77,12 +78,15 @@ class GraphRunner:
         if context is not None and context.bypass is not None:
             return self._eager(module, args, kwargs, context.bypass)
         known = self._known
-        layout = known.last
-        if layout is not None:
-            result = try_replay(module, layout, known.state_key, args, kwargs, context)
-            if result is not MISS:
-                return result
-        return self._call_slowly(module, args, kwargs, context)
+        try:
+            if (layout := known.last) is not None:
+                result = try_replay(module, layout, known.state_key, args, kwargs, context)
+                if result is not MISS:
+                    return result
+            return self._call_slowly(module, args, kwargs, context)
+        except CannotBind as error:
+            why = error.reason, error.detail, error.size
+        return self._eager(module, args, kwargs, *why)
 
     def _eager(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
         """Run eagerly, and count why, as `GraphStats.ran_eagerly` takes it."""
@@ -100,15 +104,14 @@ class GraphRunner:
                 if result is not MISS:
                     known.last = layout
                     return result
-        call: Call | None = None
-        try:
-            with self._lock:
-                builder, call = self._read(module, args, kwargs)
-                with builder.manager.pool.lock:
+        with self._lock:
+            builder, call = self._read(module, args, kwargs)
+            with builder.manager.pool.lock:
+                try:
                     return self._serve(builder, call)
-        except CannotBind as error:
-            reason, detail, size = error.reason, error.detail, error.size
-        return self._eager(module, args, kwargs, reason, detail, size if call is None else call.batch)
+                except CannotBind as error:
+                    remember(call, error, builder.manager.device, builder)
+                    raise
 
     def _read(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
@@ -189,17 +192,17 @@ class GraphRunner:
             if not binding.called:
                 return builder.run_as_called(call, Reason.FIRST_CALL)
             if call.padding and not binding.outputs.can_cut(call.padded):
-                return builder.run_as_called(call, Reason.OUTPUT_SHAPE_UNKNOWN)
+                return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
             if call.padding and not call.confirmed(builder.reader):
-                return builder.run_as_called(call, Reason.BATCH_DIM_UNCONFIRMED)
+                return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
             if builder.needs_warmup(call):
                 return builder.run_as_called(call, Reason.WARMUP)
             builder.capture(call)
             self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
         if call.padding and not binding.outputs.known:
-            return builder.run_as_called(call, Reason.OUTPUT_SHAPE_UNKNOWN)
+            return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
         if call.padding and not call.confirmed(builder.reader):
-            return builder.run_as_called(call, Reason.BATCH_DIM_UNCONFIRMED)
+            return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
         plan = builder.plan(call)
         copies = plan.copies(call.leaves)
         if plan.unproven:

@@ -1,0 +1,266 @@
+"""Calls that no graph serves for a reason that stays cost next to nothing, and are never taken for others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.graph.host.modes import HostMode
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.module.effects import ModuleState
+from simplegraph.module.signature import CallReader
+from simplegraph.module.state import CapturedState
+from simplegraph.reasons import Reason
+from tests.module.functions import graphed, rows
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def read_back(m: Any, x: Tensor) -> Tensor:
+    """A number that is read back to Python refuses captures of float32."""
+    if x.dtype is torch.float32 and m.reads:
+        x.sum().item()
+    return x * 2
+
+
+def refused(device: torch.device, calls: int = 4, function: Callable[..., Any] = read_back, **settings: Any) -> Any:
+    model = graphed(device, function, **{"padding": False, **settings})
+    model.reads = True
+    for _ in range(calls):
+        model(rows(4, device))
+    assert model.graph_stats.eager[Reason.CAPTURE_FAILED] >= 1
+    return model
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What of the work around warmups and captures is done."""
+    done: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            done.append(f"{owner.__name__}.{name}")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(CallReader, "read")
+    note(MemoryObserver, "__enter__")
+    note(HostMode, "following")
+    note(ModuleState, "__init__")
+    note(CapturedState, "_survey")
+    return done
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_calls_after_a_failed_capture_are_not_even_read(device: torch.device, work: list[str], grad: bool) -> None:
+    model = refused(device)
+    assert "MemoryObserver.__enter__" in work
+    with torch.set_grad_enabled(grad):
+        model.requires_grad_(False)
+        model(rows(4, device))
+        work.clear()
+        for _ in range(10):
+            x = rows(4, device)
+            assert torch.equal(model(x), x * 2)
+    assert work == []
+    assert model.graph_stats.eager == {Reason.FIRST_CALL: 1, Reason.CAPTURE_FAILED: 14}
+    assert model.graph_stats.batch_sizes == {4: 15}
+    assert "x.sum().item()" in model.graph_stats.details[Reason.CAPTURE_FAILED]
+
+
+def test_a_size_seen_once_is_observed_once_until_another_size_says_what_follows_it(
+    device: torch.device, work: list[str]
+) -> None:
+    model = graphed(device, lambda m, x: x * 2, batch_dims={})
+    model(rows(3, device))
+    model(rows(3, device))
+    work.clear()
+    for _ in range(5):
+        x = rows(3, device)
+        assert torch.equal(model(x), x * 2)
+    assert work == []
+    assert model.graph_stats.eager == {Reason.FIRST_CALL: 1, Reason.BATCH_DIM_UNCONFIRMED: 6}
+    for size in (4, 4, 3, 3):
+        x = rows(size, device)
+        assert torch.equal(model(x), x * 2)
+    assert model.graph_stats.replays >= 2
+    assert model.graph_stats.eager[Reason.BATCH_DIM_UNCONFIRMED] == 6
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda device: rows(4, device).double(),
+        lambda device: rows(8, device).double(),
+        lambda device: rows(4, device, 5).half(),
+    ],
+)
+def test_other_calls_of_the_module_are_captured_and_replayed(device: torch.device, other: Any) -> None:
+    model = refused(device)
+    for _ in range(4):
+        x = other(device)
+        assert torch.equal(model(x), x * 2)
+        y = rows(4, device)
+        assert torch.equal(model(y), y * 2)
+    assert (model.graph_stats.captures, model.graph_stats.replays) == (1, 3)
+
+
+def test_an_argument_of_another_value_is_another_call(device: torch.device) -> None:
+    def function(m: Any, x: Tensor, reads: bool) -> Tensor:
+        return x * x.sum().item() if reads else x * 3
+
+    model = graphed(device, function, padding=False)
+    for _ in range(4):
+        model(rows(4, device), True)
+    for _ in range(4):
+        x = rows(4, device)
+        assert torch.equal(model(x, False), x * 3)
+        assert torch.equal(model(x, True), x * x.sum().item())
+    assert model.graph_stats.replays >= 2
+
+
+CHANGES: dict[str, tuple[Callable[[Any], contextlib.AbstractContextManager[Any]], Reason]] = {
+    "eager": (lambda model: sg.eager(), Reason.EAGER_CONTEXT),
+    "training": (lambda model: _training(model), Reason.TRAINING),
+    "gradients": (lambda model: torch.enable_grad(), Reason.GRAD),
+    "an operator mode": (lambda model: MemoryObserver(), Reason.TRANSFORMED),
+}
+
+
+@contextlib.contextmanager
+def _training(model: Any) -> Iterator[None]:
+    model.train()
+    yield
+    model.eval()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_going_on_around_the_call_is_the_reason_that_counts(device: torch.device, change: str) -> None:
+    model = refused(device)
+    context, reason = CHANGES[change]
+    before = model.graph_stats.eager[reason]
+    with context(model):
+        x = rows(4, device).requires_grad_(reason is Reason.GRAD)
+        result = model(x)
+    assert result.requires_grad == (reason is Reason.GRAD)
+    assert torch.equal(result, x * 2)
+    assert model.graph_stats.eager[reason] == before + 1
+
+
+def test_parameters_that_want_gradients_are_the_reason_that_counts(device: torch.device) -> None:
+    model = refused(device)
+    with torch.enable_grad():
+        model(rows(4, device))
+        model.requires_grad_(False)
+        model(rows(4, device))
+        model.requires_grad_(True)
+        model(rows(4, device))
+    assert model.graph_stats.eager[Reason.GRAD] == 2
+
+
+def test_another_default_device_or_setting_is_another_call(device: torch.device) -> None:
+    model = refused(device)
+    before = model.graph_stats.eager[Reason.FIRST_CALL]
+    with torch.device("cpu" if device.type == "cuda" else device):
+        model(rows(4, device))
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision != "high" else "medium")
+    try:
+        model(rows(4, device))
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert model.graph_stats.eager[Reason.FIRST_CALL] == before + 2
+
+
+def test_another_state_is_another_call(device: torch.device) -> None:
+    model = refused(device, state_key=lambda module: module.reads)
+    model.reads = False
+    for _ in range(4):
+        x = rows(4, device)
+        assert torch.equal(model(x), x * 2)
+    assert model.graph_stats.replays == 3
+    model.reads = True
+    model(rows(4, device))
+    assert model.graph_stats.replays == 3
+
+
+def test_capture_graphs_tries_again_and_its_graph_serves_the_calls(device: torch.device) -> None:
+    model = refused(device)
+    model.reads = False
+    assert model.capture_graphs(rows(8, device)).failed == {}
+    before = model.graph_stats.replays
+    model(rows(4, device))
+    assert model.graph_stats.replays == before + 1
+
+
+@pytest.mark.parametrize("reset", [lambda model: model.reset_graphs(), lambda model: model.configure_graphs()])
+def test_starting_over_tries_again(device: torch.device, reset: Callable[[Any], object]) -> None:
+    model = refused(device)
+    model.reads = False
+    reset(model)
+    for _ in range(4):
+        x = rows(4, device)
+        assert torch.equal(model(x), x * 2)
+    assert model.graph_stats.replays >= 1
+
+
+def test_what_other_graphs_read_and_moved_is_noticed_here_too(device: torch.device) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        if len(x) == 4 and m.reads:
+            x.sum().item()
+        return x @ m.weight
+
+    model = refused(device, function=function)
+    for _ in range(3):
+        model(rows(8, device))
+    assert model.graph_stats.captures == 1
+    for _ in range(3):
+        model(rows(4, device))
+    model.weight, model.reads = nn.Parameter(model.weight * 2), False
+    for _ in range(4):
+        x = rows(4, device)
+        assert torch.equal(model(x), x @ model.weight)
+    assert model.graph_stats.recaptures == 1
+    assert model.graph_stats.captures == 2
+
+
+def test_upfront_sizes_that_were_not_captured_are_not_read(device: torch.device, work: list[str]) -> None:
+    model = graphed(device, lambda m, x: x * 2, capture="upfront", padding=False)
+    for _ in range(3):
+        model(rows(4, device))
+    work.clear()
+    model(rows(4, device))
+    assert work == []
+    assert model.graph_stats.eager == {Reason.NOT_CAPTURED_UPFRONT: 4}
+    model.capture_graphs(rows(8, device))
+    model(rows(4, device))
+    assert model.graph_stats.replays == 1
+
+
+def test_eager_calls_of_two_threads_run_at_the_same_time(device: torch.device) -> None:
+    meetings: list[threading.Barrier] = []
+    model = refused(device, function=lambda m, x: (x.sum().item(), [each.wait() for each in meetings], x * 2)[2])
+    meetings.append(threading.Barrier(2, timeout=30))
+    found = []
+
+    def call() -> None:
+        with torch.no_grad():
+            x = rows(4, device)
+            found.append(torch.equal(model(x), x * 2))
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True, True]
