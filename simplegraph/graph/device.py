@@ -121,8 +121,12 @@ class GraphDevice(Protocol):
             Exception: the recorded work broke a rule; call `abandon`.
         """
 
-    def abandon(self) -> None:
-        """Undo a capture that failed at any point since `begin`; harmless when none is under way."""
+    def abandon(self) -> Exception | None:
+        """Undo a capture that failed at any point since `begin`; harmless when none is under way.
+
+        Returns:
+            The rule that was broken first, if the device knows: TorchScript tells nobody what went wrong inside of it.
+        """
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""

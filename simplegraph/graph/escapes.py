@@ -177,6 +177,7 @@ def _address(tensor: Tensor) -> int:
         return 0
     try:
         storage = tensor.untyped_storage()
-        return storage.data_ptr() if storage.resizable() else 0
+        owned = storage.resizable() and storage.device.type != "meta"  # a fake one, which compilers keep, warns
+        return storage.data_ptr() if owned else 0
     except (RuntimeError, NotImplementedError, ValueError):  # fake, functional or not initialised
         return 0

@@ -39,6 +39,11 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Allocate it once, outside the forward.",
     ),
     (
+        ("compiled code ran",),
+        "compiled code ran, whose kernels no emulator sees.",
+        "On a GPU compiled kernels are captured as all others are. For the emulator, leave the compiler out.",
+    ),
+    (
         ("set_current_seed", "generator was reseeded"),
         "a random generator was reseeded.",
         "Seed outside the forward; a replay goes on where the last one stopped, as eager does.",

@@ -141,11 +141,13 @@ class CaptureSession:
                 with recording_breaks(None if recorder.trace is None else recorder):
                     result = wait_collectives(run())
                 return result, recorder.finish()
-            except BaseException:
+            except BaseException as error:
                 if self.pool.watched:
                     self.left = self._left_alive()
-                self.device.abandon()
-                raise
+                refused = self.device.abandon()
+                if refused is None or refused is error or not isinstance(error, RuntimeError) or error.__cause__:
+                    raise
+                raise error from refused
 
     def _left_alive(self) -> set[int]:
         try:

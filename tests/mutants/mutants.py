@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant(
         "a broken capture is not ended",
         "graph/session.py",
-        "                self.device.abandon()\n",
-        "",
+        "                refused = self.device.abandon()\n",
+        "                refused = None\n",
         FAULTS,
     ),
     Mutant(

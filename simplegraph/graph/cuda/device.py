@@ -238,6 +238,7 @@ class CudaDevice:
         return CudaSegment(capture.graph, capture.pool, num_nodes, self.torch_device)
 
     def abandon(self) -> None:
+        """End and drop the capture that is under way; CUDA's own messages say which rule was broken."""
         capture: _Capture | None = getattr(self._thread, "capture", None)
         if capture is None:
             return

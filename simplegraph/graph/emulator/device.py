@@ -6,10 +6,11 @@ import collections
 import contextlib
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from simplegraph.errors import EmulatorError
 from simplegraph.graph import patches
 from simplegraph.graph.device import GraphPool, MemoryReading
 from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, living
+from simplegraph.graph.emulator.operators import COMPILED
 from simplegraph.graph.emulator.recording import EmulatedCapture
 from simplegraph.graph.emulator.segment import EmulatorSegment
 
@@ -162,9 +164,23 @@ class EmulatorDevice:
         # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
         patches.restore(torch.cuda, "is_current_stream_capturing")
         patches.restore(overrides, "has_torch_function")
+        # The kernels of compiled code run past the dispatcher. Until something was compiled, this is not loaded.
+        compiled: Any = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
+        if compiled is not None:
+            patches.restore(compiled, "__call__")
+        if recording is not None and compiled is not None:
+            patches.replace(compiled, "__call__", self._refusing(compiled.__call__))
         if recording is not None:
             patches.replace(torch.cuda, "is_current_stream_capturing", self._any_capturing)
             patches.replace(overrides, "has_torch_function", self._overridden)
+
+    def _refusing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            if self._thread.recording is not None:
+                self._thread.recording.fail(COMPILED)
+            return call(*args, **kwargs)
+
+        return refusing
 
     def _any_capturing(self) -> bool:
         return self.is_capturing() or _TORCH_IS_CAPTURING()
@@ -191,12 +207,14 @@ class EmulatorDevice:
         self._set_recording(None)
         return None if recorded is None else EmulatorSegment(recording.arena, self._permit_replay, recorded)
 
-    def abandon(self) -> None:
+    def abandon(self) -> EmulatorError | None:
         recording = self._thread.recording
-        if recording is not None:
-            self._set_recording(None)
-            recording.stop()
-            recording.undo()
+        if recording is None:
+            return None
+        self._set_recording(None)
+        recording.stop()
+        recording.undo()
+        return recording.broken
 
     def synchronize(self) -> None:
         self._refuse_in_capture("the device was synchronised, which a capture does not permit")

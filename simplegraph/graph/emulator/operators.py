@@ -14,6 +14,7 @@ from simplegraph.graph.operators import is_collective, written_args
 
 READ_BACK = "a tensor was read back to Python while its value does not exist yet"
 FROM_HOST = "data was copied from host memory that is not pinned, which a capture does not permit"
+COMPILED = "compiled code ran, whose kernels no emulator sees"
 
 _READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::_linalg_check_errors"}
 _READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

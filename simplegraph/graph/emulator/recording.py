@@ -123,6 +123,7 @@ class EmulatedCapture:
         stream: the current stream.
         generators: those beside the default one that may be drawn from.
         captured: finds the memory of a tensor that any pool has.
+        broken: the first rule that was broken.
     """
 
     arena: Arena
@@ -131,7 +132,7 @@ class EmulatedCapture:
     captured: Callable[[Tensor], Memory | None]
 
     def __post_init__(self) -> None:
-        self._broken: EmulatorError | None = None
+        self.broken: EmulatorError | None = None
         self._random = [(it, it.get_state()) for it in (torch.default_generator, *self.generators)]
         self._known_generators = {_identity(generator) for generator, _ in self._random}
         self._calls: list[RecordedCall] = []
@@ -172,7 +173,7 @@ class EmulatedCapture:
     def fail(self, found: str) -> NoReturn:
         """Break the capture for good: as on CUDA, swallowing the exception does not mend it."""
         error = EmulatorError(f"{found}.")
-        self._broken = self._broken or error
+        self.broken = self.broken or error
         raise error
 
     def check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -258,8 +259,8 @@ class EmulatedCapture:
         return any(generator.initial_seed() != _CAPTURE_SEED for generator, _ in self._random)
 
     def _check_end(self) -> None:
-        if self._broken is not None:
-            raise EmulatorError(f"the capture was broken earlier: {self._broken}") from self._broken
+        if self.broken is not None:
+            raise EmulatorError(f"the capture was broken earlier: {self.broken}") from self.broken
         if self._reseeded():
             raise EmulatorError(f"{_RESEEDED}.")
         if self._launches.unwaited:

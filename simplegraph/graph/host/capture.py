@@ -55,6 +55,10 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         try:
             with super().following():
                 yield
+        except RuntimeError as error:
+            if self._error is None or error is self._error or error.__cause__ is not None:
+                raise
+            raise error from self._error  # which TorchScript tells nobody
         finally:
             SERVING.active = before
 

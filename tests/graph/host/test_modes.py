@@ -231,6 +231,20 @@ def test_no_mode_is_advised_to_who_cannot_set_one() -> None:
     assert "PIECEWISE" not in message
 
 
+def _draws(x: Tensor) -> Tensor:
+    return x * torch.rand(1)[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_refusal_inside_a_scripted_function_is_named_though_torchscript_swallows_it() -> None:
+    scripted = torch.jit.script(_draws)
+    with pytest.raises(RuntimeError, match="TorchScript interpreter") as caught:
+        captured(lambda x: scripted(x))
+    message = str(capture_error(caught.value, "batch size 3"))
+    assert "random numbers are drawn on the CPU (aten.rand)" in message
+    assert "test_modes.py" in message
+
+
 def fails(x: Tensor) -> None:
     raise ValueError("the forward's own")
 
