@@ -53,6 +53,7 @@ class Reason(str, enum.Enum):
     )
     CAPTURING_ELSEWHERE = "capturing_elsewhere", "the stream is being captured by someone else"
     WRONG_DEVICE = "wrong_device", "an input is on another device than the module"
+    ALLOCATOR = "allocator", "torch's CUDA allocator cannot tell what memory a capture made; use backend:native"
     # What the call passes and returns.
     AMBIGUOUS_BATCH_DIM = "ambiguous_batch_dim", "the batch dimension of an input is not clear; name it in batch_dims"
     BATCH_MISMATCH = "batch_mismatch", "inputs disagree on the batch size; check batch_dims"

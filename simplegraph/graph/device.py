@@ -75,7 +75,12 @@ class GraphDevice(Protocol):
 
     A capture is ``begin``, work on the capture stream, ``end``; or, when the work failed, ``abandon``,
     which puts stream, pool and random generators back. At most one capture runs in a thread.
+
+    Attributes:
+        drawing_stream: the stream, as a raw handle, that set the memory which graphs read random states from last.
     """
+
+    drawing_stream: int
 
     @property
     def torch_device(self) -> torch.device: ...
@@ -92,6 +97,9 @@ class GraphDevice(Protocol):
 
     def on_capture_stream(self) -> contextlib.AbstractContextManager[None]:
         """Make the process-wide capture stream current, ordered after and before the caller's stream."""
+
+    def own_allocations(self) -> contextlib.AbstractContextManager[None]:
+        """Let captures allocate from their own pool, whatever memory pool the caller has set for the thread."""
 
     def current_stream(self) -> int:
         """Return the current stream's raw handle."""

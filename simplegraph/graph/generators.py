@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from simplegraph.graph.device import GraphDevice
+
 
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that a device draws from if none is named."""
@@ -32,3 +34,15 @@ def drew(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> boo
     """True if a generator has drawn since it was in its state."""
     pairs = zip(random_states(generators), states, strict=True)
     return any(not torch.equal(now, before) for now, before in pairs)
+
+
+def order_draws(device: GraphDevice) -> None:
+    """Let the current stream wait for the one on which a graph that draws was replayed last, or a capture begun.
+
+    Such graphs read seed and offset of a generator from memory that each of their replays, and each capture, sets: two
+    of them on two streams would read each other's. Call with CAPTURE_LOCK held.
+    """
+    stream = device.current_stream()
+    if stream != device.drawing_stream:
+        device.wait_for(device.drawing_stream)
+        device.drawing_stream = stream

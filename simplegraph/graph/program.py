@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from simplegraph.errors import ReplayError
 from simplegraph.graph.breaks.step import Break
-from simplegraph.graph.device import GraphDevice, Mark, Segment
+from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, Mark, Segment
+from simplegraph.graph.generators import drew, order_draws, random_states
 from simplegraph.nested import TreeSpec
 
 
@@ -43,6 +46,7 @@ class Program:
         spec: how the leaves are nested.
         seconds: wall time of the capture.
         bytes: device memory the capture took, as the device's free memory saw it.
+        generators: random generators that it may draw from.
         live: True while it can be replayed.
         constants: device copies of what the forward made from Python data, which the graph reads.
         breaks: the steps that run eagerly.
@@ -55,6 +59,7 @@ class Program:
     spec: TreeSpec
     seconds: float = 0.0
     bytes: int = 0
+    generators: Sequence[torch.Generator] = ()
     live: bool = True
     constants: list[Tensor] = dataclasses.field(default_factory=list)
     breaks: tuple[Break, ...] = dataclasses.field(init=False)
@@ -62,11 +67,17 @@ class Program:
 
     def __post_init__(self) -> None:
         self.breaks = tuple(step for step in self.steps if isinstance(step, Break))
-        # One step is the common case: calling it directly saves a Python frame on every replay.
-        self.replay = self.steps[0].replay if len(self.steps) == 1 else self._replay_steps
-        self._replays = [step.replay for step in self.steps]
+        self._replays = [
+            step.replay if isinstance(step, Break) else functools.partial(_replay_first, weakref.ref(self), index)
+            for index, step in enumerate(self.steps)
+        ]
+        self._choose_replay()
         self._untimed = 2  # the first replay pays for loading; the second is timed
         self._marks: list[Mark] = []
+
+    def _choose_replay(self) -> None:
+        # One step is the common case: calling it directly saves a Python frame on every replay.
+        self.replay = self._replays[0] if len(self._replays) == 1 else self._replay_steps
 
     def _replay_steps(self) -> None:
         if torch.is_grad_enabled():
@@ -128,3 +139,22 @@ class Program:
 
     def _refuse(self) -> None:
         raise ReplayError("this graph was dropped; capture it again.")
+
+
+def _replay_first(program: weakref.ref[Any], index: int) -> None:
+    """Replay a segment for the first time, and learn if it draws: kernels may that no operator tells of."""
+    owner: Any = program()  # weakly, so that a program is gone with its last reference
+    segment = owner.steps[index]
+    with CAPTURE_LOCK:
+        before = random_states(owner.generators)
+        _replay_drawing(owner.device, segment)
+        draws = drew(owner.generators, before)
+    owner._replays[index] = functools.partial(_replay_drawing, owner.device, segment) if draws else segment.replay
+    owner._choose_replay()
+
+
+def _replay_drawing(device: GraphDevice, segment: Segment) -> None:
+    """Replay a segment that draws random numbers, beside no other one and no capture: they share generators."""
+    with CAPTURE_LOCK:
+        order_draws(device)
+        segment.replay()

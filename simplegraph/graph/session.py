@@ -20,7 +20,7 @@ from simplegraph.graph.breaks.step import Break, BreakTrace
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.graph.escapes import PythonState, refuse_escapes
 from simplegraph.graph.failures import capture_error
-from simplegraph.graph.generators import default_generator, random_states
+from simplegraph.graph.generators import random_states
 from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import is_wrapper, wait_collectives
@@ -59,11 +59,12 @@ class CaptureSession:
             stack.enter_context(self.pool.lock)
             stack.enter_context(CAPTURE_LOCK)
             stack.enter_context(_collection_paused(self.thorough))
+            stack.callback(self._hand_over)
+            stack.enter_context(self.device.on_capture_stream())
+            stack.enter_context(self.device.own_allocations())
             if self.thorough:
                 self.device.synchronize()
                 self.device.release_cached_memory()
-            stack.callback(self._hand_over)
-            stack.enter_context(self.device.on_capture_stream())
             self.device.wait_for(self.pool.stream)
             self.pool.stream = self.device.current_stream()
             stack.enter_context(autocast_cache_off())
@@ -119,7 +120,7 @@ class CaptureSession:
             outputs = [held[id(leaf)] for leaf in leaves]
             leaves.clear()
             taken = max(0, free_before - self.device.free_memory())
-            program = Program(self.device, steps, outputs, spec, seconds, taken)
+            program = Program(self.device, steps, outputs, spec, seconds, taken, recorder.all_generators)
             # Outputs are borrowed by now, so that one which is kept elsewhere shows.
             state = state or PythonState()
             if self.pool.watched:
@@ -135,7 +136,7 @@ class CaptureSession:
 
     def _record(self, recorder: SegmentRecorder, run: Callable[[], Any]) -> tuple[Any, tuple[Segment | Break, ...]]:
         """Run what is recorded, and return its result and the steps; nothing is under way after a failure."""
-        with _reseeding_shows((default_generator(self.device.torch_device), *recorder.generators)):
+        with _reseeding_shows(recorder.all_generators):
             try:
                 recorder.begin()
                 with recording_breaks(None if recorder.trace is None else recorder):

@@ -43,11 +43,10 @@ def wait_collectives(value: Any) -> Any:
     "CUDA error: invalid argument", which engines report as DTensor models that cannot be captured.
     """
     collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is None:  # then there is none
+    kind: Any = getattr(collectives, "AsyncCollectiveTensor", None)
+    if kind is None:  # not imported, or by another thread right now: then there is none
         return value
     leaves, spec = flatten(value)
-    if not any(isinstance(leaf, collectives.AsyncCollectiveTensor) for leaf in leaves):
+    if not any(isinstance(leaf, kind) for leaf in leaves):
         return value  # the very containers, which somebody may write to
-    return spec.unflatten(
-        leaf.wait() if isinstance(leaf, collectives.AsyncCollectiveTensor) else leaf for leaf in leaves
-    )
+    return spec.unflatten(leaf.wait() if isinstance(leaf, kind) else leaf for leaf in leaves)

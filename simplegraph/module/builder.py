@@ -17,6 +17,7 @@ from simplegraph.config import CudaGraphMode
 from simplegraph.context import bypassed, described_batch
 from simplegraph.errors import CaptureError, CaptureSizeError, ReplayError
 from simplegraph.graph.breaks.step import BreakTrace
+from simplegraph.graph.device import CAPTURE_LOCK
 from simplegraph.graph.escapes import KEPT_REMEDY, kept_by
 from simplegraph.graph.generators import drew, random_states
 from simplegraph.graph.observe import MemoryObserver
@@ -221,7 +222,8 @@ class GraphBuilder:
         retry = not lazy or call.padding > 0
         capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
         kept: list[str] = []
-        with contextlib.ExitStack() as undo:  # the last first, and each whatever becomes of the others
+        # The last first, and each whatever becomes of the others; no other thread draws before random states are back.
+        with CAPTURE_LOCK, contextlib.ExitStack() as undo:
             undo.callback(_note_seen, self, call, inputs, capture)
             undo.callback(rehearsal.end)
             undo.callback(lambda: kept.extend(state.put_back()))

@@ -15,7 +15,7 @@ from simplegraph.batch.dispatch import Dispatch
 from simplegraph.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.context import CALLS, CallContext, described_batch
 from simplegraph.distributed.ranks import RankGroup
-from simplegraph.errors import CaptureError, InputError, ReplayError, StaleGraphError
+from simplegraph.errors import CaptureError, ConfigError, InputError, ReplayError, StaleGraphError
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.modes import autocast_dtype
 from simplegraph.graph.select import graph_device
@@ -166,8 +166,7 @@ class GraphRunner:
             self.reset()  # the module itself was moved
             known = self.builder = None
         if known is None:
-            if graph_device(device).is_capturing():  # a manager begins with a capture of its own
-                raise CannotBind(Reason.CAPTURING_ELSEWHERE, "")
+            _check_device(device)
             self.stats.name = type(module).__name__
             manager = CudaGraphManager(
                 self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
@@ -288,6 +287,16 @@ class GraphRunner:
         self._known.drop_plans()
         if self.builder is not None:
             self.builder.drop()
+
+
+def _check_device(device: torch.device) -> None:
+    """Refuse a device on which a manager cannot be made now. Raises CannotBind."""
+    try:
+        graphs = graph_device(device)
+    except ConfigError as error:
+        raise CannotBind(Reason.ALLOCATOR, str(error)) from None
+    if graphs.is_capturing():  # a manager begins with a capture of its own
+        raise CannotBind(Reason.CAPTURING_ELSEWHERE, "")
 
 
 @functools.cache

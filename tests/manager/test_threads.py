@@ -296,3 +296,75 @@ def test_a_failing_capture_in_one_thread_never_disturbs_another(device: torch.de
     assert len(bad.graph_stats.failures) == len(SIZES)
     assert good.graph_stats.failures == {}
     assert good.graph_stats.captures == len(SIZES)
+
+
+class Noisy(nn.Module):
+    """Draws random numbers; `meanwhile` is called in the middle, captures included."""
+
+    def __init__(self, meanwhile: Callable[[], object] = bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.meanwhile = meanwhile
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) + torch.rand(WIDTH, device=x.device)
+        self.meanwhile()
+        return y
+
+
+def noisy(device: torch.device, meanwhile: Callable[[], object] = bool, **settings: Any) -> tuple[Any, nn.Module]:
+    module = Noisy(meanwhile).to(device).eval()
+    return sg.wrap(module, capture_sizes=[4], progress=False, **settings), module
+
+
+def test_a_replay_that_draws_while_another_thread_captures_draws_what_eager_would(device: torch.device) -> None:
+    captures = graph_device(device)
+    inside, drawn = threading.Event(), threading.Event()
+    results: list[Tensor] = []
+
+    def meanwhile() -> None:
+        if captures.is_capturing():
+            inside.set()
+            drawn.wait(0.3)  # time in which the other thread may draw: it has to wait for this capture
+
+    def replay() -> None:
+        assert inside.wait(30)
+        results.append(model(x))
+        drawn.set()
+
+    (model, module), (slow, _) = noisy(device), noisy(device, meanwhile, num_warmups=0)
+    x = torch.randn(4, WIDTH, device=device)
+    for _ in range(3):
+        model(x)
+    torch.manual_seed(11)
+    results += [module(x), module(x)]
+    torch.manual_seed(11)
+    together(lambda: slow.capture_graphs(x), replay)
+    results.append(model(x))
+    assert (slow.graph_stats.captures, model.graph_stats.replays) == (1, 4)
+    expected, actual = results[:2], results[2:]
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_graphs_that_draw_are_ordered_from_stream_to_stream_and_others_are_not(
+    device: torch.device, on_stream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, _), (second, _), (quiet, _) = noisy(device), noisy(device), wrapped(device, capture_sizes=[4])
+    x = torch.randn(4, WIDTH, device=device)
+    models, graphs, waited = (first, second, quiet), graph_device(device), []
+    for number, model in enumerate(models):
+        with on_stream(number + 1):
+            for _ in range(3):
+                model(x)
+    handles = {}
+    for number in range(1, 4):
+        with on_stream(number):
+            handles[graphs.current_stream()] = number
+    wait_for = graphs.wait_for
+    monkeypatch.setattr(graphs, "wait_for", lambda stream: (waited.append(handles.get(stream)), wait_for(stream))[1])
+    for number in (1, 2, 2, 3, 1, 3):
+        with on_stream(number):
+            models[number - 1](x)
+    assert waited == [3, 1, 2]  # a graph's first replay tells if it draws; memory is each pool's own
+    assert [model.graph_stats.replays for model in models] == [4, 4, 4]

@@ -148,4 +148,4 @@ def played(program: Program, calls: Sequence[RecordedBreak], differs: Differs) -
         raise BreakError(f"the eager run called {len(found)} eager breaks, the graph has {len(expected)} or others.")
     left = iter(calls)
     steps = tuple(PlayedBreak(step, next(left), differs) if isinstance(step, Break) else step for step in program.steps)
-    return Program(program.device, steps, program.outputs, program.spec)
+    return Program(program.device, steps, program.outputs, program.spec, generators=program.generators)

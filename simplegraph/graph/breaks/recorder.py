@@ -14,6 +14,7 @@ from simplegraph.errors import BreakError
 from simplegraph.graph.breaks.operators import name_of, recording_breaks
 from simplegraph.graph.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, RebuiltArgument
 from simplegraph.graph.device import GraphDevice, GraphPool, Segment
+from simplegraph.graph.generators import default_generator
 from simplegraph.graph.modes import Modes, SavedModes
 from simplegraph.graph.tensors import wait_collectives
 from simplegraph.nested import LEAF, TreeSpec, flatten, opened_once
@@ -42,6 +43,11 @@ class SegmentRecorder:
         self._stream = 0
         self._ambient = Modes.now(self.device.torch_device.type)
         self._error: Exception | None = None
+
+    @property
+    def all_generators(self) -> tuple[torch.Generator, ...]:
+        """Return every generator that the forward may draw from."""
+        return default_generator(self.device.torch_device), *self.generators
 
     def begin(self) -> None:
         """Begin the first segment."""

@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +18,14 @@ from torch import Tensor
 
 from simplegraph.errors import ConfigError
 from simplegraph.graph.cuda import forks
+from simplegraph.graph.cuda.allocator import Addresses, Allocations, owned_addresses, segments
 from simplegraph.graph.cuda.driver import captured_nodes, new_stream, unjoined_operations
 from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
+from simplegraph.graph.generators import order_draws
 
 logger = logging.getLogger("simplegraph")
 
+_MOST_RELEASED = 32 << 20  # bytes of released pools that may stay with the allocator
 
 # Graphs that are no longer used. Destroying one takes it out of its generators' books, which another
 # thread's capture may be writing just then without the interpreter's lock: so that waits for CAPTURE_LOCK.
@@ -89,24 +92,16 @@ class _Pool:
         anchors: by id, a one-node graph. While it lives, the allocator gives none of the pool's memory back, and
             the pool can be captured into: into one that its last graph released, it cannot (an internal assert).
         segments: by id, how many live graphs it has.
-        ranges: addresses (start, end) known to belong to it; grown: there may be more by now.
+        addresses: what is known of whose memory an address is.
         owned: addresses of its blocks that something owned when last asked; owned_before: before the last Program.
     """
 
     id: tuple[int, int]
     anchors: dict[tuple[int, int], _Owned] = dataclasses.field(default_factory=dict)
     segments: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
-    ranges: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    grown: bool = True
+    addresses: Addresses = dataclasses.field(default_factory=Addresses)
     owned: set[int] = dataclasses.field(default_factory=set)
     owned_before: set[int] = dataclasses.field(default_factory=set)
-
-    def covers(self, address: int) -> bool:
-        """True if an address lies in the ranges known so far."""
-        for start, end in self.ranges:  # noqa: SIM110 (a generator would double the time, at every argument of a break)
-            if start <= address < end:
-                return True
-        return False
 
     def dropped(self, pool_id: tuple[int, int]) -> None:
         """Count that one of a pool's graphs is gone."""
@@ -117,6 +112,7 @@ class _Pool:
         """Give a pool back that captures no longer go to, once its last graph is gone."""
         if pool_id != self.id and not self.segments[pool_id] and pool_id in self.anchors:
             del self.anchors[pool_id]
+            self.addresses = Addresses()
 
 
 class _Capture(NamedTuple):
@@ -147,9 +143,19 @@ class CudaDevice:
     def __init__(self, index: int) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("no CUDA device is available; use CPU tensors to run on the emulator.")
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native":
+            raise ConfigError(
+                f"torch's CUDA allocator is {backend}, which does not tell what memory a capture made; graphs need "
+                "its native one. Remove the backend from PYTORCH_CUDA_ALLOC_CONF, or the allocator that was set."
+            )
         self.index = index
         self.torch_device = torch.device("cuda", index)
         self._stream = _own_stream(self.torch_device)
+        self._lasting = {0, self._stream.cuda_stream}  # raw handles of streams that are never destroyed
+        self.drawing_stream = 0
+        self._allocations = Allocations(self.torch_device)
+        self._released = 0  # bytes of pools that the allocator may still hold
         self._thread = threading.local()
         # On the path of every replay, so without a Python frame of their own.
         self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
@@ -157,7 +163,7 @@ class CudaDevice:
 
     def new_pool(self) -> GraphPool:
         handle = _Pool((0, 0))
-        with self.on_capture_stream():
+        with self._on_own_stream():
             self._refresh(handle)
         return GraphPool(self, handle, self.current_stream())
 
@@ -170,8 +176,11 @@ class CudaDevice:
     def _refresh(self, handle: _Pool, generators: Sequence[torch.Generator] = ()) -> None:
         """Let captures go to a fresh pool of the allocator from now on."""
         _graveyard.clear()
+        if self._released > _MOST_RELEASED:
+            self.release_cached_memory()
         cell = self._scratch
         handle.id = torch.cuda.graph_pool_handle()
+        order_draws(self)
         anchor = torch.cuda.CUDAGraph()
         handle.anchors[handle.id] = _Owned(anchor)
         for generator in generators:
@@ -183,27 +192,51 @@ class CudaDevice:
             anchor.capture_end()
 
     def release_pool(self, pool: GraphPool) -> None:
+        # The allocator keeps it until somebody empties its cache; what is captured next cannot use it.
+        self._released += sum(segment["total_size"] for segment in segments(pool.handle.anchors))
         pool.handle.anchors.clear()  # each ends with the last tensor that was borrowed from its pool
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
+        with self._on_own_stream() as entered:
+            if entered:
+                self._allocations.keep_workspaces()
+            yield
+
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Iterator[bool]:
+        """Make the capture stream current; True if it was not."""
         # Alone: what another thread launched here during a capture would become part of it.
         with CAPTURE_LOCK, torch.cuda.device(self.torch_device):
             caller = torch.cuda.current_stream()
             if caller == self._stream:
-                yield
+                yield False
                 return
+            self._note_lasting(caller)
             self._stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(self._stream):
-                    yield
+                    yield True
             finally:
                 caller.wait_stream(self._stream)
 
+    def own_allocations(self) -> contextlib.AbstractContextManager[None]:
+        return self._allocations.in_captures()
+
     def wait_for(self, stream: int) -> None:
+        current = torch.cuda.current_stream(self.torch_device)
+        self._note_lasting(current)
+        if stream not in self._lasting:
+            self.synchronize()  # its owner may have destroyed it, though not its work
+            return
         # The default stream cannot be had as an external one.
         other = _external_stream(stream, device=self.torch_device) if stream else torch.cuda.default_stream(self.index)
-        torch.cuda.current_stream(self.torch_device).wait_stream(other)
+        current.wait_stream(other)
+
+    def _note_lasting(self, stream: torch.cuda.Stream) -> None:
+        """Note a stream that torch made, which lives as long as the process; another library's id is its handle."""
+        if stream.stream_id != stream.cuda_stream:
+            self._lasting.add(stream.cuda_stream)
 
     def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
         _graveyard.clear()
@@ -211,9 +244,11 @@ class CudaDevice:
         for generator in generators:
             graph.register_generator_state(generator)
         self._thread.capture = _Capture(graph, pool.handle, generators)
-        pool.handle.grown = True
+        if not continues:
+            pool.handle.addresses.forget_others()
         if not continues and pool.watched:
             pool.handle.owned_before = self._owned_blocks(pool.handle)
+        order_draws(self)
         forks.start(self.current_stream())
         with torch._C._DisableTorchDispatch():  # torch sets its generators' tensors, which is no work of the forward
             graph.capture_begin(pool=pool.handle.id, capture_error_mode="thread_local")
@@ -232,6 +267,7 @@ class CudaDevice:
             raise forks.explained(error) from None  # whose text it has
         forks.stop()
         self._thread.capture = None
+        capture.pool.addresses.forget_others()
         if num_nodes == 0:
             _Owned(capture.graph).reset()
             return None
@@ -272,6 +308,7 @@ class CudaDevice:
 
     def release_cached_memory(self) -> None:
         torch.cuda.empty_cache()
+        self._released = 0
 
     def mark(self) -> CudaMark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -287,12 +324,7 @@ class CudaDevice:
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
         handle: _Pool = pool.handle
-        address = tensor.data_ptr()
-        found = handle.covers(address)
-        if not found and handle.grown:
-            handle.ranges, handle.grown = _segment_ranges(handle.anchors), self.is_capturing()  # which goes on growing
-            found = handle.covers(address)
-        return found
+        return handle.addresses.find(tensor.data_ptr(), handle.anchors)
 
     def left_alive(self, pool: GraphPool) -> set[int]:
         handle: _Pool = pool.handle
@@ -301,7 +333,7 @@ class CudaDevice:
     def _owned_blocks(self, handle: _Pool) -> set[int]:
         """List the addresses of the pool's blocks that something owns, one by one only where they have changed."""
         if not (_CAN_COMPARE and torch._C._cuda_checkPoolLiveAllocations(self.index, handle.id, handle.owned)):
-            handle.owned = _owned_addresses(handle.id)
+            handle.owned = owned_addresses(handle.id)
         return handle.owned
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
@@ -355,31 +387,6 @@ _CAN_BORROW = hasattr(torch._C, "_construct_storage_from_data_pointer") and hasa
     torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata"
 )
 _CAN_COMPARE = hasattr(torch._C, "_cuda_checkPoolLiveAllocations")  # as torch's own graph trees do
-
-
-def _segments(pool_ids: Container[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """Yield the allocator's description of some pools' memory."""
-    # Of all pools: asked for one by id, torch 2.11 left the interpreter's heap corrupted after some hundred
-    # pools (crashes anywhere later, as from a reference too few on the id's numbers).
-    segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
-    return (segment for segment in segments if tuple(segment["segment_pool_id"]) in pool_ids)
-
-
-def _segment_ranges(pool_ids: Container[tuple[int, int]]) -> list[tuple[int, int]]:
-    """List the address ranges (start, end) of some pools' memory."""
-    return [(segment["address"], segment["address"] + segment["total_size"]) for segment in _segments(pool_ids)]
-
-
-def _owned_addresses(pool_id: tuple[int, int]) -> set[int]:
-    """List the addresses of a pool's blocks that something owns."""
-    owned = set()
-    for segment in _segments((pool_id,)):
-        address = segment["address"]
-        for block in segment["blocks"]:
-            if block["state"] == "active_allocated":
-                owned.add(address)
-            address += block["size"]
-    return owned
 
 
 @functools.cache

@@ -92,6 +92,7 @@ class EmulatorDevice:
     def __init__(self) -> None:
         self.synchronizations = 0
         self.cache_releases = 0
+        self.drawing_stream = DEFAULT_STREAM
         self.waits: collections.deque[tuple[int, int]] = collections.deque(maxlen=1000)
         self._thread = _ThreadState()
         self._streams = _Streams()
@@ -133,6 +134,9 @@ class EmulatorDevice:
                 yield
             finally:
                 self._wait(caller, CAPTURE_STREAM)
+
+    def own_allocations(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def current_stream(self) -> int:
         return self._thread.stream
