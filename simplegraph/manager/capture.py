@@ -117,7 +117,20 @@ class GraphCapture:
         if not jobs:
             return CaptureSummary(0, self._failed, 0.0, 0)
         free_before, before = table.device.free_memory(), table.stats.captures
-        with ranks.together(), CaptureSession(table.device, table.pool, thorough=not self.lazy) as session:
+        with table.releasing_unused_pool():  # whatever happens
+            self._run_session(num_warmups, warmed_up)
+        self._raise_own_error()
+        captured = table.stats.captures - before
+        others = f"{captured or 'no'} other size{'s were' if captured > 1 else ' was'} captured"
+        outcome = OTHERS_TOO if self.lazy else others
+        table.add_failures({job: self._failed[job.label] for job in jobs if job.label in self._failed}, outcome)
+        self.observers += self._traced
+        taken = max(0, free_before - table.device.free_memory())
+        return CaptureSummary(captured, self._failed, time.perf_counter() - started, taken)
+
+    def _run_session(self, num_warmups: int, warmed_up: Callable[[], object]) -> None:
+        table, jobs = self.table, self.jobs
+        with self._ranks.together(), CaptureSession(table.device, table.pool, thorough=not self.lazy) as session:
             for _ in range(num_warmups):
                 if self._warm_up(jobs[0]) is not None:
                     break  # its capture will say why, and smaller sizes may do better
@@ -128,14 +141,6 @@ class GraphCapture:
             finally:  # whatever came of the others
                 unready = _wait_for_graphs(table, jobs)
             self._drop_unready(unready)
-        self._raise_own_error()
-        captured = table.stats.captures - before
-        others = f"{captured or 'no'} other size{'s were' if captured > 1 else ' was'} captured"
-        outcome = OTHERS_TOO if self.lazy else others
-        table.add_failures({job: self._failed[job.label] for job in jobs if job.label in self._failed}, outcome)
-        self.observers += self._traced
-        taken = max(0, free_before - table.device.free_memory())
-        return CaptureSummary(captured, self._failed, time.perf_counter() - started, taken)
 
     def _raise_own_error(self) -> None:
         """Raise what the forward raised if it fails at every size without graphs, too, and not for want of memory."""

@@ -294,7 +294,4 @@ class CudaGraphManager:
         with self.pool.lock:
             self.table.clear()
             self._kept_alive.clear()
-            if self.pool.managers and not any(manager.table.graphs for manager in self.pool.managers):
-                # In place: managers that share the pool go on with it.
-                self.device.release_pool(self.pool)
-                self.pool.handle = self.device.new_pool().handle
+            self.table.release_pool()

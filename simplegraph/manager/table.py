@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -222,6 +222,24 @@ class ProgramTable:
     def has_own_trace(self, key: Key) -> bool:
         """True if a warmup of this very key was traced."""
         return key in self._traces
+
+    def release_pool(self) -> None:
+        """Give the pool's memory back if no graph is left in it, and none of its users is outside of managers."""
+        with self.pool.lock:
+            managers = self.pool.managers
+            if managers and not any(manager.table.graphs for manager in managers):
+                # In place: managers that share the pool go on with it.
+                self.device.release_pool(self.pool)
+                self.pool.handle = self.device.new_pool().handle
+
+    @contextlib.contextmanager
+    def releasing_unused_pool(self) -> Iterator[None]:
+        """Give the memory of captures back if none of them came to a graph."""
+        try:
+            yield
+        finally:
+            if not self.graphs:
+                self.release_pool()
 
     def clear(self) -> None:
         """Drop everything. Programs go all at once: they may share a cuBLAS workspace."""

@@ -86,6 +86,8 @@ class GraphRunner:
             return self._call_slowly(module, args, kwargs, context)
         except CannotBind as error:
             why = error.reason, error.detail, error.size
+            if error.reason is Reason.ALLOCATOR:
+                self._disabled = error.reason  # for the life of the process
         return self._eager(module, args, kwargs, *why)
 
     def _eager(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
