@@ -120,6 +120,13 @@ class GraphDevice(Protocol):
                 replay of it comes after a replay of that one. The emulator needs to know.
         """
 
+    def recorded(self) -> tuple[int, int] | None:
+        """Return the number of the capture under way in this thread, and how many operations it has recorded so far.
+
+        Returns:
+            None if none is under way, or the device cannot say.
+        """
+
     def end(self) -> Segment | None:
         """Stop recording and return what was recorded; None where that is nothing to replay.
 

@@ -30,6 +30,17 @@ def autocast_cache_off() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Run operators that are no work of the caller's: unseen by its modes, recorded for no gradient."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch._C._DisableTorchDispatch())  # made here: it works from then on
+        yield
+
+
 class Modes(NamedTuple):
     """Grad mode, inference mode and autocast around an operation."""
 

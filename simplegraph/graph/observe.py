@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplegraph.graph.device import GraphDevice
 from simplegraph.graph.operators import OperatorMode, may_draw, written_args
 from simplegraph.graph.tensors import storage_key
 
@@ -21,17 +22,24 @@ class MemoryObserver(OperatorMode):
     A CUDA graph keeps none of the memory it reads alive: the owner of the graph must, wherever the
     forward found it (an attribute, a closure, a cache).
 
+    Args:
+        device: where a capture is under way, to see if it records more than operators; None for an eager run.
+
     Attributes:
         external: storage key -> a tensor of that memory, for memory that existed before.
         passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
         written: storage keys of external memory that an operator wrote to.
         may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
+        unseen: the kind of the device, if the capture recorded work of no operator, such as Triton's.
         left: storage key -> which eager break made that memory and did not return it.
         found: that break -> what the forward did with such memory nevertheless.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: GraphDevice | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._last: tuple[int, int] | None = None
+        self.unseen = ""
         self.external: dict[int, Tensor] = {}
         self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
@@ -78,6 +86,8 @@ class MemoryObserver(OperatorMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and note what it reads, writes and makes."""
         self.may_draw = self.may_draw or may_draw(func)
+        if self._device is not None:
+            self._look_for_unseen(self._device)
         own, inside, external = self._own, self._made_inside, self.external
         tensors = _tensors((*args, *kwargs.values()) if kwargs else args)
         given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
@@ -92,6 +102,8 @@ class MemoryObserver(OperatorMode):
         for value in written_args(func, args, kwargs):
             self.written.update(key for key in map(storage_key, _tensors((value,))) if key not in own)
         result = func(*args, **kwargs)
+        if self._device is not None:
+            self._last = self._device.recorded()
         for tensor in _tensors((result,)):
             key = tensor.untyped_storage()._cdata
             if key not in given and key not in external:  # new memory; its key may have been another's before
@@ -100,6 +112,17 @@ class MemoryObserver(OperatorMode):
                 if inside is not None:
                     inside.add(key)
         return [_defined(item) for item in result] if type(result) is list else result
+
+    def _look_for_unseen(self, device: GraphDevice) -> None:
+        """Note if more was recorded since the last operator, or since the segment began."""
+        now, last = device.recorded(), self._last
+        if now is not None and now[1] > (last[1] if last is not None and last[0] == now[0] else 0):
+            self.unseen = device.torch_device.type
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        if self._device is not None:
+            self._look_for_unseen(self._device)
 
 
 def _defined(item: Any) -> Any:

@@ -241,7 +241,7 @@ class GraphCapture:
 
     def _run_captured(self, job: CaptureJob, host: HostCapture, observed: bool) -> Any:
         """Run the forward as it is recorded, hooks included."""
-        observer = MemoryObserver()
+        observer = MemoryObserver(self.table.device)
         followed = observed or self.table.constants.met_host
         with (
             host.following() if followed else contextlib.nullcontext(),

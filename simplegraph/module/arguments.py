@@ -2,24 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from simplegraph.graph.modes import outside_modes
 from simplegraph.module.call import Call, invoke
-from simplegraph.module.signature import CallReader
+from simplegraph.module.signature import PLAIN_TENSORS, CallReader, TensorArg
 from simplegraph.module.snapshot import has_address, place
 from simplegraph.nested import containers, flatten
 from simplegraph.reasons import CannotBind, Reason
 
 
-def invoke_watched(call: Call, reader: CallReader, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run the call's module on these arguments, and note if it does to them what no replay can."""
+def invoke_watched(
+    call: Call, reader: CallReader, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int = 0
+) -> Any:
+    """Run the call's module on these arguments, and note if it does to them what no replay can, or writes to them.
+
+    Args:
+        call: what is called.
+        reader: names its arguments.
+        args: these.
+        kwargs: these.
+        limit: bytes of arguments that may be copied, to find what kernels write that torch does not dispatch.
+    """
     arguments = _Arguments(args, kwargs, reader)
+    values = _Values(call, arguments.named_leaves(), limit)
     result = invoke(call.module, args, kwargs)
+    values.note_written()
     call.binding.unsupported = arguments.effect(result) or call.binding.unsupported
     return result
+
+
+class _Values:
+    """What is in the tensors of one run of a forward before it, those that it copies first, small ones first."""
+
+    def __init__(self, call: Call, leaves: Iterable[tuple[str, Any]], limit: int) -> None:
+        self._binding, self._copies = call.binding, []
+        if not limit:
+            return
+        copied = {arg.name for arg in call.layout.args if isinstance(arg, TensorArg) and arg.batch_dim != "reference"}
+        left = copied - self._binding.written
+        tensors = [(name, leaf) for name, leaf in leaves if name in left and type(leaf) in PLAIN_TENSORS]
+        with outside_modes():
+            for name, leaf in sorted(tensors, key=lambda entry: entry[1].nbytes):
+                limit -= leaf.nbytes
+                if limit < 0:
+                    return
+                view = leaf.detach()
+                self._copies.append((name, view, view.untyped_storage().nbytes(), _bits(view).clone()))
+
+    def note_written(self) -> None:
+        """Note which of them have changed since."""
+        with outside_modes():
+            for name, view, nbytes, copy in self._copies:
+                if view.untyped_storage().nbytes() != nbytes or not torch.equal(_bits(view), copy):
+                    self._binding.written.add(name)
+                self._binding.compared.add(name)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """View a tensor's elements as bytes; they are copied where they do not lie in a row."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 class _Arguments:
@@ -36,6 +82,10 @@ class _Arguments:
         self._leaves, self._spec = flatten(self._value)
         self._containers = containers(self._value)
         self._looks = [_look(leaf) for leaf in self._leaves]
+
+    def named_leaves(self) -> Iterable[tuple[str, Any]]:
+        """Pair each leaf with its name."""
+        return zip(self._names(self._spec), self._leaves, strict=True)
 
     def effect(self, result: Any) -> CannotBind | None:
         """Say what the forward did that a replay cannot; `result` is what it returned."""

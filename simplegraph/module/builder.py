@@ -20,7 +20,9 @@ from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.device import CAPTURE_LOCK
 from simplegraph.graph.escapes import KEPT_REMEDY, kept_by
 from simplegraph.graph.generators import drew, random_states
+from simplegraph.graph.memory import copy_limit
 from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
@@ -32,12 +34,15 @@ from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators
 from simplegraph.module.outside import MemoryInUse
 from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader, ConstantArg
+from simplegraph.module.snapshot import has_address, tensors_in
 from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
+
+_COMPARE_REMEDY = "Set num_warmups=1, so that inputs are compared before and after a run; up to 1 GiB of them are."
 
 
 @dataclasses.dataclass(eq=False)
@@ -117,7 +122,8 @@ class GraphBuilder:
         generators = self.memory(call).generators()
         before = random_states(generators)
         counted = call.binding.counted.eager_run(call.module)
-        run = functools.partial(invoke_watched, call, self.reader, args, kwargs)
+        limit = copy_limit(self.manager.device.free_memory())
+        run = functools.partial(invoke_watched, call, self.reader, args, kwargs, limit)
         with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED), counted:
             result, observer, trace = run_observed(self.manager.table, run, key, traced=_breaks(call))
         call.binding.draws |= observer.may_draw and drew(generators, before)
@@ -236,10 +242,15 @@ class GraphBuilder:
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
             for observer in capture.observers:
                 binding.note_made(observer, graph.program.outputs)
-        refused = kept or (binding.counted.names and len(summary.failed) < len(jobs))
+        unseen = any(observer.unseen for observer in capture.observers)
+        limit, proven = copy_limit(manager.device.free_memory()), manager.config.verify > 0
+        unknown = call.never_compared(limit, proven=proven) if unseen else []
+        refused = kept or unknown or (binding.counted.names and len(summary.failed) < len(jobs))
         if not refused:
             return summary
         why = (kept_by(kept), KEPT_REMEDY) if kept else binding.counted.refusal
+        if unknown and not kept:
+            why = f"kernels that torch does not dispatch may write to {', '.join(unknown)}", _COMPARE_REMEDY
         return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
@@ -297,6 +308,9 @@ def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, capture: Gra
     own = inputs.storages | call.host_copies
     builder.keep_external(call.module, capture.observers, own)
     builder.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}
+    if builder.seen.read.unseen:  # which may read what the arguments hold, too
+        passed = (part for thing in call.trusted for part in tensors_in(thing) if has_address(part))
+        builder.seen.read.elsewhere |= {storage_key(part): part for part in passed}
 
 
 def _breaks(call: Call) -> bool:
@@ -345,7 +359,8 @@ def _forward(
         is_captured = manager.device.is_capturing()
         watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
         with bypassed(Reason.NESTED), torch.no_grad(), watched:
-            result = invoke_watched(call, reader, args, kwargs)
+            limit = 0 if is_captured else copy_limit(manager.device.free_memory())
+            result = invoke_watched(call, reader, args, kwargs, limit)
         refuse()
         return result
 

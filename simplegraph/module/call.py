@@ -54,8 +54,11 @@ class Binding:
         called: True once a call went through eagerly, as it was.
         layouts: the ways its calls pass their arguments, by nesting.
         traces: what the breaks of eager calls returned, by batch size; of the latest few.
-        warm: warmup runs by padded size; ran: the batch sizes that ran eagerly as they were called, by nesting.
-        written: names of the inputs that the forward was seen to write to; draws: True if it draws random numbers.
+        warm: warmup runs by padded size.
+        ran: the batch sizes that ran eagerly as they were called, by nesting.
+        written: names of the inputs that the forward was seen to write to.
+        compared: names of inputs whose values were compared before and after an eager run.
+        draws: True if it draws random numbers.
         counted: Python state that every run changes.
         made: places of the outputs that the forward was seen to make.
     """
@@ -69,6 +72,7 @@ class Binding:
     warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     ran: set[tuple[TreeSpec, int]] = dataclasses.field(default_factory=set)
     written: set[str] = dataclasses.field(default_factory=set)
+    compared: set[str] = dataclasses.field(default_factory=set)
     counted: CountedState = dataclasses.field(default_factory=CountedState)
     draws: bool = False
     layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
@@ -225,6 +229,19 @@ class Call(NamedTuple):
         if binding.written and self.aliased:
             raise CannotBind(Reason.ALIASED_INPUTS, ", ".join(name for name, _ in self.tensors))
 
+    def never_compared(self, limit: int, *, proven: bool) -> list[str]:
+        """Name the inputs that a kernel which torch does not dispatch may write without anybody having looked.
+
+        Args:
+            limit: bytes that one comparison may copy.
+            proven: the first replay is compared with eager, inputs included where these fit.
+        """
+        known = self.binding.written | self.binding.compared
+        args = zip(self.layout.args, self.leaves, strict=True)
+        left = [(arg.name, leaf.nbytes) for arg, leaf in args if _copied(arg) and arg.name not in known]
+        fits = proven and sum(nbytes for _, nbytes in left) <= limit
+        return [] if fits else [name for name, _ in left]
+
     @property
     def trusted(self) -> list[Any]:
         """The objects of `trusted_args`."""
@@ -239,7 +256,7 @@ class Call(NamedTuple):
     def aliased(self) -> bool:
         """True if inputs share memory that their static buffers would not share."""
         pairs = zip(self.leaves, self.layout.args, strict=True)
-        copied = {arg.name: leaf for leaf, arg in pairs if isinstance(arg, TensorArg) and arg.batch_dim != "reference"}
+        copied = {arg.name: leaf for leaf, arg in pairs if _copied(arg)}
         written = (copied[name] for name in copied.keys() & self.binding.written)
         return overlap(copied.values()) or any(map(overlaps_itself, written))
 
@@ -259,3 +276,8 @@ class Call(NamedTuple):
     def host_copies(self) -> set[int]:
         """The storage keys of the copies of CPU tensors that captures are passed."""
         return {storage_key(arg.leaf) for arg in self.layout.args if isinstance(arg, HostArg)}
+
+
+def _copied(arg: Arg) -> bool:
+    """True if a call's tensor is copied into a static input, rather than read where it is."""
+    return isinstance(arg, TensorArg) and arg.batch_dim != "reference"

@@ -32,6 +32,7 @@ class MemoryRead:
 
     Attributes:
         keys: its storage keys.
+        unseen: the kind of device on which captures recorded work of no operator, which may read anything.
         elsewhere: by key, tensors that the module does not hold: of a closure, a global, a cache. They have no
             owner we know, so they are owned here. What the module holds is not: it may be replaced before any capture.
         values: CPU tensors whose values captures took, by their place in memory.
@@ -40,11 +41,13 @@ class MemoryRead:
     keys: set[int] = dataclasses.field(default_factory=set)
     elsewhere: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     values: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
+    unseen: str = ""
 
     def add(self, survey: Survey, observers: Iterable[MemoryObserver], inputs: set[int]) -> None:
         """Add what runs were seen to read; `inputs` are the keys of their inputs, `survey` is of their module."""
         held = {key for each in survey.tensors.values() for key in each.memory}
         for observer in observers:
+            self.unseen = self.unseen or observer.unseen
             for key, tensor in (*observer.external.items(), *observer.passed.items()):
                 if key in inputs:
                     continue
@@ -63,7 +66,8 @@ class MemoryRead:
 
     def covers(self, held: HeldTensor) -> bool:
         """True if a tensor that a module holds matters to a graph."""
-        return held.registered or not self.keys.isdisjoint(held.memory)
+        unseen = held.tensor.device.type == self.unseen
+        return held.registered or unseen or not self.keys.isdisjoint(held.memory)
 
 
 class CapturedState(Watcher):
@@ -98,7 +102,7 @@ class CapturedState(Watcher):
         """Remember what more graphs read; where earlier ones read something else, that has moved."""
         count, survey = self.count, self._survey()
         moved = bool(self._modules) and bool(self._differences(survey))
-        self._read = MemoryRead(set(read.keys), dict(read.elsewhere))
+        self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
         self._values = {at: WatchedValue(tensor) for at, tensor in read.values.items()} | self._values
         self._hold(survey)
         tensors = survey.tensors.values()

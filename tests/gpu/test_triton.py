@@ -55,3 +55,76 @@ def test_a_kernel_that_tunes_itself_is_captured_lazily() -> None:
     assert model.graph_stats.captures == 4
     assert model.graph_stats.replays >= 12
     assert model.graph_stats.failures == {}
+
+
+@triton.jit
+def _count(counter, source, count, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    values = tl.load(counter + offsets, mask=inside) + tl.load(source + offsets, mask=inside)
+    tl.store(counter + offsets, values, mask=inside)
+
+
+class Counts(nn.Module):
+    """Adds its input to another, which no operator of torch's writes to."""
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        y = x * 2
+        _count[(triton.cdiv(x.numel(), 128),)](total, x, x.numel(), BLOCK=128)
+        return y + total
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize("upfront", [True, False])
+def test_an_input_that_only_a_kernel_of_triton_writes_reaches_the_caller(verify: int, upfront: bool) -> None:
+    dims = {"x": 0, "total": 0}
+    model = sg.wrap(Counts().eval(), capture_sizes=[4, 8], progress=False, verify=verify, batch_dims=dims)
+    with torch.inference_mode():
+        total, expected = torch.zeros(8, 32, device="cuda"), torch.zeros(8, 32, device="cuda")
+        if upfront:
+            assert model.capture_graphs(torch.randn(8, 32, device="cuda"), torch.zeros_like(total)).failed == {}
+        for rows in (8, 4, 8, 4, 8, 4, 8, 3, 5, 8, 3, 5, 8):
+            x = torch.randn(rows, 32, device="cuda")
+            expected[:rows] += x
+            torch.testing.assert_close(model(x, total[:rows]), x * 2 + expected[:rows])
+            torch.testing.assert_close(total, expected)
+    assert model.graph_stats.replays >= 5
+
+
+class Adds(nn.Module):
+    """Adds an attribute, which no operator of torch's reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.randn(4 * 32, device="cuda")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        _count[(triton.cdiv(x.numel(), 128),)](y, self.table, x.numel(), BLOCK=128)
+        return y
+
+
+def test_an_attribute_that_only_a_kernel_of_triton_reads_is_watched_and_kept_alive() -> None:
+    module = Adds().eval()
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    with torch.inference_mode():
+        for turn in range(12):
+            if turn % 4 == 3:
+                model.table = torch.randn(4 * 32, device="cuda")
+            churned = [torch.full((4 * 32,), float("nan"), device="cuda") for _ in range(50)]
+            x = torch.randn(4, 32, device="cuda")
+            torch.testing.assert_close(model(x), x + module.table.view(4, 32))
+            del churned
+            torch.cuda.empty_cache()
+    assert model.graph_stats.recaptures == 3
+    assert model.graph_stats.replays >= 4
+
+
+def test_attributes_that_nothing_reads_may_change_where_all_kernels_are_torchs() -> None:
+    model = sg.wrap(nn.Sequential(nn.Linear(64, 64), nn.GELU()).to("cuda").eval(), capture_sizes=[4], progress=False)
+    with torch.inference_mode():
+        for _ in range(6):
+            model.last = torch.randn(4, device="cuda")
+            model(torch.randn(4, 64, device="cuda"))
+    assert model.graph_stats.recaptures == 0
+    assert model.graph_stats.replays >= 3

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplegraph.graph.modes import outside_modes
+
 logger = logging.getLogger("simplegraph")
 
 PoolId = tuple[int, int]
@@ -137,7 +139,7 @@ class Allocations:
         try:
             torch._C._cuda_getCurrentBlasHandle()
             if not torch.are_deterministic_algorithms_enabled() or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
-                with _plainly(), torch._C._DisableAutocast():
+                with outside_modes(), torch._C._DisableAutocast():
                     torch.ops.aten.addmm(*self._operands)  # cuBLASLt, which has another one
         except RuntimeError as error:  # out of memory: the forward will say so, if it needs them
             logger.debug("cuBLAS has no workspaces of our own: %s", error)
@@ -145,14 +147,6 @@ class Allocations:
             torch._C._cuda_endAllocateToPool(index, self._workspaces)
 
     def _new(self, *shape: int) -> Tensor:
-        with _plainly():
+        with outside_modes():
             empty: Tensor = torch.ops.aten.empty(shape, dtype=torch.float16, device=self._device)
             return empty
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """Run operators that are no work of the caller's, unseen by its modes."""
-    no_functions, no_operators = torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch()
-    with torch.inference_mode(False), torch.no_grad(), no_functions, no_operators:
-        yield

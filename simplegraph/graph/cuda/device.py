@@ -19,7 +19,7 @@ from torch import Tensor
 from simplegraph.errors import ConfigError
 from simplegraph.graph.cuda import forks
 from simplegraph.graph.cuda.allocator import Addresses, Allocations, owned_addresses, segments
-from simplegraph.graph.cuda.driver import captured_nodes, new_stream, unjoined_operations
+from simplegraph.graph.cuda.driver import captured_nodes, captured_so_far, new_stream, unjoined_operations
 from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
 from simplegraph.graph.generators import order_draws
 
@@ -252,6 +252,9 @@ class CudaDevice:
         forks.start(self.current_stream())
         with torch._C._DisableTorchDispatch():  # torch sets its generators' tensors, which is no work of the forward
             graph.capture_begin(pool=pool.handle.id, capture_error_mode="thread_local")
+
+    def recorded(self) -> tuple[int, int] | None:
+        return captured_so_far(self.current_stream())
 
     def end(self) -> CudaSegment | None:
         capture: _Capture = self._thread.capture

@@ -14,6 +14,12 @@ _COMPUTES = (0, 1, 2, 4)  # CU_GRAPH_NODE_TYPE_KERNEL, MEMCPY, MEMSET and GRAPH;
 
 def captured_nodes(stream: int) -> int | None:
     """Count the operations captured so far on a stream (a raw handle); None where the driver does not say."""
+    found = captured_so_far(stream)
+    return None if found is None else found[1]
+
+
+def captured_so_far(stream: int) -> tuple[int, int] | None:
+    """Return the capture's number and the count of its operations so far; see `captured_nodes`."""
     driver = _driver()
     if driver is None:
         return None
@@ -24,7 +30,8 @@ def captured_nodes(stream: int) -> int | None:
     )
     if failed or status.value != _ACTIVE:
         return None
-    return None if driver.cuGraphGetNodes(graph, None, ctypes.byref(count)) else count.value
+    failed = driver.cuGraphGetNodes(graph, None, ctypes.byref(count))
+    return None if failed else (identity.value, count.value)
 
 
 def unjoined_operations(stream: int) -> int:

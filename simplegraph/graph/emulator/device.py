@@ -211,6 +211,10 @@ class EmulatorDevice:
         self._set_recording(None)
         return None if recorded is None else EmulatorSegment(recording.arena, self._permit_replay, recorded)
 
+    def recorded(self) -> tuple[int, int] | None:
+        recording = self._thread.recording
+        return None if recording is None else (id(recording), recording.num_calls)
+
     def abandon(self) -> EmulatorError | None:
         recording = self._thread.recording
         if recording is None:

@@ -239,6 +239,11 @@ class EmulatedCapture:
         living = [memory.unowned() for memory in outside if memory.address]
         return Recorded(self._calls, self._created, constants, living, self._reused)
 
+    @property
+    def num_calls(self) -> int:
+        """Count what was recorded so far."""
+        return len(self._calls)
+
     def left_alive(self) -> set[int]:
         """List the addresses of memory that was made so far and that something owns; empty memory has none."""
         return {memory.storage.data_ptr() for memory in self._created if not memory.reusable()} - {0}

@@ -1,0 +1,153 @@
+"""Kernels that torch's dispatcher does not see, such as Triton's: what they read and write counts all the same."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from unseen_kernel import launch
+
+import simplegraph as sg
+from simplegraph import Reason
+from simplegraph.graph import memory
+from tests.module.answers import reasons
+
+WIDTH = 6
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left_behind"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="emulated kernels; tests/gpu has real ones"),
+]
+
+
+class Writes(nn.Module):
+    """Counts in an input, which no operator writes to."""
+
+    def forward(self, x: Tensor, counter: Tensor) -> Tensor:
+        y = x * 2
+        launch(lambda counter, x: counter.add_(1).add_(x[:, :1]), counter, x)
+        return y + counter
+
+
+class Reads(nn.Module):
+    """Adds an attribute and a tensor in a list, which no operator reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.tables = torch.randn(WIDTH), [torch.randn(WIDTH)]
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        launch(lambda y, table, other: y.add_(table).mul_(other), y, self.table, self.tables[0])
+        return y
+
+
+def wrapped(module: nn.Module, **settings: Any) -> Any:
+    return sg.wrap(module.eval(), **{"capture_sizes": [4], "progress": False, "batch_dims": {"x": 0}} | settings)
+
+
+def serve(model: Any, sizes: list[int]) -> None:
+    for size in sizes:
+        x, counter = torch.randn(size, WIDTH), torch.zeros(size, 1)
+        expected = x[:, :1] + 1
+        torch.testing.assert_close(model(x, counter), x * 2 + expected)
+        torch.testing.assert_close(counter, expected)
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize("upfront", [True, False])
+def test_an_input_that_only_such_a_kernel_writes_reaches_the_caller(verify: int, upfront: bool) -> None:
+    model = wrapped(Writes(), verify=verify, batch_dims={"x": 0, "counter": 0})
+    if upfront:
+        assert model.capture_graphs(torch.randn(4, WIDTH), torch.zeros(4, 1)).failed == {}
+    serve(model, [4] * 6)
+    serve(model, [3, 2, 3, 2, 3])
+    assert model.graph_stats.replays >= 5, reasons(model)
+
+
+def test_inputs_too_large_to_compare_stay_eager_where_such_a_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_LIMIT_BYTES", 4 * WIDTH * 4 - 1)
+    model = wrapped(Writes(), verify=0)
+    serve(model, [4] * 4)
+    assert model.graph_stats.replays == 0
+    assert model.graph_stats.eager[Reason.CAPTURE_FAILED] >= 2
+    assert "kernels that torch does not dispatch may write to x" in next(iter(model.graph_stats.failures.values()))
+    plain = wrapped(nn.Tanh(), verify=0, batch_dims={})  # every kernel of which is torch's own
+    for _ in range(4):
+        x = torch.randn(4, WIDTH)
+        torch.testing.assert_close(plain(x), x.tanh())
+    assert plain.graph_stats.replays >= 2
+
+
+def test_nothing_that_was_not_compared_is_replayed_where_such_a_kernel_runs() -> None:
+    settings = {"num_warmups": 0, "capture_sizes": [1], "batch_dims": {"x": 0, "counter": 0}}
+    x, counter = torch.randn(1, WIDTH), torch.zeros(1, 1)
+    model = wrapped(Writes(), verify=0, **settings)
+    assert model.capture_graphs(x, counter).captured == 0
+    serve(model, [1] * 3)
+    model = wrapped(Writes(), verify=1, **settings)
+    assert model.capture_graphs(x, counter).captured == 1  # the first call compares
+    serve(model, [1] * 5)
+    assert model.graph_stats.replays >= 2
+
+
+@pytest.mark.parametrize("where", ["attribute", "list"])
+def test_an_attribute_that_only_such_a_kernel_reads_is_watched_and_kept_alive(where: str) -> None:
+    model = wrapped(Reads(), verify=0)
+    module = sg.unwrap(model)
+    x = torch.randn(4, WIDTH)
+    for _ in range(4):
+        torch.testing.assert_close(model(x), (x + module.table) * module.tables[0])
+    before = model.graph_stats.replays
+    assert before >= 2
+    if where == "attribute":
+        model.table = torch.randn(WIDTH)
+    else:
+        model.tables[0] = torch.randn(WIDTH)
+    gc.collect()
+    churned = [torch.full((WIDTH,), float("nan")) for _ in range(50)]
+    for _ in range(4):
+        torch.testing.assert_close(model(x), (x + module.table) * module.tables[0])
+    assert model.graph_stats.recaptures == 1
+    assert model.graph_stats.replays >= before + 2
+    del churned
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.table = torch.randn(WIDTH)
+
+
+class ReadsArgument(nn.Module):
+    def forward(self, x: Tensor, holder: Holder) -> Tensor:
+        y = x * 1
+        launch(lambda y, table: y.add_(table), y, holder.table)
+        return y
+
+
+def test_a_tensor_that_an_argument_holds_is_kept_alive_for_such_a_kernel() -> None:
+    model, holder = wrapped(ReadsArgument(), verify=0, trusted_args=["holder"]), Holder()
+    x, table = torch.randn(4, WIDTH), holder.table.clone()
+    for _ in range(3):
+        torch.testing.assert_close(model(x, holder), x + table)
+    del holder.table
+    gc.collect()
+    churned = [torch.full((WIDTH,), float("nan")) for _ in range(50)]
+    torch.testing.assert_close(model(x, holder), x + table)  # as trusted, so frozen; and never freed memory
+    assert model.graph_stats.replays >= 2
+    del churned
+
+
+def test_attributes_are_watched_only_where_such_a_kernel_runs() -> None:
+    model = wrapped(Reads(), verify=0)
+    x = torch.randn(4, WIDTH)
+    sg.unwrap(model).forward = lambda x: x * 2
+    for _ in range(5):
+        model.last = torch.randn(WIDTH)  # what nobody reads
+        torch.testing.assert_close(model(x), x * 2)
+    assert model.graph_stats.recaptures == 0
+    assert model.graph_stats.replays >= 3
