@@ -19,19 +19,22 @@ def captured_nodes(stream: int) -> int | None:
 
 
 def captured_so_far(stream: int) -> tuple[int, int] | None:
-    """Return the capture's number and the count of its operations so far; see `captured_nodes`."""
+    """Return the capture's number and the count of its operations so far; see `captured_nodes`.
+
+    It is asked twice for each operator of a capture, hence with as little of Python as there can be.
+    """
     driver = _driver()
     if driver is None:
         return None
-    status, identity = ctypes.c_int(), ctypes.c_uint64()
-    graph, count = ctypes.c_void_p(), ctypes.c_size_t()
-    failed = driver.cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(identity), ctypes.byref(graph), None, None
-    )
-    if failed or status.value != _ACTIVE:
+    handle = ctypes.c_void_p(stream)
+    if driver.cuStreamGetCaptureInfo_v2(handle, *_CAPTURE_INFO, None, None) or _STATUS.value != _ACTIVE:
         return None
-    failed = driver.cuGraphGetNodes(graph, None, ctypes.byref(count))
-    return None if failed else (identity.value, count.value)
+    return None if driver.cuGraphGetNodes(_GRAPH, None, _COUNT_AT) else (_NUMBER.value, _COUNT.value)
+
+
+# What it is told, of one capture at a time: a thread that captures has CAPTURE_LOCK.
+_STATUS, _NUMBER, _GRAPH, _COUNT = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t()
+_CAPTURE_INFO, _COUNT_AT = (ctypes.byref(_STATUS), ctypes.byref(_NUMBER), ctypes.byref(_GRAPH)), ctypes.byref(_COUNT)
 
 
 def unjoined_operations(stream: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simplegraph.graph.cuda import driver as capturing
-from simplegraph.graph.cuda.driver import reaching, unjoined_operations
+from simplegraph.graph.cuda.driver import captured_nodes, captured_so_far, reaching, unjoined_operations
 
 KERNEL, HOST, RECORD = 0, 3, 7
 STREAM = 77
@@ -20,6 +20,12 @@ class Driver:
     def __init__(self, kinds: dict[int, int], edges: list[tuple[int, int]], ends: list[int], status: int = 1) -> None:
         self.kinds, self.edges, self.status = kinds, edges, status
         self.count, self.ends = len(ends), (ctypes.c_void_p * 9)(*ends)
+
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, *outputs: Any) -> int:
+        assert stream.value == STREAM
+        status, number, graph = (output._obj for output in outputs[:3])
+        status.value, number.value, graph.value = self.status, 3, 5
+        return 0
 
     def cuStreamGetCaptureInfo_v3(self, stream: Any, *outputs: Any) -> int:
         assert stream.value == STREAM
@@ -83,3 +89,15 @@ def test_a_driver_that_does_not_say_is_taken_at_its_silence(driver: Any, monkeyp
 def test_long_chains_are_followed_to_their_beginning() -> None:
     chain = list(range(50_000))
     assert reaching([chain[-1]], chain[:-1], chain[1:]) == set(chain)
+
+
+@pytest.mark.parametrize(
+    ("driver", "progress"),
+    [(Driver(KINDS, FORKED, []), (3, len(KINDS))), (Driver(KINDS, FORKED, [], status=2), None), (None, None)],
+)
+def test_the_progress_of_a_capture_is_its_number_and_the_count_of_its_operations(
+    driver: Any, progress: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capturing, "_driver", lambda: driver)
+    assert captured_so_far(STREAM) == progress
+    assert captured_nodes(STREAM) == (None if progress is None else progress[1])
