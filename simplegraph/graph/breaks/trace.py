@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import gc
+import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +17,9 @@ from simplegraph.graph.breaks.results import classify_result
 from simplegraph.graph.breaks.step import BreakCall, BreakTrace
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import is_wrapper, parts, storage_key, wait_collectives
-from simplegraph.nested import TreeSpec, flatten
+from simplegraph.nested import ATOMS, TreeSpec, flatten
+
+_KEPT = "returns an object that the forward keeps, where no replay would put its own; keep it inside the break"
 
 
 class BreakTracer:
@@ -33,6 +39,7 @@ class BreakTracer:
         self.trace = BreakTrace(operators)
         self._observer: MemoryObserver | None = observer
         self._device = device
+        self._handles = _Handles()
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the break, and note what it is passed and returns."""
@@ -44,8 +51,12 @@ class BreakTracer:
         made_here = tuple(isinstance(leaf, Tensor) and observer.made(leaf) for leaf in arguments)
         observer.pass_on(arguments)
         before = [_geometry(leaf) for leaf in arguments]
+        earlier = self._handles.counts()
         with recording_breaks(None), observer.inside_break() as made:
             result = function(*args, **kwargs)
+        self._handles.expect_more(earlier)
+        fresh: list[Any] = []
+        own = sys.getrefcount(result) > sys.getrefcount(fresh)  # the break goes on holding it
         leaves, spec = flatten(result)
         tensors = (part for leaf in leaves if isinstance(leaf, Tensor) for part in parts(leaf))
         returned = {storage_key(tensor) for tensor in tensors if tensor.layout is torch.strided}
@@ -61,6 +72,8 @@ class BreakTracer:
             for place, leaf in enumerate(leaves)
         )
         self.trace.calls.append(BreakCall(function, made_here, spec, results, problem))
+        handles = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *ATOMS)) and not _among(leaf, arguments)]
+        self._handles.add(handles, len(self.trace.calls) - 1, passing=1 if own and spec.type is not None else 2)
         return result
 
     def finish(self, outputs: Any = None) -> BreakTrace:
@@ -72,8 +85,62 @@ class BreakTracer:
                 call = self.trace.calls[number]
                 problem = call.problem or f"makes a tensor without returning it, and the forward {use}; return it"
                 self.trace.calls[number] = call._replace(problem=problem)
-        self._observer = None
+            del outputs
+            for number in self._handles.kept():
+                call = self.trace.calls[number]
+                self.trace.calls[number] = call._replace(problem=call.problem or _KEPT)
+        self._observer, self._handles = None, _Handles()
         return self.trace
+
+
+class _Handles:
+    """Counts the references to objects that breaks return, to find those that the forward keeps.
+
+    A segment goes on with the warmup's, whatever later calls of the break return, and a replay runs none of the Python
+    that would put those in their place.
+    """
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+        self._breaks: list[int] = []  # their numbers
+        self._expected: list[int] = []  # references
+
+    def counts(self) -> list[int]:
+        """Count the references to each."""
+        return [sys.getrefcount(thing) for thing in self._objects]
+
+    def add(self, handles: list[Any], number: int, *, passing: int) -> None:
+        """Expect the references that there are now, but for those that are gone when the forward is over.
+
+        Args:
+            handles: objects, as often as the break's result holds them.
+            number: of the break.
+            passing: how often each is held for the time of the forward, and for each time that it is in `handles`.
+        """
+        times = collections.Counter(map(id, handles))
+        new = {id(thing): thing for thing in handles}
+        self._objects += new.values()
+        self._breaks += [number] * len(new)
+        handles.clear()
+        new.clear()
+        gone = [times[id(thing)] * passing for thing in self._objects[len(self._expected) :]]
+        self._expected += map(operator.sub, self.counts()[len(self._expected) :], gone)
+
+    def expect_more(self, before: Sequence[int]) -> None:
+        """Expect the references that a break has added to the counts of before: it runs at every replay."""
+        more = map(operator.sub, self.counts(), before)
+        self._expected = list(map(operator.add, self._expected, more))
+
+    def kept(self) -> set[int]:
+        """Return the numbers of breaks whose objects the forward keeps."""
+        if any(map(operator.gt, self.counts(), self._expected)):
+            gc.collect()  # a cycle keeps nothing
+        found = zip(self._breaks, self.counts(), self._expected, strict=True)
+        return {number for number, now, expected in found if now > expected}
+
+
+def _among(leaf: Any, others: Sequence[Any]) -> bool:
+    return any(leaf is other for other in others)
 
 
 def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:

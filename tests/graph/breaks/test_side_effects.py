@@ -257,3 +257,78 @@ def test_after_an_exception_in_a_break_the_next_call_is_right(device: torch.devi
         torch.testing.assert_close(model(check_calls), module(check_calls))
     assert model.graph_stats.replays > 0
     assert model.graph_stats.failures == {}
+
+
+class Handle:
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Handing(nn.Module):
+    """Starts something in a break, and waits for it in another one; `keep` is what else the forward does with it."""
+
+    def __init__(self, keep: Callable[[Any, Handle], None], *, kept_inside: bool = False) -> None:
+        super().__init__()
+        self.keep, self.kept_inside = keep, kept_inside
+        self.queue: list[Handle] = []
+        self.last: Any = None
+
+    @sg.eager_break
+    def start(self, x: Tensor) -> Any:
+        handle = Handle(x * 2)
+        self.queue[:] = [handle] * self.kept_inside
+        return self.queue if self.kept_inside else (handle, None)
+
+    @sg.eager_break
+    def wait(self, handle: Handle) -> Tensor:
+        self.queue.append(handle)
+        return handle.hidden + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        handle, *_ = self.start(x + 1)
+        self.keep(self, handle)
+        return self.wait(handle) * 3
+
+
+def _keep_in_a_cycle(module: Handing, handle: Handle) -> None:
+    cycle: list[Any] = [handle]
+    cycle.append(cycle)
+
+
+HANDLES: list[Handle] = []
+KEEPS: dict[str, Callable[[Handing, Handle], None]] = {
+    "attribute": lambda module, handle: setattr(module, "last", handle),
+    "global": lambda module, handle: HANDLES.append(handle),
+    "in a container": lambda module, handle: setattr(module, "last", {"deep": [handle]}),
+}
+KEEPS_NOT = {"nothing": lambda module, handle: None, "cycle": _keep_in_a_cycle}
+
+
+@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+def test_an_object_of_a_break_that_the_forward_keeps_is_each_calls_own(
+    keep: Callable[[Handing, Handle], None], device: torch.device
+) -> None:
+    HANDLES.clear()
+    module = Handing(keep)
+    model = piecewise(module, device, capture_sizes=[4], padding=False)
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), ((x + 1) * 2 + 1) * 3)
+        last = HANDLES[-1] if HANDLES else module.last
+        torch.testing.assert_close((last["deep"][0] if isinstance(last, dict) else last).hidden, (x + 1) * 2)
+    assert model.graph_stats.captures == 0
+    assert "an object that the forward keeps" in next(iter(model.graph_stats.failures.values()))
+
+
+@pytest.mark.parametrize("kept_inside", [False, True])
+@pytest.mark.parametrize("keep", KEEPS_NOT.values(), ids=KEEPS_NOT)
+def test_an_object_that_only_breaks_keep_is_handed_on(
+    keep: Callable[[Handing, Handle], None], kept_inside: bool, device: torch.device
+) -> None:
+    module = Handing(keep, kept_inside=kept_inside)
+    model = piecewise(module, device, capture_sizes=[4], padding=False)
+    for _ in range(5):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), ((x + 1) * 2 + 1) * 3)
+        torch.testing.assert_close(module.queue[-1].hidden, (x + 1) * 2)
+    assert model.graph_stats.replays > 0
