@@ -27,7 +27,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Torch runs an operator inside a mode without autocast and lazy conjugation, on which operators that are made of
     others rely; refuses to run higher-order operators; and runs what is compiled uncompiled. Here all do as usual.
-    What remains: operators that ask torch if a mode is active, as torch.linalg.eigvalsh and svdvals do under no_grad.
+    What remains: operators that ask torch if a mode is active, as torch.linalg.eigvalsh and svdvals do under no_grad;
+    and torch.pinverse under a CPU's autocast, which a mode sees as the torch.linalg.pinv that autocast leaves alone.
     Dynamo leaves this mode alone where it is loaded; it is not loaded where it is not, as torch does for every mode at
     its first operator, which takes seconds.
     """
