@@ -33,6 +33,7 @@ KINDS = {
     "modules": entries.modules,
 }
 SAY_EVERY = 10.0  # seconds
+GRACE = 60.0  # seconds to begin, and to end the entry under way
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,12 +65,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     modes = options.modes.split(",")  # inside, so that what there is no time for is the same in each
     work = [(kind, entry, mode) for kind, all_ in kinds.items() for entry in all_[index - 1 :: count] for mode in modes]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu (emulator)"
-    counts = {"torch": torch.__version__, "device": name, "seconds": 0, "done": 0, "results": []}
+    counts = {"torch": torch.__version__, "device": name, "seconds": 0, "done": 0, "of": len(work), "results": []}
     if options.crashed is not None:
         counts = json.loads(options.out.read_text(encoding="utf-8"))
         for kind, entry, mode in work[counts["done"] :][:1]:
             verdict = Verdict(entry.name, defects={"process": f"ended as {options.crashed}"})
             _count(counts, counted(kind, mode, verdict))
+    if options.out:
+        write(counts, options.out)
     before, said = counts["seconds"], started
     for kind, entry, mode in work[counts["done"] :]:
         now = time.perf_counter()
@@ -103,24 +106,27 @@ def _swept(kind: str, entry: entries.Entry, mode: str, device: torch.device, sam
 
 
 def fan_out(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
-    """Sweep in several processes, and begin another one behind an entry that ends its process."""
-    started = time.perf_counter()
+    """Sweep in several processes, and begin another one behind an entry that ends its process or never ends."""
+    started, end = time.perf_counter(), time.perf_counter() + options.seconds
     index, count = map(int, options.chunk.split("/"))
     chunks = [f"{index + place * count}/{count * options.workers}" for place in range(options.workers)]
     files = {chunk: folder / f"{chunk.replace('/', '-')}.json" for chunk in chunks}
     running = {chunk: _started(options, chunk, files[chunk], options.seconds) for chunk in chunks}
+    killed: set[str] = set()
     while running:
         time.sleep(0.2)
         for chunk, process in list(running.items()):
             code = process.poll()
             if code is None:
+                if time.perf_counter() > end + GRACE and chunk not in killed:
+                    killed.add(chunk)
+                    process.kill()
                 continue
             del running[chunk]
             if code not in (0, 1):
                 print(f"chunk {chunk}: the process ended as {code}", flush=True)
                 if files[chunk].exists():
-                    left = options.seconds - (time.perf_counter() - started)
-                    running[chunk] = _started(options, chunk, files[chunk], left, code)
+                    running[chunk] = _started(options, chunk, files[chunk], end - time.perf_counter(), code)
         parts = [json.loads(path.read_text(encoding="utf-8")) for path in files.values() if path.exists()]
         if options.out and parts:
             write(merged(parts), options.out)
@@ -159,7 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {next(iter(found.values()))}")
         if options.out:
             options.out.with_suffix(".md").write_text(table(counts), encoding="utf-8")
-    return 1 if defects else 0
+    missing = counts["of"] - counts["done"]
+    if missing:
+        print(f"{missing} of {counts['of']} entries were not tried: their process failed.", flush=True)
+    return 1 if defects or missing else 0
 
 
 if __name__ == "__main__":

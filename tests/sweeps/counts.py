@@ -52,7 +52,11 @@ def merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     results: list[dict[str, Any]] = []
     for result in (result for part in parts for result in part["results"]):
         add(results, json.loads(json.dumps(result)))
-    return parts[0] | {name: sum(part[name] for part in parts) for name in ("seconds", "done")} | {"results": results}
+    return (
+        parts[0]
+        | {name: sum(part[name] for part in parts) for name in ("seconds", "done", "of")}
+        | {"results": results}
+    )
 
 
 def write(counts: dict[str, Any], path: pathlib.Path) -> None:
