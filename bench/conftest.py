@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +18,44 @@ from bench.startup.__main__ import default_plan
 from bench.startup.processes import CompileCaches
 from bench.startup.results import Result, comparison
 from bench.tools import environment
+from bench.tools.clock import CLOCK
 from bench.tools.measure import Figures, device_of
-from bench.tools.options import chosen, numbers
+from bench.tools.options import SHAPES, count, listed, model, names, numbers, positive
+from bench.tools.options import device as device_name
 
-# Option, environment variable, how its text is read, help.
+# Option, how its text is read, help; each can also be set in the environment, --startup-rounds as BENCH_ROUNDS.
 OPTIONS = (
-    ("rounds", int, "processes per arm that compiles nothing"),
-    ("compiled-rounds", int, "processes per arm that compiles"),
-    ("model", str, "tiny, 8b, 70b, or a folder with a config.json"),
+    ("arms", names(ARMS), f"of {listed(ARMS)}"),
+    ("rounds", count, "processes per arm that compiles nothing"),
+    ("compiled-rounds", count, "processes per arm that compiles"),
+    ("model", model(), f"{listed(SHAPES)}, or a folder with a config.json"),
     ("sizes", numbers, "batch sizes, such as 1,2,4"),
-    ("device", str, "cuda or cpu"),
-    ("timeout", float, "seconds a process may take"),
+    ("device", device_name, "cuda or cpu"),
+    ("timeout", positive, "seconds a process may take"),
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("startup benchmark")
-    for name, _, help_text in OPTIONS:
-        variable = _variable(name)
-        group.addoption(f"--startup-{name}", default=os.environ.get(variable), help=f"{help_text} [{variable}]")
-    group.addoption("--startup-arms", default=os.environ.get(_variable("arms")), help=f"of {','.join(ARMS)}")
-
-
-def _variable(name: str) -> str:
-    return f"BENCH_{name.upper().replace('-', '_')}"
+    for name, read, help_text in OPTIONS:
+        variable = f"BENCH_{name.upper().replace('-', '_')}"
+        text = os.environ.get(variable)
+        group.addoption(f"--startup-{name}", type=read, default=text, help=f"{help_text} [{variable}]")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
-        arms = metafunc.config.getoption("--startup-arms")
-        chosen = runs.runs_of(arms.split(",") if arms else ALONE)
+        chosen = runs.runs_of(metafunc.config.getoption("--startup-arms") or ALONE)
         metafunc.parametrize("run", chosen, ids=[run.label for run in chosen])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The processes have a time limit of their own."""
-    if config.pluginmanager.hasplugin("timeout"):
-        for item in items:
+    """Lift the time limit, since processes have their own; show recorded seconds, grouped by suite."""
+    for item in items:
+        if config.pluginmanager.hasplugin("timeout"):
             item.add_marker(pytest.mark.timeout(0))
+        if "record_seconds" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.benchmark(timer=CLOCK, group=getattr(item, "originalname", None)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -65,9 +66,10 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list[Any], output_json: dict[str, Any]) -> None:
-    """The ratios the library is judged by, once for the whole file."""
+    """Add the ratios the library is judged by, and what has no seconds, once for the whole file."""
     if _ledger(config):
         output_json["comparison"] = comparison(_ledger(config))
+    output_json.update(config.stash.get(_UNTIMED, {}))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -77,6 +79,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 _LEDGER = pytest.StashKey[dict[str, Result]]()
+_UNTIMED = pytest.StashKey[dict[str, Figures]]()
 
 
 def _ledger(config: pytest.Config) -> dict[str, Result]:
@@ -93,8 +96,7 @@ def ledger(request: pytest.FixtureRequest) -> dict[str, Result]:
 def plan(request: pytest.FixtureRequest) -> runs.StartupPlan:
     """This machine's plan with the command line's changes."""
     given = {name: request.config.getoption(f"--startup-{name}") for name, _, _ in OPTIONS}
-    read = {name: reader for name, reader, _ in OPTIONS}
-    changes = {name.replace("-", "_"): read[name](text) for name, text in given.items() if text is not None}
+    changes = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name != "arms"}
     return dataclasses.replace(default_plan(changes.get("device")), **changes)
 
 
@@ -110,28 +112,43 @@ def device() -> torch.device:
     return device_of()
 
 
-@pytest.fixture
-def record(benchmark: Any, device: torch.device) -> Callable[..., Figures]:
-    """Measure once, keep every figure with the benchmark, and print them as a table."""
+@pytest.fixture(scope="session")
+def shown(request: pytest.FixtureRequest) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context in which what is printed is seen at once, also without ``-s``: measuring takes minutes."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    return contextlib.nullcontext if capture is None else capture.global_and_fixture_disabled
 
-    def record(measure: Callable[[], Figures], render: Callable[[Figures], str]) -> Figures:
-        figures: Figures = benchmark.pedantic(measure, rounds=1)
+
+@pytest.fixture(scope="module")
+def figures(request: pytest.FixtureRequest, device: torch.device, shown: Any) -> Figures:
+    """What the module's `measure` finds, measured once for all of its benchmarks, and shown by its `render`."""
+    with shown():
+        found: Figures = request.module.measure(device)
+        print(f"\n{request.module.render(found)}")
+    return found
+
+
+@pytest.fixture
+def record_seconds(benchmark: Any, device: torch.device, request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Record seconds that were measured elsewhere as the benchmark's rounds.
+
+    The module's first benchmark keeps all figures of the module, the others what they are given.
+    """
+
+    def record(seconds: Sequence[float], row: Figures) -> None:
+        CLOCK.record(benchmark, seconds)
+        whole = request.getfixturevalue("figures") if "figures" in request.fixturenames else {}
+        first = request.config.stash.setdefault(_MODULES, {}).setdefault(request.module, request.node) is request.node
         graphs = "CUDA graphs" if device.type == "cuda" else "emulator: not speed"
-        benchmark.extra_info.update(figures | {"graphs": graphs})
-        print(render(figures))
-        return figures
+        benchmark.extra_info.update({"graphs": graphs} | (whole if first else {}) | row)
 
     return record
 
 
+_MODULES = pytest.StashKey[dict[Any, pytest.Item]]()
+
+
 @pytest.fixture
-def record_chosen(record: Callable[..., Figures], device: torch.device) -> Callable[..., None]:
-    """Record a module's figures of what the environment chooses; what had to work must have worked."""
-
-    def record_chosen(module: Any, *, models: str, arms: str) -> None:
-        changes = chosen(models=models, arms=arms, processes="BENCH_PROCESSES")
-        plan = dataclasses.replace(module.default_plan(device), **changes)
-        figures = record(lambda: module.measure(plan, device), module.render)
-        assert not module.failures(figures)
-
-    return record_chosen
+def keep_untimed(request: pytest.FixtureRequest) -> Callable[[str, Figures], None]:
+    """Keep figures that are no times beside the benchmarks in the JSON."""
+    return request.config.stash.setdefault(_UNTIMED, {}).__setitem__

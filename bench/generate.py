@@ -15,6 +15,8 @@ from bench.engine.config import BACKENDS
 from bench.models.checkpoint import CheckpointError
 from bench.models.workload import Workload
 from bench.tools.measure import device_of
+from bench.tools.options import add_model, count
+from simplegraph import CudaGraphMode
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -56,18 +58,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.generate", description=__doc__)
-    parser.add_argument("--model", required=True, help="tiny, 8b, or a folder with a config.json")
+    add_model(parser, required=True)
     parser.add_argument(
         "--prompt", required=True, nargs="+", help="texts; token ids such as '5 17 3' without tokenizer"
     )
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--max-tokens", type=count, default=64, help="tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0 for all")
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="only the likeliest tokens of this probability together"
     )
     parser.add_argument("--seed", type=int, help="makes the tokens repeatable")
-    parser.add_argument("--mode", default="FULL_AND_PIECEWISE", help="of the graphs; NONE runs eagerly")
+    modes = tuple(CudaGraphMode.__members__)
+    parser.add_argument("--mode", default="FULL_AND_PIECEWISE", choices=modes, help="of the graphs; NONE runs eagerly")
     parser.add_argument("--attention", default="auto", choices=("auto", *BACKENDS), help="the backend")
     return parser
 

@@ -1,25 +1,39 @@
 """``python -m bench.host_overhead``: microseconds of a call: replayed, refused by a capture, and bare of all this."""
 
-import torch
+from __future__ import annotations
+
+import argparse
+import sys
 
 from bench.host_overhead import calls
-from bench.tools.measure import NOT_SPEED, device_of
+from bench.tools import environment
+from bench.tools.files import save_figures
+from bench.tools.measure import NOT_SPEED, device_of, say
+from bench.tools.options import add_device, add_json, count, numbers
+from bench.tools.tables import grid
 
 
-def main() -> None:
-    """Measure and print."""
-    device = device_of()
-    with torch.no_grad():
-        compared = calls.calls(device, [calls.SIZE])
-        calls.Samples(device, compared).take()  # the first block warms up
-        samples = calls.Samples(device, compared)
-        for _ in range(calls.ROUNDS[device.type]):
-            samples.take()
-    for name, microseconds in samples.medians().items():
-        print(f"{name:>20} {microseconds:8.2f} us")
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(prog="python -m bench.host_overhead", description=__doc__)
+    told = f"batch sizes to capture, such as 1,2,8; {calls.SIZE} is always among them, and alone by default"
+    parser.add_argument("--sizes", type=numbers, default=(), help=told)
+    parser.add_argument("--rounds", type=count, help="medians are taken over so many blocks; 50 on a GPU, else 3")
+    add_device(parser)
+    add_json(parser)
+    options = parser.parse_args(arguments)
+    device = device_of(options.device)
+    sizes = sorted({*options.sizes, calls.SIZE})
+    medians = calls.measure(device, sizes, options.rounds or calls.ROUNDS[device.type], say)
+    rows = [(name, f"{microseconds:.2f}") for name, microseconds in medians.items()]
+    print(grid([("call", "us"), *rows]))
     if device.type == "cpu":
         print(NOT_SPEED)
+    if options.json:
+        figures = {"machine_info": environment.describe(), "sizes": sizes, "microseconds": medians}
+        save_figures(options.json, figures)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

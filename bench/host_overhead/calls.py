@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,24 @@ def bare_replay(module: nn.Module, given: tuple[Tensor, ...]) -> Call:
     return _Bare(graph, (given, output))
 
 
+def measure(device: torch.device, sizes: list[int], rounds: int, tell: Callable[[str], None]) -> dict[str, float]:
+    """Medians over rounds, in us; each round's are told as it ends."""
+    return sampled(device, sizes, rounds, tell).medians()
+
+
+def sampled(device: torch.device, sizes: list[int], rounds: int, tell: Callable[[str], None]) -> Samples:
+    """The samples of so many rounds."""
+    with torch.no_grad():
+        compared = calls(device, sizes)
+        Samples(device, compared).take()  # the first block warms up
+        samples = Samples(device, compared)
+        for number in range(rounds):
+            samples.take()
+            latest = ", ".join(f"{name} {taken[-1] * 1e6:.2f} us" for name, taken in samples.seconds.items())
+            tell(f"round {number + 1} of {rounds}: {latest}")
+    return samples
+
+
 class _Bare:
     """A replay, and the tensors its graph reads and writes kept alive."""
 
@@ -109,7 +128,7 @@ class Samples:
 
     def __init__(self, device: torch.device, compared: dict[str, Call]) -> None:
         self._device, self.calls = device, compared
-        self._seconds: dict[str, list[float]] = {name: [] for name in compared}
+        self.seconds: dict[str, list[float]] = {name: [] for name in compared}
 
     def take(self) -> None:
         """One block of `CALLS` of each."""
@@ -118,10 +137,10 @@ class Samples:
             start = time.perf_counter()
             for _ in range(CALLS):
                 call()
-            self._seconds[name].append((time.perf_counter() - start) / CALLS)
+            self.seconds[name].append((time.perf_counter() - start) / CALLS)
 
     def medians(self) -> dict[str, float]:
         """The median of each, in us; what a refused call costs above eager; and replays above ``bare``, if taken."""
-        medians = {name: statistics.median(taken) * 1e6 for name, taken in self._seconds.items()}
+        medians = {name: statistics.median(taken) * 1e6 for name, taken in self.seconds.items()}
         pairs = [("refused", "eager")] + [(name, "bare") for name in ("in place", "copied") if "bare" in medians]
         return medians | {f"{name} above {than}": medians[name] - medians[than] for name, than in pairs}

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from bench.tools import environment
 from bench.tools.files import OUT, save_figures
-from bench.tools.measure import Figures
-from bench.tools.options import numbers
+from bench.tools.measure import Figures, say
+from bench.tools.options import add_json, count, numbers
 from bench.tools.tables import grid
 from simplegraph import CudaGraphMode, ShapeConsensus
 from simplegraph.distributed import Vote
@@ -72,11 +72,14 @@ def render(results: dict[int, Figures]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(prog="python -m bench.host_overhead.consensus", description=__doc__)
-    parser.add_argument("--sizes", type=numbers, default=SIZES, help="numbers of ranks")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps that the figures are of")
-    parser.add_argument("--json", default=str(OUT / "consensus.json"), help="where the figures go")
+    parser.add_argument("--sizes", type=numbers, default=SIZES, help="numbers of ranks; 1,2,4 by default")
+    parser.add_argument("--steps", type=count, default=STEPS, help="steps that the figures are of")
+    add_json(parser, OUT / "consensus.json")
     options = parser.parse_args(arguments)
-    results = {size: measure(size, options.steps) for size in options.sizes}
+    results = {}
+    for size in options.sizes:
+        results[size] = measure(size, options.steps)
+        say(f"{size} ranks: median {results[size]['median_us']:.1f} us, p99 {results[size]['p99_us']:.1f} us")
     print(render(results))
     save_figures(options.json, {"machine_info": environment.describe(), "results": results})
     return 0

@@ -1,7 +1,8 @@
-"""Microseconds that agreeing on a step's shape costs, by ranks of this host; all figures are in extra_info."""
+"""Seconds that agreeing on a step's shape costs, the median step of the slowest of some ranks of this host."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from bench.host_overhead import consensus
 
 
 @pytest.mark.parametrize("size", consensus.SIZES)
-def test_consensus(size: int, benchmark: Any) -> None:
-    figures = benchmark.pedantic(consensus.measure, args=(size,), rounds=1)
-    benchmark.extra_info.update(figures)
-    print(consensus.render({size: figures}))
+def test_consensus(size: int, shown: Any, record_seconds: Callable[..., None]) -> None:
+    with shown():
+        figures = consensus.measure(size)
+        print(f"\n{consensus.render({size: figures})}")
+    record_seconds([figures["median_us"] / 1e6], figures)

@@ -15,8 +15,8 @@ from bench.models.llama import CacheShape, Llama, build_llama
 from bench.models.llama_kinds import config_dtype
 from bench.models.shard import WHOLE, Shard
 from bench.tools import text
+from bench.tools.options import CONFIGS, SHAPES, listed
 
-CONFIGS = Path(__file__).parent / "configs"
 INPUT_NAMES = ("input_ids", "positions", "slot_mapping", "seq_lens", "block_table")
 PAD_VALUES = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "seq_lens": 0, "block_table": 0}
 PAGE_SIZE = 16
@@ -74,8 +74,9 @@ class Workload:
         for folder in (CONFIGS / self.model, Path(self.model)):
             if (folder / "config.json").is_file():
                 return folder
-        shapes = ", ".join(sorted(path.name for path in CONFIGS.iterdir()))
-        raise FileNotFoundError(f"--model is {self.model!r}; expected {shapes}, or a folder with a config.json.")
+        raise FileNotFoundError(
+            f"--model is {self.model!r}; expected {listed(SHAPES)}, or a folder with a config.json."
+        )
 
     def config(self) -> LlamaConfig:
         """The model's config."""

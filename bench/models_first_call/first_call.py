@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import statistics
 
 import torch
@@ -22,6 +23,7 @@ from bench.models_first_call.model_arms import ARMS, QUICK, Step
 from bench.models_first_call.zoo import ZOO, available
 from bench.tools import command, fresh
 from bench.tools.measure import NOT_SPEED, DeviceMemory, Figures, Timeline, gpu_busy, say, step_milliseconds
+from bench.tools.options import add_names, count
 from bench.tools.tables import MIB, cell, ratio
 
 READY_CALLS = 4
@@ -136,12 +138,15 @@ def _difference(step: Step, module: nn.Module, inputs: list[Tensor]) -> float:
 
 def measure(plan: FirstCallPlan, device: torch.device) -> Figures:
     """Every model and arm; medians over processes, and every process's figures."""
-    models = {model: {arm: _measure_arm(plan, model, arm, device) for arm in plan.arms} for model in plan.models}
+    models: dict[str, Figures] = {model: {} for model in plan.models}
+    for model, arm in itertools.product(plan.models, plan.arms):
+        say(f"{model}, {arm} ...")
+        found = models[model][arm] = _measure_arm(plan, model, arm, device)
+        say(f"{model}, {arm}: {_told(found)}")
     return {"plan": dataclasses.asdict(plan), "device": device.type, "models": models}
 
 
 def _measure_arm(plan: FirstCallPlan, model: str, arm: str, device: torch.device) -> Figures:
-    say(f"{model}, {arm}")
     runs: list[Figures] = []
     for _ in range(plan.processes):
         try:
@@ -154,6 +159,13 @@ def _measure_arm(plan: FirstCallPlan, model: str, arm: str, device: torch.device
     if "skipped" in runs[0]:
         return runs[0]
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]} | {"runs": runs}
+
+
+def _told(found: Figures) -> str:
+    """The figures of an arm in a line, or why there are none."""
+    if "ms" not in found:
+        return str(found.get("skipped") or "failed: " + found["failed"].splitlines()[-1])
+    return f"first {found['first_seconds']:.3f} s, ready {found['ready_seconds']:.3f} s, {found['ms']:.3f} ms a call"
 
 
 def failures(figures: Figures) -> list[str]:
@@ -178,7 +190,7 @@ _COLUMNS = {
 def render(figures: Figures) -> str:
     """The figures as a table."""
     lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
-    lines.append(f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "of eager", "sooner")))
+    lines.append(f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "x eager ms", "x sooner")))
     for model, arms in figures["models"].items():
         for arm, found in arms.items():
             lines.append(f"{model:>20}  {arm:>24}{_cells(found, arms)}")
@@ -187,8 +199,9 @@ def render(figures: Figures) -> str:
 
 def _cells(found: Figures, arms: Figures) -> str:
     if "ms" not in found:
-        return f"    {found.get('skipped') or 'failed: ' + found['failed'].splitlines()[-1]}"
-    cells = [cell(found, name, ".2g" if name == "difference" else ".3f") for name in _COLUMNS]
+        return f"    {_told(found)}"
+    forms = {"difference": ".2g", "busy_share": ".0%"}
+    cells = [cell(found, name, forms.get(name, ".3f")) for name in _COLUMNS]
     cells.append(ratio(found, arms.get("eager", {}), "ms", ".3f"))
     cells.append(ratio(arms.get(COMPILED, {}), found, "first_seconds", ".1f"))
     return "".join(f"{text:>12}" for text in cells)
@@ -197,10 +210,10 @@ def _cells(found: Figures, arms: Figures) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, and write the figures where ``--json`` says."""
     parser = argparse.ArgumentParser(prog="python -m bench.models_first_call", description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=available(), help="these alone")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help=f"these; otherwise {' '.join(QUICK)}")
+    add_names(parser, "--models", available(), "all that are installed by default")
+    add_names(parser, "--arms", ARMS, "those that compile nothing by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
-    parser.add_argument("--batch", type=int, help="rows of the calls that are measured")
-    parser.add_argument("--processes", type=int, help="of each arm and model")
-    parser.add_argument("--timeout", type=int, help="seconds that a process may take")
+    parser.add_argument("--batch", type=count, help="rows of the calls that are measured")
+    parser.add_argument("--processes", type=count, help="of each arm and model")
+    parser.add_argument("--timeout", type=count, help="seconds that a process may take")
     command.run(parser, argv, default_plan, measure, render, failures)

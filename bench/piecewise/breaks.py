@@ -35,7 +35,7 @@ from bench.tools.measure import (
     say,
     with_index,
 )
-from bench.tools.options import changed, numbers
+from bench.tools.options import add_device, add_json, add_model, changed, count, numbers
 from simplegraph.batch.sizes import default_sizes
 
 MODES: dict[str, type[Upfront]] = {"full": Upfront, "piecewise": Piecewise}
@@ -97,13 +97,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.piecewise", description=__doc__)
-    parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--model", help="tiny, 8b, or a folder with a config.json; 8b on a GPU, else tiny")
-    parser.add_argument("--layers", type=int, help="layers of the model, in place of its config's")
-    parser.add_argument("--sizes", type=numbers, help="decode batches; the default sizes to 512 on a GPU")
-    parser.add_argument("--mixed-sizes", type=numbers, help="tokens of the mixed batches")
-    parser.add_argument("--rounds", type=int, help="how often the modes take turns at a step time")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU where there is one by default")
+    add_json(parser)
+    add_model(parser)
+    parser.add_argument("--layers", type=count, help="layers of the model, in place of its config's")
+    parser.add_argument("--sizes", type=numbers, help="decode batches, such as 1,2; the default sizes to 512 on a GPU")
+    parser.add_argument("--mixed-sizes", type=numbers, help="tokens of the mixed batches, such as 16,256")
+    parser.add_argument("--rounds", type=count, help="how often the modes take turns at a step time")
+    add_device(parser)
     return parser
 
 
@@ -121,9 +121,10 @@ def measure(plan: BreaksPlan) -> Figures:
     figures = timing.shape(setup) | {"status": "ok", "layers": setup.segments - 1, "plan": dataclasses.asdict(plan)}
     with torch.inference_mode(), few_threads(device):
         figures["starts"] = starts(setup, plan.restarts)
-        say("piecewise: all started; steps")
+        again = {name: figures["starts"][name].get("again_s", figures["starts"][name]["first_s"]) for name in MODES}
+        say(f"piecewise: ready after {tables.in_line(again, '.3f', 's')}")
         figures |= steps(setup, plan)
-        say("piecewise: mixed batches")
+        say("piecewise: mixed batches ...")
         clock = functools.partial(in_turn, device=device, rounds=plan.rounds, steps=plan.mixed_steps)
         figures["mixed"] = mixed_steps.measure(setup, plan.mixed_sizes, clock)
     return figures | {"environment": environment.describe()}
@@ -178,6 +179,7 @@ def break_cost(arms: dict[str, Arm], setup: Setup, batch: Batch, plan: BreaksPla
     ms = in_turn(calls, setup.device, rounds=plan.rounds, steps=plan.steps)
     host = {name: host_microseconds(call, setup.device, calls=plan.steps) for name, call in calls.items()}
     launch, layers = launch_microseconds(setup, batch, plan.steps), setup.segments - 1
+    say(f"piecewise: a step of {len(batch[0])} rows: {tables.in_line(ms, '.3f', 'ms')}")
     return {
         **{f"{name}_ms": value for name, value in ms.items()},
         **{f"{name}_host_us": value for name, value in host.items()},

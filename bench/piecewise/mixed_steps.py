@@ -15,6 +15,8 @@ from bench.arms.static import padded_size
 from bench.models.llama import Llama
 from bench.piecewise.mixed_llama import MixedLlama, for_requests
 from bench.piecewise.mixes import Mix, MixedBatch, mixed_batch, mixes
+from bench.tools.measure import say
+from bench.tools.tables import in_line
 from simplegraph import wrap
 
 # Times some calls: milliseconds by name.
@@ -52,10 +54,12 @@ def measure(setup: Setup, sizes: Sequence[int], clock: Clock) -> list[dict[str, 
     noise = eager_noise(setup)
     compared = [compare(graphed, mix, batch, noise) for mix, batch in zip(todo, batches, strict=True)]
     _check_served(graphed)
-    return [
-        _described(mix) | one._asdict() | {"ms": _timed(graphed, batch, clock)}
-        for mix, batch, one in zip(todo, batches, compared, strict=True)
-    ]
+    found = []
+    for mix, batch, one in zip(todo, batches, compared, strict=True):
+        ms = _timed(graphed, batch, clock)
+        found.append(_described(mix) | one._asdict() | {"ms": ms})
+        say(f"  {mix.name}, {one.size} tokens: {in_line(ms, '.2f', 'ms')}")
+    return found
 
 
 def _batch(setup: Setup, mix: Mix, start: int) -> MixedBatch:

@@ -9,7 +9,6 @@ import argparse
 import functools
 import gc
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from bench.tools import environment, torchrun
 from bench.tools.charts import draw
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, say
-from bench.tools.options import names
+from bench.tools.options import add_json, add_model, add_names, count, positive
 from bench.tools.tables import grid
 from simplegraph import RankGroup
 
@@ -37,13 +36,13 @@ ARMS: dict[str, dict[str, Any]] = {
 COLUMNS = (
     ("requests/s", "requests_per_second"),
     ("tokens/s", "tokens_per_second"),
-    ("TTFT mean", "ttft_mean_ms"),
+    ("TTFT ms mean", "ttft_mean_ms"),
     ("median", "ttft_median_ms"),
     ("p99", "ttft_p99_ms"),
-    ("TPOT mean", "tpot_mean_ms"),
+    ("TPOT ms mean", "tpot_mean_ms"),
     ("median", "tpot_median_ms"),
     ("p99", "tpot_p99_ms"),
-    ("ITL mean", "itl_mean_ms"),
+    ("ITL ms mean", "itl_mean_ms"),
     ("median", "itl_median_ms"),
     ("p99", "itl_p99_ms"),
     ("dropped", "dropped"),
@@ -64,13 +63,15 @@ def main(arguments: list[str] | None = None) -> int:
     longest = None if on_gpu else 64  # an emulated step takes long enough
     arrivals = load.arrivals(count, rate, llama.config.vocab_size, seed=options.seed, longest=longest)
     results = {}
-    for attention in options.attention.split(","):
+    for attention in options.attention:
         for arm in options.arms or default_arms(options.tp):
             if ARMS[arm].get("compiled") and not on_gpu:
                 say(f"{arm}: not available; emulated graphs cannot see compiled code")
                 continue
             name = arm if attention == "auto" else f"{arm}, {attention}"
-            results[name] = _run(llama, arm, attention, arrivals, ranks)
+            figures = results[name] = _run(llama, arm, attention, arrivals, ranks)
+            rate_of, tpot = figures["requests_per_second"], figures["tpot_median_ms"]
+            say(f"served: {name}: {rate_of:.1f} requests/s, TPOT {tpot:.2f} ms")
     torchrun.finish()
     if shard.rank == 0:
         on = device.type if shard.size == 1 else f"{shard.size} ranks, {device.type}"
@@ -79,22 +80,20 @@ def main(arguments: list[str] | None = None) -> int:
             print(NOT_SPEED)
         settings = {"model": model, "requests": count, "rate": rate, "tp": shard.size}
         save_figures(options.json, {"machine_info": environment.describe(), "load": settings, "results": results})
-        draw(Path(options.json).with_suffix(".png"), functools.partial(_fill, results), figsize=(8, 4))
+        draw(options.json.with_suffix(".png"), functools.partial(_fill, results), figsize=(8, 4))
     return int(any(result["dropped"] for result in results.values()))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.serve", description=__doc__)
-    parser.add_argument("--model", help="tiny, 8b, 70b, or a folder with a config.json; 8b on a GPU, else tiny")
-    parser.add_argument(
-        "--arms", type=names(ARMS), help=f"of {','.join(ARMS)}; all, or with --tp those that compile nothing"
-    )
-    parser.add_argument("--attention", default="auto", help=f"auto, or of {','.join(BACKENDS)}")
-    parser.add_argument("--requests", type=int, help="how many; 400 on a GPU, else 12")
-    parser.add_argument("--rate", type=float, help="requests a second; inf for all at once; 40 on a GPU, else 20")
+    add_model(parser)
+    add_names(parser, "--arms", ARMS, "all by default, with --tp those that compile nothing")
+    add_names(parser, "--attention", ("auto", *BACKENDS), "auto by default", default=("auto",))
+    parser.add_argument("--requests", type=count, help="how many; 400 on a GPU, else 12")
+    parser.add_argument("--rate", type=positive, help="requests a second; inf for all at once; 40 on a GPU, else 20")
     parser.add_argument("--seed", type=int, default=0, help="of arrival times and lengths")
     torchrun.add_option(parser)
-    parser.add_argument("--json", default=str(OUT / "serve.json"), help="where the figures go, the plot beside them")
+    add_json(parser, OUT / "serve.json", ", the plot beside them")
     return parser
 
 

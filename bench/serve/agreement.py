@@ -59,6 +59,7 @@ def measure(llama: Llama, arms: Mapping[str, EngineConfig], prompts: Sequence[Se
     for name, config in arms.items():
         say(f"agreement: {name}")
         figures[name] = compared(generate(llama, config, prompts, count), reference)
+        say(f"agreement: {name}: logits off by {figures[name]['error']:.2e} of their norm at most")
     bound = NOISE_FACTOR * next(iter(figures.values()))["error"]
     for name, found in figures.items():
         if not found["error"] <= bound:  # also refuses NaN

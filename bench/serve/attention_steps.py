@@ -161,6 +161,7 @@ def measure(plan: AttentionPlan, device: torch.device) -> Figures:
             continue
         for count in plan.batches:
             rows.append({"backend": name, "context": context, "batch": count} | _row(steps, count, device))
+            say(f"  batch {count}: graph {rows[-1]['graph_ms']:.3f} ms, eager {rows[-1]['eager_ms']:.3f} ms")
         steps.manager.reset()
     return {"layers": plan.layers, "rows": rows, "missing": missing}
 
@@ -178,7 +179,9 @@ def _row(steps: AttentionSteps, count: int, device: torch.device) -> Figures:
 def render(figures: Figures) -> str:
     """The figures as a table."""
     columns = ("backend", "context", "batch", "graph_ms", "eager_ms", "graph_over_eager", "set_us", "prepare_us")
-    lines = [columns, *(tuple(_text(row[column]) for column in columns) for row in figures["rows"])]
+    units = {"context": "context tokens", "batch": "batch requests", "graph_over_eager": "graph / eager"}
+    header = tuple(units.get(column, column.replace("_", " ")) for column in columns)
+    lines = [header, *(tuple(_text(row[column]) for column in columns) for row in figures["rows"])]
     return "\n".join([grid(lines), *(f"{name}: {why}" for name, why in figures["missing"].items())])
 
 

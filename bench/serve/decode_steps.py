@@ -24,6 +24,7 @@ from bench.models.llama import Llama
 from bench.models.workload import PAGE_SIZE, Workload
 from bench.tools import text
 from bench.tools.measure import Figures, Timeline, in_turn, say, synchronize
+from bench.tools.tables import in_line
 from simplegraph import BatchDescriptor, CudaGraphMode
 
 
@@ -72,6 +73,7 @@ def measure(plan: DecodePlan, device: torch.device) -> Figures:
     for count in plan.batches:
         say(f"decode steps of {count}")
         figures["decode"].append(_decode(plan, setup, engines, arms, count))
+        say(in_line(figures["decode"][-1]["ms"], ".3f", "ms"))
     for engine in engines.values():
         engine.runner.manager.reset()
     return figures

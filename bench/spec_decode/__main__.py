@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from bench.engine import EngineError
 from bench.engine.config import BACKENDS
 from bench.models.checkpoint import CheckpointError
-from bench.spec_decode.pairs import TRAINED, load_pair
+from bench.spec_decode.pairs import KINDS, TRAINED, load_pair
 from bench.spec_decode.rounds import ARMS, SpecPlan, measure, ratios, render
 from bench.tools import environment
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, device_of
-from bench.tools.options import names, numbers
+from bench.tools.options import add_json, add_model, add_names, count, listed, numbers, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             max_num_tokens=sizes[3],
             generations=3 if on_gpu else 1,
         )
-        found = measure(plan, target, draft, tuple(options.arms))
+        found = measure(plan, target, draft, options.arms)
     except (EngineError, CheckpointError, FileNotFoundError, ValueError) as error:
         print(f"python -m bench.spec_decode: {error}", file=sys.stderr)
         return 1
@@ -58,19 +59,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.spec_decode", description=__doc__)
-    parser.add_argument("--model", help=f"{TRAINED}, tiny, 8b, or a folder with a config.json")
-    parser.add_argument("--draft", default="eagle3", help="eagle, eagle3, or a folder with a draft's checkpoint")
-    parser.add_argument("--k", type=int, default=5, help="tokens drafted a round")
-    parser.add_argument("--batches", type=numbers, help="requests that decode at once; 1,8,32 on a GPU, else 1,4")
+    add_model(parser, TRAINED)
     parser.add_argument(
-        "--arms", type=names(ARMS, ";"), default=list(ARMS), help=f"of {'; '.join(ARMS)}; separated by ;"
+        "--draft", type=_draft, default="eagle3", help=f"{listed(KINDS)}, or a folder with a checkpoint"
     )
+    parser.add_argument("--k", type=count, default=5, help="tokens drafted a round")
+    parser.add_argument("--batches", type=numbers, help="requests that decode at once; 1,8,32 on a GPU, else 1,4")
+    add_names(parser, "--arms", ARMS, "all by default", default=tuple(ARMS))
     parser.add_argument("--attention", default="auto", choices=("auto", *BACKENDS), help="the backend")
-    parser.add_argument("--mean-length", type=float, help="tokens a round; by default 2.4 where weights are random")
-    parser.add_argument("--prompt", type=int, help="tokens of each prompt; 128 on a GPU, else 24")
-    parser.add_argument("--output", type=int, help="tokens of each output; 128 on a GPU, else 24")
-    parser.add_argument("--json", default=str(OUT / "spec_decode.json"), help="where the figures go")
+    parser.add_argument("--mean-length", type=positive, help="tokens a round; by default 2.4 where weights are random")
+    parser.add_argument("--prompt", type=count, help="tokens of each prompt; 128 on a GPU, else 24")
+    parser.add_argument("--output", type=count, help="tokens of each output; 128 on a GPU, else 24")
+    add_json(parser, OUT / "spec_decode.json")
     return parser
+
+
+def _draft(text: str) -> str:
+    """Read a kind of draft, or the folder of one."""
+    if text in KINDS or (Path(text) / "config.json").is_file():
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is no draft; expected {listed(KINDS)}, or a folder with a config.json")
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ from bench.models.llama import Llama
 from bench.models.workload import Workload
 
 TRAINED = "trained"
+KINDS = ("eagle", "eagle3")
 DRAFT_VOCAB = 32_000  # as public EAGLE-3 drafts for Llama-3 have
 
 
 def load_pair(name: str, draft: str, device: torch.device) -> tuple[Llama, Eagle | Eagle3, bool]:
     """Target and draft, and whether both are trained."""
-    kinds = ("eagle", "eagle3")
     if name == TRAINED:
-        if draft not in kinds:
-            raise ValueError(f"--draft is {draft!r}; the trained target has {' and '.join(kinds)}.")
+        if draft not in KINDS:
+            raise ValueError(f"--draft is {draft!r}; the trained target has {' and '.join(KINDS)}.")
         return *tiny_pair(draft, device=device), True
     target = Workload(name, (1,), device, lm_head=True).build()
-    if draft not in kinds:
+    if draft not in KINDS:
         return target, load_eagle(draft, target), True
     return target, build_eagle(draft, target, draft_vocab_size=min(DRAFT_VOCAB, target.config.vocab_size)), False

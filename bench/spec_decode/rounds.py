@@ -115,6 +115,8 @@ def measure(
             if isinstance(engine, SpecEngine):
                 with _drafting(engine, plan, count) as call:
                     found[-1] |= _draft_times(call, engine.runner.device, plan)
+            draft_ms = cell(found[-1], "draft_ms", ".3f")
+            say(f"  batch {count}: TPOT {found[-1]['tpot_ms']:.3f} ms, a draft round {draft_ms} ms")
             if exact and tokens.setdefault(count, outputs) != outputs:
                 raise RuntimeError(f"{name}, batch {count}: the greedy tokens differ from another arm's.")
         _reset(engine)
@@ -272,10 +274,10 @@ COLUMNS = (
     ("drafts", "drafts", "d"),
     ("draft tokens", "draft_tokens", "d"),
     ("accepted", "accepted_tokens", "d"),
-    ("mean length", "mean_length", ".2f"),
+    ("tokens a round", "mean_length", ".2f"),
     ("TPOT ms", "tpot_ms", ".3f"),
     ("draft ms", "draft_ms", ".3f"),
-    ("its kernels", "draft_kernels_ms", ".3f"),
+    ("its kernels ms", "draft_kernels_ms", ".3f"),
     ("draft host ms", "draft_host_ms", ".3f"),
     ("round host ms", "round_host_ms", ".3f"),
 )

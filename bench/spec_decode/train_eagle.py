@@ -22,11 +22,12 @@ from transformers import LlamaConfig
 from bench.models.eagle import TINY, Eagle, Eagle3, build_eagle, draft_config
 from bench.models.joined import Joined
 from bench.models.llama import Attention, CacheShape, Llama, build_llama
+from bench.spec_decode.pairs import KINDS
 from bench.tools import text
 from bench.tools.measure import device_of, say
+from bench.tools.options import count
 
 VOCAB = 256
-KINDS = ("eagle", "eagle3")
 DRAFT_STEPS = 3  # of the draft on its own states, as it runs when it drafts
 
 
@@ -64,10 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, and write the checkpoints."""
     parser = argparse.ArgumentParser(prog="python -m bench.spec_decode.train_eagle", description=__doc__)
     parser.add_argument("--out", type=Path, default=TINY, help="a folder for each model goes here")
-    parser.add_argument("--target-steps", type=int, default=500, help="of training")
-    parser.add_argument("--draft-steps", type=int, default=600, help="of training, each draft")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a training sequence")
-    parser.add_argument("--count", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--target-steps", type=count, default=500, help="of training")
+    parser.add_argument("--draft-steps", type=count, default=600, help="of training, each draft")
+    parser.add_argument("--length", type=count, default=128, help="tokens of a training sequence")
+    parser.add_argument("--count", type=count, default=16, help="sequences of a step")
     options = parser.parse_args(arguments)
     device = device_of()
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from bench.startup.results import comparison
 from bench.tools import environment, torchrun
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import device_of
-from bench.tools.options import changed, numbers
+from bench.tools.options import add_device, add_json, add_model, add_names, changed, count, numbers, positive
 from simplegraph.batch.sizes import default_sizes
 
 LARGEST_GPU_SIZE = 512
@@ -38,20 +38,20 @@ def main(arguments: list[str] | None = None) -> int:
         print(table.render(results))
         figures = {"machine_info": environment.describe(), "results": results, "comparison": comparison(results)}
         save_figures(options.json, figures)
-        plot.save(results, Path(options.json).with_suffix(".png"))
+        plot.save(results, options.json.with_suffix(".png"))
     return int(any(result["status"] == "failed" for result in results.values()))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--model", help="tiny, 8b, 70b, or a folder with a config.json; 8b on a GPU, else tiny")
-    parser.add_argument("--layers", type=int, help="in place of the model's number of layers")
-    parser.add_argument("--arms", help=f"names separated by commas; all by default: {','.join(ARMS)}")
-    parser.add_argument("--sizes", type=numbers, help="batch sizes; the default sizes to 512 on a GPU")
-    parser.add_argument("--rounds", type=int, help="processes per arm that compiles nothing; 3 on a GPU, else 1")
-    parser.add_argument("--json", default=str(OUT / "startup.json"), help="where the figures go, the plot beside them")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU where there is one by default")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a process may take")
+    add_model(parser)
+    parser.add_argument("--layers", type=count, help="in place of the model's number of layers")
+    add_names(parser, "--arms", ARMS, "all that run here by default")
+    parser.add_argument("--sizes", type=numbers, help="batch sizes, such as 1,2,4; the default sizes to 512 on a GPU")
+    parser.add_argument("--rounds", type=count, help="processes per arm that compiles nothing; 3 on a GPU, else 1")
+    add_json(parser, OUT / "startup.json", ", the plot beside them")
+    add_device(parser)
+    parser.add_argument("--timeout", type=positive, default=300.0, help="seconds a process may take")
     parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
     torchrun.add_option(parser)
     parser.add_argument("--smoke", action="store_true", help="tiny model, few sizes, few arms, any machine")
@@ -75,7 +75,7 @@ def default_plan(device: str | None = None, *, smoke: bool = False) -> runs.Star
 def runs_of(options: argparse.Namespace) -> list[runs.Run]:
     """The chosen runs; a smoke takes its compiled arm with a cold cache only."""
     if options.arms:
-        return runs.runs_of(options.arms.split(","))
+        return runs.runs_of(options.arms)
     if options.tp > 1:
         return runs.runs_of(TP_ARMS)
     if options.smoke:

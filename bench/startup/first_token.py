@@ -7,6 +7,7 @@ of them and filled by it in the second. Weights are random: reading them from a 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -23,6 +24,8 @@ from bench.startup.processes import CompileCaches, cache_environment, run_worker
 from bench.tools import environment, text
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, device_of, say, synchronize
+from bench.tools.options import add_json, add_model, add_names
+from bench.tools.tables import grid, in_line
 
 # How the engine runs in each arm; simplegraph's answers its first request before it captures.
 ARMS: dict[str, dict[str, Any]] = {
@@ -47,11 +50,15 @@ def measure(arms: Sequence[str], model: str, caches: CompileCaches) -> list[Figu
     Raises:
         RuntimeError: a process failed.
     """
-    return [_one(arm, cache, model, caches) for arm in arms for cache in ("cold", "warm")]
+    found = []
+    for arm, cache in itertools.product(arms, ("cold", "warm")):
+        found.append(_one(arm, cache, model, caches))
+        say(f"first token: {arm}, {cache} caches: {in_line(found[-1]['seconds'], '.2f', 's')}")
+    return found
 
 
 def _one(arm: str, cache: str, model: str, caches: CompileCaches) -> Figures:
-    say(f"first token: {arm}, {cache} caches")
+    say(f"first token: {arm}, {cache} caches ...")
     folder = caches.folder(arm, cache)
     environment = cache_environment(folder) | {"FLASHINFER_WORKSPACE_BASE": str(folder)}
     line = [sys.executable, "-m", "bench.startup.first_token", "--arm", arm, "--model", model]
@@ -78,23 +85,22 @@ def _engine_stages(arm: str, model: str, began: float) -> Figures:
 
 def render(figures: Sequence[Figures]) -> str:
     """A line for every process; seconds since it began, and since its weights were there."""
-    lines = [
-        f"{'':>20} {'caches':>7} {'imported':>9} {'weights':>9} {'token':>9} {'ready':>9} {'token after weights':>20}"
-    ]
+    lines = [("arm", "caches", "imported s", "weights s", "token s", "ready s", "token after weights s")]
     for found in figures:
         seconds = found["seconds"]
-        stages = " ".join(f"{seconds[name]:>9.2f}" for name in ("imported", "weights", "first_token", "ready"))
+        stages = [seconds[name] for name in ("imported", "weights", "first_token", "ready")]
         after = seconds["first_token"] - seconds["weights"]
-        lines.append(f"{found['arm']:>20} {found['cache']:>7} {stages} {after:>20.2f}")
-    return "\n".join(lines)
+        lines.append((found["arm"], found["cache"], *(f"{value:.2f}" for value in (*stages, after))))
+    return grid(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """One arm in this process where --arm is given; else all of them, each in its own."""
     parser = argparse.ArgumentParser(prog="python -m bench.startup.first_token", description=__doc__)
-    parser.add_argument("--model", help="tiny, 8b, or a folder with a config.json; 8b on a GPU, else tiny")
-    parser.add_argument("--json", default=str(OUT / "first_token.json"), help="where the figures go")
-    parser.add_argument("--arm", choices=ARMS, help="measure this process")
+    add_model(parser)
+    add_names(parser, "--arms", ARMS, "those that run on this device by default")
+    add_json(parser, OUT / "first_token.json")
+    parser.add_argument("--arm", choices=ARMS, help="measure this process, as the command does in processes of its own")
     parser.add_argument("--began", type=float, help="when this process was started, in seconds since the epoch")
     options = parser.parse_args(arguments)
     if options.arm is not None:
@@ -104,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = device_of()
     model = options.model or ("8b" if device.type == "cuda" else "tiny")
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(default_arms(device), model, CompileCaches(Path(folder)))
+        figures = measure(options.arms or default_arms(device), model, CompileCaches(Path(folder)))
     print(render(figures))
     if device.type == "cpu":
         print(NOT_SPEED)

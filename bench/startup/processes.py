@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from bench.startup.progress import Progress
 from bench.tools.environment import ROOT
 from bench.tools.measure import Figures
 
@@ -50,7 +50,9 @@ def cache_environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **switches}
 
 
-def run_worker(line: list[str], environment: dict[str, str], timeout: float) -> Figures:
+def run_worker(
+    line: list[str], environment: dict[str, str], timeout: float, progress: Progress | None = None
+) -> Figures:
     """Run a worker, showing its stderr as it comes; the figures that it writes where ``--json`` says.
 
     Its stderr goes through a file, not a pipe: compilers leave processes behind that would hold a pipe open.
@@ -58,6 +60,7 @@ def run_worker(line: list[str], environment: dict[str, str], timeout: float) -> 
     Raises:
         RuntimeError: it wrote none, or took too long.
     """
+    progress = progress or Progress()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "result.json", Path(folder) / "stderr"
@@ -67,12 +70,13 @@ def run_worker(line: list[str], environment: dict[str, str], timeout: float) -> 
             try:
                 while process.poll() is None and time.monotonic() < deadline:
                     time.sleep(POLL_SECONDS)
-                    sys.stderr.write(read.read())
+                    progress.write(read.read())
+                    progress.tick()
             finally:
                 late = process.poll() is None
                 if late:
                     os.killpg(process.pid, signal.SIGKILL)
-            sys.stderr.write(read.read())
+            progress.write(read.read())
         if out.is_file() and not late:
             figures: Figures = json.loads(out.read_text())
             return figures

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bench.arms import ARMS, COMPILED
+from bench.arms import ARMS, COMPILED, load_arm
+from bench.arms.base import NotAvailable
 from bench.startup.processes import CompileCaches, cache_environment, run_worker
+from bench.startup.progress import Progress
 from bench.startup.results import Result, combine
-from bench.tools.measure import say
+from bench.tools.measure import device_of
 
 
 class Run(NamedTuple):
@@ -73,13 +76,28 @@ def runs_of(arms: Iterable[str]) -> list[Run]:
     return runs
 
 
-def measure(run: Run, plan: StartupPlan, caches: CompileCaches) -> Result:
+def measure(run: Run, plan: StartupPlan, caches: CompileCaches, progress: Progress | None = None) -> Result:
     """One process of one run; whatever goes wrong in it comes back as a failed result."""
-    say(f"{run.label} ...")
+    missing = unavailable(run.arm, plan)
+    if missing is not None:
+        return {"arm": run.arm, "cache": run.cache, "status": "not available", "error": missing}
     try:
-        return run_worker(command(run, plan), cache_environment(caches.folder(run.arm, run.cache)), plan.timeout)
+        environment = cache_environment(caches.folder(run.arm, run.cache))
+        return run_worker(command(run, plan), environment, plan.timeout, progress)
     except RuntimeError as error:
         return {"arm": run.arm, "cache": run.cache, "status": "failed", "error": str(error)}
+
+
+def unavailable(arm: str, plan: StartupPlan) -> str | None:
+    """Return why an arm cannot run without a GPU, before a process is started for it; None if it may."""
+    device = device_of(plan.device)
+    if device.type == "cuda":
+        return None  # what an arm imports to find out, its own process imports
+    try:
+        load_arm(arm).check_available(device)
+    except NotAvailable as reason:
+        return str(reason)
+    return None
 
 
 def command(run: Run, plan: StartupPlan) -> list[str]:
@@ -99,4 +117,27 @@ _meetings = itertools.count()  # every rank runs the same arms in the same order
 
 def run_all(runs: Sequence[Run], plan: StartupPlan, caches: CompileCaches) -> dict[str, Result]:
     """Every run's combined result, by label."""
-    return {run.label: combine([measure(run, plan, caches) for _ in range(plan.rounds_of(run))]) for run in runs}
+    shares = [share for run in runs for share in plan.rounds_of(run) * [_share(run)]]
+    with contextlib.closing(Progress(shares)) as progress:
+        return {run.label: combine(measure_rounds(run, plan, caches, progress)) for run in runs}
+
+
+def measure_rounds(
+    run: Run, plan: StartupPlan, caches: CompileCaches, progress: Progress | None = None
+) -> list[Result]:
+    """Every process of one run, and no further one after the first that has no figures."""
+    progress, rounds = progress or Progress(), plan.rounds_of(run)
+    results: list[Result] = []
+    for left in reversed(range(rounds)):
+        progress.begin(run.label)
+        results.append(measure(run, plan, caches, progress))
+        if results[-1]["status"] != "ok":
+            progress.end(skipped=left)
+            break
+        progress.end()
+    return results
+
+
+def _share(run: Run) -> float:
+    """How long a process takes beside those that compile nothing: a cold compiler about four times as long."""
+    return {"cold": 4.0, "warm": 2.0}.get(run.cache or "", 4.0 if run.arm == "inductor-partition" else 1.0)

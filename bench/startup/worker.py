@@ -10,8 +10,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from bench.arms import ARMS
 from bench.tools import torchrun
-from bench.tools.options import numbers
+from bench.tools.options import DEVICES, count, numbers
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,14 +29,14 @@ def main(arguments: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.startup.worker", description=__doc__)
-    parser.add_argument("--arm", required=True, help="a name in bench.arms.ARMS")
+    parser.add_argument("--arm", required=True, choices=ARMS, help="what to measure")
     parser.add_argument("--json", required=True, help="file to write")
-    parser.add_argument("--model", default="tiny", help="tiny, 8b, 70b, or a folder with a config.json")
-    parser.add_argument("--layers", type=int, help="in place of the model's number of layers")
+    parser.add_argument("--model", default="tiny", help="as `python -m bench` takes it")
+    parser.add_argument("--layers", type=count, help="in place of the model's number of layers")
     parser.add_argument("--sizes", type=numbers, default=(1, 2, 4, 8), help="batch sizes, such as 1,2,4")
-    parser.add_argument("--device", default=None, help="cuda or cpu; cuda where there is one by default")
+    parser.add_argument("--device", choices=DEVICES, help="the GPU where there is one by default")
     parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
-    parser.add_argument("--steps", type=int, default=50, help="steps that a step time is the median of")
+    parser.add_argument("--steps", type=count, default=50, help="steps that a step time is the median of")
     torchrun.add_option(parser)
     parser.add_argument("--tp-run", default="0", help="names the meeting of the ranks; each process its own")
     parser.add_argument("--cache", choices=("cold", "warm"), default=None, help="noted in the result")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from bench.tools import environment
 from bench.tools.files import save_figures
 from bench.tools.measure import Figures, device_of
-from bench.tools.options import changed
+from bench.tools.options import add_device, add_json, changed
 
 P = TypeVar("P")
 
@@ -30,8 +29,8 @@ def run(
     Raises:
         SystemExit: something that had to work did not.
     """
-    parser.add_argument("--device", help="the GPU where there is one by default")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    add_device(parser)
+    add_json(parser)
     given = parser.parse_args(arguments)
     device = device_of(given.device)
     figures = measure(changed(default_plan(device), vars(given)), device)

@@ -1,43 +1,136 @@
-"""How the options of command lines are read; without torch, which a measured process may have to load later."""
+"""Read the options of command lines, without torch, which a measured process may have to load later.
+
+Lists are separated by commas. A refusal says what is valid, before anything is measured or written.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 P = TypeVar("P")
 
+CONFIGS = Path(__file__).parents[1] / "models" / "configs"
+SHAPES = tuple(sorted(path.name for path in CONFIGS.iterdir()))
+DEVICES = ("cuda", "cpu")
+
+
+def listed(known: Iterable[str]) -> str:
+    """Join names for a help text or an error."""
+    return ", ".join(known)
+
+
+def count(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
 
 def numbers(text: str) -> tuple[int, ...]:
-    """``1,2,4`` as numbers."""
-    return tuple(int(part) for part in text.split(","))
+    """Read ``1,2,4``: whole numbers of at least 1."""
+    try:
+        return tuple(count(part) for part in text.split(","))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; expected numbers separated by commas, such as 1,2,4") from None
 
 
-def names(known: Iterable[str], separator: str = ",") -> Callable[[str], list[str]]:
-    """Reads names that are known, for `argparse`."""
+def positive(text: str) -> float:
+    """Read a number above 0, of seconds or of anything else that is measured."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
-    def read(text: str) -> list[str]:
-        found = [name.strip() for name in text.split(separator)]
-        unknown = [name for name in found if name not in known]
+
+def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return a reader of known names, separated by commas; blanks and commas in a name are written as dashes."""
+    found = {written(name): name for name in known}
+    plain = {name: name for name in known if "," not in name}
+
+    def read(text: str) -> tuple[str, ...]:
+        given = [part.strip() for part in text.split(",")]
+        unknown = [name for name in given if name not in found | plain]
         if unknown:
-            arms = f"{separator} ".join(known)
-            raise argparse.ArgumentTypeError(f"no arm is called {', '.join(unknown)}; the arms are {arms}")
-        return found
+            raise argparse.ArgumentTypeError(f"{listed(map(repr, unknown))} is none of {listed(found)}")
+        return tuple((found | plain)[name] for name in given)
 
     return read
 
 
+def written(name: str) -> str:
+    """Return a name as command lines take it: without a blank or comma."""
+    return name.replace(", ", "-").replace(" ", "-")
+
+
+def add_names(parser: argparse.ArgumentParser, option: str, known: Collection[str], told: str, **settings: Any) -> None:
+    """Add an option that takes some of these names, which its help lists."""
+    help_text = f"{told}; separated by commas, of {listed(map(written, known))}"
+    parser.add_argument(option, type=names(known), metavar="NAME[,NAME]", help=help_text, **settings)
+
+
+def model(*others: str) -> Callable[[str], str]:
+    """Return a reader of a shape's name, one of these others, or a folder with a config.json."""
+
+    def read(text: str) -> str:
+        if text in (*others, *SHAPES) or (Path(text) / "config.json").is_file():
+            return text
+        expected = f"expected {listed((*others, *SHAPES))}, or a folder with a config.json"
+        raise argparse.ArgumentTypeError(f"{text!r} is no model; {expected}")
+
+    return read
+
+
+def add_model(parser: argparse.ArgumentParser, *others: str, **settings: Any) -> None:
+    """Add ``--model``; without a default 8b on a GPU, else tiny."""
+    told = f"{listed((*others, *SHAPES))}, or a folder with a config.json"
+    told += "" if "default" in settings or settings.get("required") else "; 8b on a GPU, else tiny by default"
+    parser.add_argument("--model", type=model(*others), help=told, **settings)
+
+
+def device(text: str) -> str:
+    """Read ``cuda``, where there is a GPU, or ``cpu``."""
+    if text not in DEVICES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {listed(DEVICES)}")
+    import torch  # needed to tell, and only where a device is named
+
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("this machine has no GPU that torch can use; expected cpu")
+    return text
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``."""
+    parser.add_argument("--device", type=device, metavar="{cuda,cpu}", help="the GPU where there is one by default")
+
+
+def add_json(parser: argparse.ArgumentParser, default: Path | str | None = None, beside: str = "") -> None:
+    """Add ``--json FILE``."""
+    told = f"file for the figures{beside}" + (f"; {default} by default" if default else "")
+    parser.add_argument("--json", type=Path, default=default, metavar="FILE", help=told)
+
+
 def changed(plan: P, given: dict[str, Any]) -> P:
-    """A plan, a dataclass, with the options that were given in place of its own."""
+    """Return a plan, a dataclass, with the options that were given in place of its own."""
     known = {field.name for field in dataclasses.fields(plan)}  # type: ignore[arg-type]
     return dataclasses.replace(plan, **{key: value for key, value in given.items() if key in known and value})  # type: ignore[type-var]
 
 
-def chosen(*, models: str, arms: str, processes: str) -> dict[str, Any]:
-    """A plan's fields as these environment variables have them, where they are set; names are separated by commas."""
-    given = {name: os.environ.get(variable) for name, variable in (("models", models), ("arms", arms))}
-    found: dict[str, Any] = {name: tuple(text.split(",")) for name, text in given.items() if text}
-    return found | ({"processes": int(os.environ[processes])} if os.environ.get(processes) else {})
+def from_environment(variable: str, read: Callable[[str], P]) -> P | None:
+    """Read an environment variable; None where it is not set.
+
+    Raises:
+        ValueError: it is not valid; the message names the variable.
+    """
+    text = os.environ.get(variable)
+    try:
+        return read(text) if text else None
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{variable}: {error}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.tools.measure import Figures
@@ -53,6 +53,11 @@ def cell(figures: Figures, name: str, form: str) -> str:
 def ratio(one: Figures, other: Figures, name: str, form: str) -> str:
     """One's figure over the other's, or a dash where either has none."""
     return format(one[name] / other[name], form) if name in one and name in other else NOTHING
+
+
+def in_line(figures: Mapping[str, float], form: str, unit: str) -> str:
+    """Join named figures with their unit, for a line of progress."""
+    return ", ".join(f"{name} {value:{form}} {unit}" for name, value in figures.items())
 
 
 def grid(lines: Sequence[Sequence[Any]]) -> str:

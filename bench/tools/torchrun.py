@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from bench.tools.options import count
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,7 +22,7 @@ SECONDS = 120.0  # that ranks wait for each other
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     """``--tp N``."""
-    parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism: torchrun --nproc-per-node N")
+    parser.add_argument("--tp", type=count, default=1, help="ranks of tensor parallelism: torchrun --nproc-per-node N")
 
 
 def check_launched(parser: argparse.ArgumentParser, tp: int) -> None:

@@ -1,6 +1,6 @@
 """transformers' `generate`, plain, with its static cache and the compiler, and through graphs.
 
-``python -m bench.transformers_generate --models llama t5``: every arm in a fresh process, so that its first generation
+``python -m bench.transformers_generate --models llama,t5``: every arm in a fresh process, so that its first generation
 pays for all that it needs: CUDA's lazy loading, compiling with empty caches, capturing; neither imports nor the model.
 Before that, tokens are compared in float32 over ragged batches, in a process of their own.
 """
@@ -18,6 +18,7 @@ import torch
 
 from bench.tools import command, compiler, fresh
 from bench.tools.measure import NOT_SPEED, Figures, gpu_busy, say, seconds, synchronize
+from bench.tools.options import add_names, count
 from bench.tools.tables import cell, ratio
 from bench.transformers_generate import families, same_tokens
 
@@ -114,17 +115,22 @@ def measure(plan: GenerationPlan, device: torch.device) -> Figures:
 
 
 def _measure_model(plan: GenerationPlan, name: str, device: torch.device) -> Figures:
-    say(f"{name}, tokens in float32")
+    say(f"{name}, tokens in float32 ...")
     compare = (same_tokens.compare, name, device, plan.tiny, plan.prompt, plan.compared)
     agreement = _answer(plan, *compare)
-    return agreement | {"arms": {arm: _measure_arm(plan, name, arm, device) for arm in plan.arms}}
+    say(f"{name}, {_agreement(agreement)}")
+    arms: Figures = {}
+    for arm in plan.arms:
+        say(f"{name}, {arm}, bfloat16 ...")
+        arms[arm] = _measure_arm(plan, name, arm, device)
+        say(f"{name}, {arm}: {_told(arms[arm])}")
+    return agreement | {"arms": arms}
 
 
 def _measure_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device) -> Figures:
     compiles = arm == COMPILED and device.type == "cuda"
     runs: list[Figures] = []
     for _ in range(1 if compiles else plan.processes):
-        say(f"{name}, {arm}, bfloat16")
         run = _answer(plan, run_arm, plan, name, arm, device, torch.bfloat16)
         if "failed" in run:  # what transformers cannot compile is a figure, not a failure
             return {"skipped": run["reason"]} if arm == COMPILED else run
@@ -154,11 +160,11 @@ def failures(figures: Figures) -> list[str]:
     return told
 
 
-_COLUMNS = ("ms a token", "of plain", "first s", "sooner", "GPU busy")
+_COLUMNS = ("ms a token", "x plain ms", "first s", "x sooner", "GPU busy")
 
 
 def render(figures: Figures) -> str:
-    """The figures as a table; `sooner` is the compiled first generation's time over that of the arm."""
+    """The figures as a table; `x sooner` is the compiled first generation's time over that of the arm."""
     lines = [] if figures["device"] == "cuda" else [f"{NOT_SPEED} Nothing is compiled."]
     lines.append("batch {batch}, prompt of {prompt}, {tokens} new tokens".format(**figures["plan"]))
     lines.append(f"{'':>34}" + "".join(f"{title:>12}" for title in _COLUMNS))
@@ -168,16 +174,23 @@ def render(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def _told(found: Figures) -> str:
+    """The figures of an arm in a line, or why there are none."""
+    if "ms_per_token" not in found:
+        return f"skipped: {found['skipped']}" if "skipped" in found else f"failed: {found['reason']}"
+    return f"{found['ms_per_token']:.3f} ms a token, first generate {found['first_seconds']:.2f} s"
+
+
 def _cells(found: Figures, arms: Figures) -> str:
     if "ms_per_token" not in found:
-        return f"    skipped: {found['skipped']}" if "skipped" in found else f"    failed: {found['reason']}"
+        return f"    {_told(found)}"
     plain, compiled = (arms.get(arm, {}) for arm in (PLAIN, COMPILED))
     cells = [
         cell(found, "ms_per_token", ".3f"),
         ratio(found, plain, "ms_per_token", ".3f"),
         cell(found, "first_seconds", ".2f"),
         ratio(compiled, found, "first_seconds", ".1f"),
-        cell(found, "busy_share", ".3f"),
+        cell(found, "busy_share", ".0%"),
     ]
     row = "".join(f"{cell:>12}" for cell in cells)
     return row if found.get("compiled_graphs", 1) else f"{row}  (transformers compiled nothing)"
@@ -204,9 +217,9 @@ _NUMBERS = {
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the table, and write the figures where ``--json`` says."""
     parser = argparse.ArgumentParser(prog="python -m bench.transformers_generate", description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(families.FAMILIES), help="otherwise llama")
+    add_names(parser, "--models", families.FAMILIES, "llama by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, help="these alone")
+    add_names(parser, "--arms", ARMS, "all by default")
     for name, told in _NUMBERS.items():
-        parser.add_argument(f"--{name}", type=int, help=told)
+        parser.add_argument(f"--{name}", type=count, help=told)
     command.run(parser, argv, default_plan, measure, render, failures)

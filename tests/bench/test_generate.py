@@ -64,7 +64,6 @@ def test_a_tokenizer_is_used_where_there_is_one(checkpoint: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "no-such", "--prompt", "1"], "no-such"),
         (["--model", "tiny", "--prompt", "hello"], "has no tokenizer"),
         (["--model", "tiny", "--prompt", "1", ""], "the prompt is empty"),
         (["--model", "tiny", "--prompt", "512"], "token id 512; expected 0 to 511"),

@@ -82,7 +82,7 @@ def test_the_serving_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
     saved = json.loads(path.read_text())
     assert list(saved["results"]) == ["eager", "full-decode-only"]
-    assert "ITL mean" in printed
+    assert "ITL ms mean" in printed
     if not torch.cuda.is_available():
         assert "NOT speed" in printed
     with pytest.raises(SystemExit):

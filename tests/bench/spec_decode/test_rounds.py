@@ -65,10 +65,7 @@ def test_random_weights_take_the_mean_length_that_is_set(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--k", "0"], "num_draft_tokens is 0; expected at least 1"),
-        (["--draft", "medusa"], "--draft is 'medusa'"),
-        (["--model", "tiny", "--draft", "nowhere"], "nowhere has no config.json"),
-        (["--model", "nothing"], "--model is 'nothing'"),
+        (["--k", "4000"], "num_draft_tokens is 4000; expected below max_model_len=48"),
     ],
 )
 def test_what_does_not_fit_is_said_in_words(

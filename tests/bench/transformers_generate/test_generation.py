@@ -67,11 +67,9 @@ def test_models_measured_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = tmp_path / "figures.json"
     arguments = [
         "--models",
-        "gpt2",
-        "whisper",
+        "gpt2,whisper",
         "--arms",
-        "plain",
-        "simplegraph",
+        "plain,simplegraph",
         "--device",
         "cpu",
         "--json",
@@ -101,7 +99,7 @@ def test_the_table_compares_with_plain_and_says_that_a_cpu_is_no_speed() -> None
     table = generation.render(figures)
     assert generation.NOT_SPEED in table
     rows = {tuple(line.split()[:2]): line.split()[2:] for line in table.splitlines()}
-    assert rows["gpt2", "plain"] == ["30.000", "1.000", "2.00", "20.0", "0.250"]
+    assert rows["gpt2", "plain"] == ["30.000", "1.000", "2.00", "20.0", "25%"]
     assert rows["gpt2", "simplegraph"] == ["3.000", "0.100", "2.00", "20.0", "-"]
     assert " ".join(rows["gpt2", "static-compiled"]).endswith("(transformers compiled nothing)")
     assert " ".join(rows["t5", "static-compiled"]) == "skipped: ValueError: no static cache"

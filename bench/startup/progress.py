@@ -1,0 +1,70 @@
+"""How far a comparison is: a bar over its processes with the time that is left, or lines where no terminal shows it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+
+from tqdm import tqdm
+
+from bench.tools import torchrun
+from bench.tools.measure import say
+
+EVERY = 10.0  # seconds between two lines where there is no terminal
+
+
+class Progress:
+    """Shows which process runs, how many are done, and about how long the others take.
+
+    Args:
+        shares: how long each process takes beside the others, as far as is known; none shows nothing.
+    """
+
+    def __init__(self, shares: Iterable[float] = ()) -> None:
+        self._shares = list(shares)
+        self._done, self._label = 0, ""
+        self._began = self._process_began = self._spoke = time.monotonic()
+        drawn = bool(self._shares) and sys.stderr.isatty() and torchrun.rank() == 0
+        form = "{desc} |{bar}| {n_fmt} of {total_fmt}, {elapsed}{postfix}"
+        self._bar = tqdm(total=len(self._shares), bar_format=form, disable=not drawn, leave=False)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+    def begin(self, label: str) -> None:
+        """Start a process of this name."""
+        self._label, self._process_began = label, time.monotonic()
+        with tqdm.external_write_mode(file=sys.stderr):
+            say(f"{label} ...")
+        self._bar.set_description_str(label)
+
+    def tick(self) -> None:
+        """Refresh what is shown; called several times a second."""
+        self._bar.set_postfix_str(self.left(), refresh=True)
+        now = time.monotonic()
+        if self._shares and self._bar.disable and now - max(self._spoke, self._process_began) >= EVERY:
+            self._spoke = now
+            took, done = now - self._process_began, f"{self._done} of {len(self._shares)} processes done"
+            say(f"{self._label}: running for {took:.0f} s; {done}, {self.left()}")
+
+    def end(self, skipped: int = 0) -> None:
+        """Count the process as done, and as many after it as will not run."""
+        self._done += 1 + skipped
+        self._bar.update(1 + skipped)
+
+    def left(self) -> str:
+        """Return about how long the processes take that are not done."""
+        done, rest = sum(self._shares[: self._done]), sum(self._shares[self._done :])
+        if not done:
+            return "time left unknown"
+        now = time.monotonic()
+        each = (self._process_began - self._began) / done
+        return f"about {max(0.0, each * rest - (now - self._process_began)):.0f} s left"
+
+    def write(self, text: str) -> None:
+        """Pass on what a process says, above the bar."""
+        if text:
+            with tqdm.external_write_mode(file=sys.stderr):
+                sys.stderr.write(text)

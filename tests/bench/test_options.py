@@ -1,0 +1,88 @@
+"""What a benchmark's command line cannot take is refused before anything is measured or written, with what is valid."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.tools import environment
+from bench.tools.options import from_environment, names
+
+pytest.importorskip("transformers", minversion="5.0")
+
+STARTUP = "bench.startup.__main__"
+SHAPES = "expected 70b, 8b, tiny, or a folder with a config.json"
+REFUSED = [
+    (STARTUP, "--arms eager,foo", "'foo' is none of eager, eager-dtensor, plain-loop, simplegraph, "),
+    (STARTUP, "--sizes a", "'a' is no whole number of at least 1; expected numbers separated by commas, such as 1,2,4"),
+    (STARTUP, "--sizes 1,0", "'0' is no whole number of at least 1"),
+    (STARTUP, "--model nope", f"'nope' is no model; {SHAPES}"),
+    (STARTUP, "--rounds 0", "'0' is no whole number of at least 1"),
+    (STARTUP, "--timeout soon", "'soon' is no number above 0"),
+    (STARTUP, "--device tpu", "'tpu' is none of cuda, cpu"),
+    ("bench.startup.first_token", "--arms foo", "'foo' is none of eager, simplegraph, simplegraph-fused, compiled"),
+    ("bench.startup.first_token", "--model nope", SHAPES),
+    ("bench.host_overhead.__main__", "--sizes a", "'a' is no whole number of at least 1"),
+    ("bench.host_overhead.consensus", "--sizes a", "'a' is no whole number of at least 1"),
+    ("bench.piecewise.breaks", "--model nope", SHAPES),
+    ("bench.piecewise.breaks", "--mixed-sizes 8,", "'' is no whole number of at least 1"),
+    ("bench.models_first_call.first_call", "--models nope", "'nope' is none of "),
+    ("bench.models_first_call.first_call", "--arms eager,foo", "'foo' is none of eager, simplegraph, simplegraph-"),
+    ("bench.transformers_generate.generation", "--models nope", "'nope' is none of llama, qwen2, "),
+    ("bench.transformers_generate.generation", "--arms foo", "'foo' is none of plain, static-compiled, simplegraph"),
+    ("bench.serve.__main__", "--arms foo", "'foo' is none of eager, full-decode-only, full-and-piecewise, compiled-"),
+    ("bench.serve.__main__", "--attention foo", "'foo' is none of auto, "),
+    ("bench.serve.__main__", "--model nope", SHAPES),
+    ("bench.serve.__main__", "--rate 0", "'0' is no number above 0"),
+    (
+        "bench.spec_decode.__main__",
+        "--arms foo",
+        "none of no-speculation, eager, target-full-draft-eager, target-full-",
+    ),
+    (
+        "bench.spec_decode.__main__",
+        "--draft medusa",
+        "'medusa' is no draft; expected eagle, eagle3, or a folder with a",
+    ),
+    ("bench.spec_decode.__main__", "--model nope", f"'nope' is no model; {SHAPES.replace('70b', 'trained, 70b')}"),
+    ("bench.spec_decode.__main__", "--k 0", "'0' is no whole number of at least 1"),
+    ("bench.generate", "--model nope --prompt 1", SHAPES),
+    ("bench.generate", "--model tiny --prompt 1 --mode FUL", "invalid choice: 'FUL'"),
+]
+
+
+@pytest.mark.parametrize(("module", "line", "words"), REFUSED, ids=[f"{module} {line}" for module, line, _ in REFUSED])
+def test_what_is_not_valid_is_refused_with_what_is(
+    module: str, line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = [] if module == "bench.generate" else ["--json", str(tmp_path / "figures.json")]
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(module).main([*line.split(" "), *written])
+    told = capsys.readouterr()
+    assert words in told.err.splitlines()[-1]
+    assert told.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_with_a_comma_is_written_with_dashes() -> None:
+    read = names(["no speculation", "target full, draft eager"])
+    assert read("target-full-draft-eager, no-speculation") == ("target full, draft eager", "no speculation")
+
+
+def test_a_name_from_the_environment_is_refused_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_MODELS", "unet,nope")
+    with pytest.raises(ValueError, match="BENCH_MODELS: 'nope' is none of unet, convnet"):
+        from_environment("BENCH_MODELS", names(["unet", "convnet"]))
+
+
+def test_pytest_refuses_an_arm_that_is_none() -> None:
+    pytest.importorskip("pytest_benchmark")
+    line = [sys.executable, "-m", "pytest", "bench/startup/test_startup.py", "--startup-arms", "foo"]
+    done = subprocess.run(line, cwd=environment.ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "'foo' is none of eager" in done.stderr
