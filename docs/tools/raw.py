@@ -18,9 +18,9 @@ def load(name: str) -> Any:
 
 
 def extra(name: str, benchmark: str = "") -> Any:
-    """Return what a benchmark's file holds beside pytest-benchmark's own: of its first one, or of one by name."""
+    """Return what a benchmark's file holds beside pytest-benchmark's own: of its first one, or of a suite's first."""
     found = load(name)["benchmarks"]
-    return next(one for one in found if not benchmark or one["name"] == benchmark)["extra_info"]
+    return next(one for one in found if not benchmark or one["name"].partition("[")[0] == benchmark)["extra_info"]
 
 
 def startup() -> dict[str, Any]:
