@@ -182,7 +182,7 @@ class GraphBuilder:
         trace = call.binding.trace_at(call.padded) if call.padding and _breaks(call) else None
         if trace is not None and self.manager.table.trace(call.key) is None:
             self.manager.table.add_trace(call.key, trace)
-        jobs = self._jobs(call, inputs, [call.dispatch[:2]])
+        jobs = _capture_jobs(self, call, inputs, [call.dispatch[:2]])
         failed = self._build(call, inputs, jobs, lazy=True).failed
         if failed and call.binding.unsupported is None:
             if self.manager.config.on_capture_failure == "raise":
@@ -196,7 +196,7 @@ class GraphBuilder:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""
         binding, inputs, table = call.binding, self._inputs(call), self.manager.table
         inputs.tile(call.tensors, call.batch, call.padded)
-        jobs = self._jobs(call, inputs, self.manager.descriptors())
+        jobs = _capture_jobs(self, call, inputs, self.manager.descriptors())
         jobs = [job for job in jobs if job.key not in table.graphs]
         summary = self._build(call, inputs, jobs, lazy=False)
         binding.called = True
@@ -255,13 +255,8 @@ class GraphBuilder:
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Give up the graph of the call's size: it runs eagerly from now on."""
-        jobs = self._jobs(call, self.inputs_of[call.key], [call.dispatch[:2]])
+        jobs = _capture_jobs(self, call, self.inputs_of[call.key], [call.dispatch[:2]])
         self.manager.table.refuse(jobs, cause, remedy)
-
-    def _jobs(
-        self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
-    ) -> list[CaptureJob]:
-        return _capture_jobs(self.manager, call, inputs, todo, self.reader)
 
     def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
         """Take note of new programs, and of everything they read."""
@@ -319,18 +314,14 @@ def _breaks(call: Call) -> bool:
 
 
 def _capture_jobs(
-    manager: CudaGraphManager,
-    call: Call,
-    inputs: InputSet,
-    todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]],
-    reader: CallReader,
+    builder: GraphBuilder, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
 ) -> list[CaptureJob]:
     generators, described = held_generators(call), call.layout.described_inputs()
     return [
         CaptureJob(
             (call.binding.signature, *kind),
             *kind,
-            _forward(manager, call, inputs, kind[1], reader),
+            _forward(builder.manager, call, inputs, kind[1], builder.reader),
             generators,
             described,
             lambda tensor: Survey(call.module).name_of(tensor),
