@@ -50,14 +50,14 @@ class Addresses:
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int, bool]] = []  # (start, end, True if of the pools), ordered
+        self._foreign: set[int] = set()  # addresses in no memory of torch's
 
     def look_up(self, address: int) -> bool | None:
         """Return True for memory of the pools, False for other memory, None where that is not known."""
         at = bisect.bisect_right(self._ranges, (address, 1 << 64, True)) - 1
-        if at < 0:
-            return None
-        _, end, belongs = self._ranges[at]
-        return belongs if address < end else None
+        if at >= 0 and address < self._ranges[at][1]:
+            return self._ranges[at][2]
+        return False if address in self._foreign else None
 
     def find(self, address: int, pool_ids: Container[PoolId]) -> bool:
         """Return True for memory of the pools, and ask torch if need be."""
@@ -69,13 +69,14 @@ class Addresses:
             ]
             self._ranges = sorted(ranges)
             known = self.look_up(address)
-            if known is None:  # no memory of torch's
-                bisect.insort(self._ranges, (address, address + 1, False))
+            if known is None:
+                self._foreign.add(address)
         return bool(known)
 
     def forget_others(self) -> None:
         """Forget what is not the pools': it may be given back, and be theirs next."""
         self._ranges = [each for each in self._ranges if each[2]]
+        self._foreign.clear()
 
 
 class Allocations:

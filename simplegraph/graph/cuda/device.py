@@ -146,8 +146,7 @@ class CudaDevice:
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
             raise ConfigError(
-                f"torch's CUDA allocator is {backend}, which does not tell what memory a capture made; graphs need "
-                "its native one. Remove the backend from PYTORCH_CUDA_ALLOC_CONF, or the allocator that was set."
+                f"torch's CUDA allocator is {backend}, but graphs need the native one; see PYTORCH_CUDA_ALLOC_CONF."
             )
         self.index = index
         self.torch_device = torch.device("cuda", index)
@@ -163,6 +162,8 @@ class CudaDevice:
 
     def new_pool(self) -> GraphPool:
         handle = _Pool((0, 0))
+        if self._released > _MOST_RELEASED:
+            self.release_cached_memory()
         with self._on_own_stream():
             self._refresh(handle)
         return GraphPool(self, handle, self.current_stream())
@@ -176,8 +177,6 @@ class CudaDevice:
     def _refresh(self, handle: _Pool, generators: Sequence[torch.Generator] = ()) -> None:
         """Let captures go to a fresh pool of the allocator from now on."""
         _graveyard.clear()
-        if self._released > _MOST_RELEASED:
-            self.release_cached_memory()
         cell = self._scratch
         handle.id = torch.cuda.graph_pool_handle()
         order_draws(self)
@@ -310,8 +309,11 @@ class CudaDevice:
             torch.cuda.synchronize(self.torch_device)
 
     def release_cached_memory(self) -> None:
-        torch.cuda.empty_cache()
-        self._released = 0
+        try:
+            torch.cuda.empty_cache()
+            self._released = 0
+        except RuntimeError as error:  # another thread captures by itself, or allocates from a pool of its own
+            logger.debug("the allocator keeps its cache: %s", error)
 
     def mark(self) -> CudaMark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -326,8 +328,8 @@ class CudaDevice:
         return MemoryReading(free, total, torch.cuda.memory_reserved(self.torch_device))
 
     def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
-        handle: _Pool = pool.handle
-        return handle.addresses.find(tensor.data_ptr(), handle.anchors)
+        handle, address = pool.handle, tensor.data_ptr()
+        return bool(address) and handle.addresses.find(address, handle.anchors)
 
     def left_alive(self, pool: GraphPool) -> set[int]:
         handle: _Pool = pool.handle
