@@ -34,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ["PYTEST_XDIST_WORKER"]  # a pytest that a test starts is no worker of pytest-xdist
 
 
+def pytest_collection() -> None:
+    """Leave what is imported by now out of garbage collections and searches; tests' own modules come later."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Resolve ``-n auto``: no worker beside a GPU, whose memory tests measure; else one per core, at most 8."""
