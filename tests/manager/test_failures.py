@@ -16,6 +16,7 @@ from troubled import SIZES, WIDTH, capturing, right, rows, warm, wrapped
 
 import simplegraph as sg
 from simplegraph import CaptureError, Reason
+from simplegraph.graph.select import graph_device
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -468,3 +469,21 @@ def test_what_only_a_middle_size_reads_is_owned_and_watched(device: torch.device
         for _ in range(4):
             x = rows(size, device)
             assert torch.equal(model(x), x * (size + 100))
+
+
+def test_segments_before_a_break_are_dropped_although_the_error_is_kept(device: torch.device) -> None:
+    x = torch.ones(4, device=device)
+    doubled = sg.eager_break(lambda y: y * 2)
+
+    def forward(mode: Any, descriptor: Any) -> torch.Tensor:
+        y = doubled(x + 1)
+        return y * float(y.sum())
+
+    graphs = graph_device(device)
+    manager = sg.CudaGraphManager(
+        device=graphs, mode="PIECEWISE", capture_sizes=[4], progress=False, on_capture_failure="raise"
+    )
+    with pytest.raises(sg.CaptureError) as error:
+        manager.capture(forward)
+    graphs.release_pool(manager.pool)  # refused while the pool has graphs
+    assert "read back" in str(error.value)
