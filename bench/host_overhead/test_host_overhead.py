@@ -13,7 +13,7 @@ from bench.tools.tables import grid
 from simplegraph.batch.sizes import default_sizes
 
 SIZES = {"1 size": [calls.SIZE], "51 sizes": default_sizes(512)}
-CALLS = ("in place", "copied", "bare") if device_of().type == "cuda" else ("in place", "copied")
+CALLS = ("in place", "copied", "eager", "refused", *(("bare",) if device_of().type == "cuda" else ()))
 
 
 def measure(device: torch.device) -> Figures:
