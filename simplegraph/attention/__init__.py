@@ -1,4 +1,4 @@
-"""Attention in captured steps: a paged KV cache, metadata of a step, backends; no model, scheduler or sampling.
+"""Attention for captured steps: paged KV cache, step metadata, backends. No model, scheduler or sampling.
 
 Example:
     >>> cache = PagedKVCache(32, 1000, 16, 8, 128, dtype=torch.bfloat16, device="cuda")

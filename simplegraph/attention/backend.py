@@ -1,4 +1,4 @@
-"""What every attention backend has in common, and the context through which layers reach the live step."""
+"""The base class of attention backends, and the context through which layers reach the current step."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from simplegraph.manager.hooks import GraphHooks
 
 
 class AttentionBackend(GraphHooks, abc.ABC):
-    """Attention over a paged cache. Give it to the manager as hooks: it then prepares every capture and replay.
+    """Base class of attention over a paged cache. Add it to the manager as hooks: it prepares each capture and replay.
 
-    A subclass says in its own body what it can do inside a full graph (`support`); that is never inherited
+    A subclass declares in its own body what it can do inside a full graph (`support`); that is never inherited
     (torchtitan #3668).
 
     Args:
-        cache: keys and values.
+        cache: keys and values of all layers.
         metadata: the persistent buffers of the step.
-        num_heads: query heads, a multiple of the cache's.
+        num_heads: query heads, a multiple of the cache's key heads.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
 
     Attributes:
-        reads_lengths_on_device: whether lengths and slots that change on the device after `prepare`, up to those that
-            were set, are what `run` goes by. A graph may then hold several steps that follow each other.
+        reads_lengths_on_device: True if `run` reads lengths and slots from the device, so that they may change there
+            after `prepare`, up to the lengths that were set. A graph can then hold several consecutive steps.
 
     Raises:
-        ConfigError: heads, page sizes or devices do not fit each other.
+        ConfigError: heads, page sizes or devices do not match.
     """
 
     support: AttentionCGSupport
@@ -49,11 +49,11 @@ class AttentionBackend(GraphHooks, abc.ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # Abstract classes between may leave it out; whatever can be built may not, even if it inherits `run`.
+        # Only abstract subclasses may leave it out; one that can be instantiated may not, even if it inherits `run`.
         missing = [name for name in ("support", "name") if name not in vars(cls)]
         if missing and not inspect.isabstract(cls):
             raise ConfigError(
-                f"{cls.__name__} does not declare {' and '.join(missing)}; every attention backend says in its own "
+                f"{cls.__name__} does not declare {' and '.join(missing)}; every attention backend declares in its own "
                 "body what it can do inside a full graph, since a subclass may do less."
             )
 
@@ -68,7 +68,7 @@ class AttentionBackend(GraphHooks, abc.ABC):
             raise ConfigError(f"the cache has pages of {cache.page_size} tokens, the metadata of {metadata.page_size}.")
         if cache.device != metadata.device:
             raise ConfigError(f"the cache is on {cache.device}, the metadata on {metadata.device}.")
-        # Several backends: a page must be one of every cache's.
+        # Backends may share the metadata: a page id must then exist in each of their caches.
         metadata.num_pages = min(cache.num_pages, metadata.num_pages or cache.num_pages)
         self.cache, self.metadata = cache, metadata
         self.num_heads = num_heads
@@ -80,41 +80,41 @@ class AttentionBackend(GraphHooks, abc.ABC):
 
     @abc.abstractmethod
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
-        """Causal attention of the step's queries over the cache, which holds this step's keys and values already.
+        """Compute causal attention of the step's queries; the cache already holds this step's keys and values.
 
         Args:
-            layer: of the cache.
-            q: (T, num_heads, head_dim), the requests' tokens one after the other, then padding.
-            out: the same shape, zeros; padding rows stay finite.
+            layer: index of the cache's layer.
+            q: (T, num_heads, head_dim), the cache's dtype: the requests' tokens one after the other, then padding.
+            out: written; as `q`, zeros before the call. Padding rows stay finite.
             metadata: the step, padded to T tokens.
         """
 
     def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
-        """As `run`, for what is to be merged with attention over other keys: also the log-sum-exp of each row's scores.
+        """Do as `run` and return each row's log-sum-exp, by which results over different keys are merged.
 
         Returns:
-            (T, num_heads) float32, to the base e. Rows that see no key hold anything there, and in `out`.
+            (T, num_heads) float32, to the base e. Rows that see no key are undefined, here and in `out`.
 
         Raises:
-            ConfigError: this backend does not give it.
+            ConfigError: this backend does not compute it.
         """
         raise ConfigError(f"{self.name} does not give the log-sum-exp by which context parallel ranks merge.")
 
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
-        """Outside any graph, before every eager run, dummy run, capture and replay.
+        """Plan the step's attention. Called outside any graph before every eager run, dummy run, capture and replay.
 
         Args:
             mode: how the batch runs.
-            descriptor: the graph's key, or for NONE the batch as it is.
-            metadata: what `run` will be given.
+            descriptor: the graph's key, or for NONE the batch without padding.
+            metadata: the view that `run` will get.
         """
 
     @property
     def live(self) -> CommonMetadata:
-        """What the step reads now.
+        """The metadata of the step that was prepared last.
 
         Raises:
-            ReplayError: nothing was prepared.
+            ReplayError: no step was prepared.
         """
         if self._live is None:
             raise ReplayError(
@@ -135,7 +135,7 @@ class AttentionBackend(GraphHooks, abc.ABC):
         num_tokens, num_reqs = self._shape(descriptor)
         query_len = descriptor.uniform_query_len
         if mode is not CudaGraphMode.FULL:
-            num_reqs = batch.num_reqs  # such a graph holds no attention, so its breaks take the real requests
+            num_reqs = batch.num_reqs  # attention runs in the breaks of such a graph, on the real requests
         elif query_len is not None and not batch.has_query_len(query_len):
             raise ReplayError(
                 f"the graph is for requests of {query_len} tokens each, but the batch has requests of "
@@ -151,10 +151,10 @@ class AttentionBackend(GraphHooks, abc.ABC):
         self._ran = batch.version
 
     def enter(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """At the begin of a forward, for `attending`: prepare, where no hook does.
+        """Prepare at the start of a forward if no hook has; `attending` calls this.
 
         Raises:
-            ReplayError: a capture begins that was not announced to this backend.
+            ReplayError: a capture begins without a call of `before_capture`: the backend is none of the hooks.
         """
         if self.device.is_capturing():
             if self._announced != (mode, descriptor):
@@ -166,26 +166,26 @@ class AttentionBackend(GraphHooks, abc.ABC):
             self.before_replay(mode, descriptor)
         else:
             self.before_capture(mode, descriptor)
-            self._announced = None  # a warmup's own
+            self._announced = None  # this was a warmup, and its capture is announced separately
 
     def _prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, view: CommonMetadata) -> None:
-        self._live = None  # until all of it went well
+        self._live = None  # in case `prepare` raises
         self.prepare(mode, descriptor, view)
         self._live = view
 
     def _shape(self, descriptor: BatchDescriptor) -> tuple[int, int]:
-        """Tokens and requests of a graph; where its key leaves the requests open, as many as there can be."""
+        """Return the tokens and requests of a graph; if its key leaves the requests open, the most possible."""
         return descriptor.num_tokens, descriptor.num_reqs or min(descriptor.num_tokens, self.metadata.max_num_reqs)
 
 
 class BackendGroup(GraphHooks):
-    """Several backends in one model, by layer. The least of them decides what the model can do.
+    """Several backends in one model, by layer. Its `support` is the lowest of theirs.
 
     Args:
-        backends: layer -> its backend.
+        backends: layer index -> its backend.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: `backends` is empty or no mapping.
     """
 
     def __init__(self, backends: Mapping[int, AttentionBackend]) -> None:
@@ -209,16 +209,16 @@ class BackendGroup(GraphHooks):
             backend.end_of_forward(mode, descriptor)
 
     def enter(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """As `AttentionBackend.enter`, for each."""
+        """Call `AttentionBackend.enter` of each backend."""
         for backend in self._each:
             backend.enter(mode, descriptor)
 
 
 def minimum_support(backends: Iterable[AttentionBackend]) -> AttentionCGSupport:
-    """What a model with all of these can do: the least of them decides.
+    """Return the support of a model that uses all these backends, which is the lowest of theirs.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: `backends` is empty.
     """
     found = [type(backend).support for backend in backends]
     if not found:
@@ -237,17 +237,17 @@ _THREAD = _AttendingThread()
 def attending(
     attention: AttentionBackend | BackendGroup, mode: CudaGraphMode, descriptor: BatchDescriptor
 ) -> Iterator[None]:
-    """Around an engine's forward: layers in here reach the live step through `attend`.
+    """Wrap an engine's forward, so that its layers can call `attend`.
 
         def forward(mode, descriptor):
             with attending(backend, mode, descriptor):
                 return model(ids[: descriptor.num_tokens], positions[: descriptor.num_tokens])
 
-    Outside a capture this prepares: for the live step where `mode` is NONE, for a dummy step otherwise, since a
-    graph's warmup is what calls a forward with its mode. (Captures and replays are prepared as hooks.)
+    Outside a capture this also prepares the backend: for the live step if `mode` is NONE; otherwise the forward is a
+    graph's warmup, and the backend is prepared for a dummy step. The manager's hooks prepare captures and replays.
 
     Args:
-        attention: the model's backend, or a group of them.
+        attention: the model's backend, or a group of backends.
         mode: as the manager passes it to the forward.
         descriptor: as the manager passes it to the forward.
     """
@@ -260,25 +260,26 @@ def attending(
 
 
 def attend(q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, *, out: Tensor | None = None) -> Tensor:
-    """One layer's attention of the live step: writes keys and values to the cache, then attends, causally.
+    """Write the step's keys and values of one layer to the cache, then compute its causal attention.
 
     In a PIECEWISE graph the attention itself is an eager break; the write is part of the segment.
 
     Args:
-        q: (T, num_heads, head_dim), the requests' tokens one after the other, then padding.
-        k: (T, num_kv_heads, head_dim); None, as `v`, if a kernel of the model wrote both to the cache already, at
-            ``backend.live.slot_mapping``.
-        v: (T, num_kv_heads, head_dim).
-        layer: which of the cache's layers.
-        out: where the result goes, as `q` in shape and dtype; one buffer may serve every layer. Spares a fill with
-            zeros: padding rows keep what they hold.
+        q: (T, num_heads, head_dim), the cache's dtype: the requests' tokens one after the other, then padding.
+        k: (T, num_kv_heads, head_dim), the cache's dtype. None, as is `v`, if a kernel of the model has already written
+            both to the cache, at ``backend.live.slot_mapping``.
+        v: as `k`.
+        layer: index of the cache's layer.
+        out: a tensor for the result, with the shape and dtype of `q`; one buffer may serve every layer. It saves a fill
+            with zeros: padding rows keep their old contents.
 
     Returns:
-        (T, num_heads, head_dim), `out` where it was given; padding rows are finite, of no meaning.
+        (T, num_heads, head_dim), which is `out` if given. Padding rows are finite but meaningless.
 
     Raises:
-        ReplayError: outside `attending`.
-        InputError: the rows are not the step's, or do not fit the cache.
+        ReplayError: called outside `attending`, or no step was prepared.
+        InputError: a shape or dtype does not match the step or the cache, or only one of k and v is None.
+        ConfigError: no backend serves this layer.
     """
     backend = _serving(layer)
     live = backend.live
@@ -312,7 +313,7 @@ def _serving(layer: int) -> AttentionBackend:
 
 @eager_break
 def _run(backend: AttentionBackend, layer: int, q: Tensor, out: Tensor) -> None:
-    # Every replay of a break runs this again, so `live` is that replay's step.
+    # Every replay of the break runs this, so `live` is the metadata of that replay's step.
     result: object = backend.run(layer, q, out, backend.live)
     if result is not None:
         raise ConfigError(f"{type(backend).__name__}.run returned {type(result).__name__}; it must write into `out`.")

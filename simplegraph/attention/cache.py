@@ -14,16 +14,17 @@ from simplegraph.errors import ConfigError, InputError
 
 
 class PagedKVCache:
-    """Keys and values of every layer, in pages that requests own.
+    """Keys and values of every layer, in pages that are assigned to requests.
 
     Args:
-        num_layers, num_pages: how many.
+        num_layers, num_pages: layers of the model, and pages of each.
         page_size: tokens in a page.
-        num_kv_heads, head_dim: of one token's key or value.
+        num_kv_heads, head_dim: shape of one token's key or value.
+        dtype, device: of keys and values.
         layout: "NHD", a page is (page_size, num_kv_heads, head_dim); "HND", (num_kv_heads, page_size, head_dim).
 
     Raises:
-        ConfigError: a size is below 1, or the layout is another.
+        ConfigError: a size is below 1, or the layout is neither.
     """
 
     def __init__(
@@ -46,8 +47,8 @@ class PagedKVCache:
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.dtype, self.layout = dtype, layout
         page = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
-        # One page more than requests can own: where operators that cannot skip a row put padding.
-        # No inference tensor, wherever this is built: those refuse writes from other modes.
+        # One page more than requests can own: operators that cannot skip rows write padding there.
+        # Not an inference tensor, even if built in inference mode: those refuse writes outside of it.
         with torch.inference_mode(False):
             self._memory = torch.zeros(2, num_layers, num_pages + 1, *page, head_dim, dtype=dtype, device=device)
         self.device = self._memory.device
@@ -56,33 +57,33 @@ class PagedKVCache:
         self._keys, self._values = ([part[layer, :num_pages] for layer in range(num_layers)] for part in self._memory)
 
     def keys(self, layer: int) -> Tensor:
-        """The layer's pages: (num_pages, page_size, num_kv_heads, head_dim), or with HND the middle two swapped."""
+        """Return a layer's keys: (num_pages, page_size, num_kv_heads, head_dim), with HND the middle two swapped."""
         return self._keys[layer]
 
     def values(self, layer: int) -> Tensor:
-        """As `keys`."""
+        """Return a layer's values, in the shape of `keys`."""
         return self._values[layer]
 
     @property
     def bytes(self) -> int:
-        """Device memory it takes."""
+        """Device memory of the cache, in bytes."""
         return self._memory.nbytes
 
     def zero_(self) -> None:
-        """Forget everything."""
+        """Fill all keys and values with zeros."""
         self._memory.zero_()
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Put each token's key and value where its slot says: one kernel on a GPU, graph-safe anywhere.
+        """Write each token's key and value to its slot: one kernel on a GPU, graph-safe on every device.
 
         Args:
-            layer: whose cache.
-            k: (T, num_kv_heads, head_dim), of the cache's dtype.
+            layer: index of the layer.
+            k: (T, num_kv_heads, head_dim), the cache's dtype.
             v: as `k`.
-            slot_mapping: (T,) int64, page * page_size + offset; rows with -1 are left out.
+            slot_mapping: (T,) int64, page * page_size + offset; rows with -1 are skipped.
 
         Raises:
-            InputError: a shape or dtype does not fit the cache; nothing was written.
+            InputError: a shape or dtype does not match the cache; nothing was written.
         """
         if slot_mapping.dtype is not torch.int64:
             raise InputError(f"slot_mapping is {slot_mapping.dtype}; expected torch.int64.")
@@ -100,7 +101,7 @@ class PagedKVCache:
         else:
             self._write_by_index(layer, k, v, slot_mapping)
 
-    @torch.no_grad()  # else what required a gradient would make the whole cache require one
+    @torch.no_grad()  # else keys that require a gradient would make the whole cache require one
     def _write_by_index(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         slots = torch.where(slot_mapping < 0, self.num_pages * self.page_size, slot_mapping)
         for memory, rows in ((self._memory[0, layer], k), (self._memory[1, layer], v)):

@@ -1,6 +1,6 @@
-"""FlashAttention-3's kernels out of a vLLM wheel, for people who do not have vLLM.
+"""Installs FlashAttention-3's kernels from a vLLM wheel, without vLLM.
 
-The registry's `vllm-flash-attn` is FlashAttention-2 for torch 2.4. Newer kernels come inside vLLM's own
+The index's `vllm-flash-attn` is FlashAttention-2 for torch 2.4. Newer kernels come inside vLLM's own
 wheels, each built for one torch version: ``python -m simplegraph install-flash-attention vllm==0.24.0``.
 """
 
@@ -29,14 +29,15 @@ def install_flash_attention(source: str, target: Path | None = None, *, force: b
 
     Args:
         source: a wheel file, or a requirement that pip downloads, such as ``"vllm==0.24.0"``.
-        target: the folder that gets the package; the environment's site-packages by default.
+        target: the folder to install into; the environment's site-packages by default.
         force: replace a package of that name.
 
     Returns:
         The package's folder.
 
     Raises:
-        ConfigError: the wheel is for another torch, holds no kernels, cannot be had, or the package is there already.
+        ConfigError: the wheel is built for another torch, holds no kernels or cannot be downloaded, or the package
+            exists already.
     """
     target = Path(sysconfig.get_paths()["purelib"]) if target is None else target
     package = target / PACKAGE
@@ -54,7 +55,7 @@ def install_flash_attention(source: str, target: Path | None = None, *, force: b
             target.mkdir(parents=True, exist_ok=True)
             if package.exists():
                 shutil.rmtree(package)
-            shutil.move(unpacked, package)  # whole, or not at all
+            shutil.move(unpacked, package)  # one move: no half-installed package is left
         except (zipfile.BadZipFile, OSError) as error:
             raise ConfigError(f"{wheel.name} cannot be installed into {target}: {error}.") from error
     return package
@@ -72,7 +73,7 @@ def _downloaded(requirement: str, folder: Path) -> Path:
 
 
 def _check_torch(archive: zipfile.ZipFile, wheel: str) -> None:
-    """Kernels are built against one torch; another crashes, or gives wrong numbers."""
+    """Refuse a wheel for another torch: its kernels would crash, or compute wrong numbers."""
     name = next((name for name in archive.namelist() if name.endswith(".dist-info/METADATA")), None)
     if name is None:
         raise ConfigError(f"{wheel} has no metadata; expected a vLLM wheel.")
@@ -81,7 +82,7 @@ def _check_torch(archive: zipfile.ZipFile, wheel: str) -> None:
     installed = torch.__version__.split("+")[0]
     if needed != {installed}:
         built = f"torch {' and '.join(sorted(needed))}" if needed else "no torch version that it names"
-        raise ConfigError(f"{wheel} is built for {built}, installed is {installed}; take the vLLM release that fits.")
+        raise ConfigError(f"{wheel} is built for {built}, installed is {installed}; take the vLLM release for it.")
 
 
 def _extract(archive: zipfile.ZipFile, package: Path) -> None:
@@ -91,6 +92,6 @@ def _extract(archive: zipfile.ZipFile, package: Path) -> None:
     for name in names:
         path = package / name.removeprefix(_FOLDER)
         if not path.resolve().is_relative_to(package.resolve()):
-            raise ConfigError(f"the wheel holds {name!r}, outside its own folder; it is no wheel to trust.")
+            raise ConfigError(f"the wheel holds {name!r}, outside its own folder; do not trust this wheel.")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(archive.read(name))

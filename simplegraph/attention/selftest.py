@@ -1,4 +1,4 @@
-"""``python -m simplegraph doctor --attention``: captured at one set of lengths, replayed at others, against float64."""
+"""``python -m simplegraph doctor --attention``: replays backends at many lengths and compares with float64."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from simplegraph.errors import ConfigError, VerificationError
 from simplegraph.manager.manager import CudaGraphManager
 
 LAYERS = 2
-# Of the whole output, and of its worst row: what rounding to a dtype explains, and what only a wrong row does.
+# Largest relative errors: of a whole output, by rounding to a dtype, and of a single row, before it counts as wrong.
 _ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 _WRONG_ROW = 2e-2
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What one backend did.
+    """The result of trying one backend.
 
     Attributes:
-        backend: its name.
-        batches: "decode" or "mixed"; rounds: sets of lengths that were replayed.
-        error: the largest relative error of an output; None if it did not come to that.
+        backend: the backend's name.
+        batches: "decode", "mixed", or "any" if it could not be built; rounds: sets of lengths that were replayed.
+        error: the largest relative error of an output; None if nothing was replayed.
         problem: what went wrong, with the lengths; None if nothing did.
-        installed: whether there was a backend to try.
+        installed: False if the backend is not available here.
     """
 
     backend: str
@@ -47,7 +47,7 @@ class Trial:
 
 
 def self_test(device: torch.device, *, rounds: int = 20) -> Iterator[Trial]:
-    """Try every backend: uniform decode in full graphs, and mixed batches where it can."""
+    """Try every backend on uniform decode in full graphs, and on mixed batches if it supports them."""
     for make in BACKENDS:
         kinds = ["decode", "mixed"] if make.support is AttentionCGSupport.ALWAYS else ["decode"]
         for kind in kinds:
@@ -58,7 +58,7 @@ def self_test(device: torch.device, *, rounds: int = 20) -> Iterator[Trial]:
 
 @torch.inference_mode()
 def _try(make: type[AttentionBackend], kind: str, device: torch.device, rounds: int) -> Trial:
-    """Try a backend on one kind of batches; whatever goes wrong is the backend's, which is what the trial is for."""
+    """Try a backend on one kind of batches; any exception is reported as the backend's problem."""
     name = make.name
     try:
         engine = _engine(make, kind, device)
@@ -95,7 +95,7 @@ def _engine(make: type[AttentionBackend], kind: str, device: torch.device) -> At
 
 
 class Requests(NamedTuple):
-    """The requests of a step: tokens of each in this step, in the cache, and its pages."""
+    """The requests of a step: each one's tokens in this step, its tokens in the cache, and its pages."""
 
     query_lens: list[int]
     seq_lens: list[int]
@@ -110,10 +110,10 @@ class AttentionEngine:
 
     Args:
         make: a backend's class, called with cache, metadata and num_heads.
-        device: where.
-        num_heads, num_kv_heads, head_dim, page_size, dtype, layout: of the attention.
-        num_pages, max_len, max_tokens, max_reqs: how much there can be of it.
-        **settings: of the manager.
+        device: where to run.
+        num_heads, num_kv_heads, head_dim, page_size, dtype, layout: shape and dtype of the cache and the queries.
+        num_pages, max_len, max_tokens, max_reqs: limits of the cache and of a step.
+        **settings: passed to the manager.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class AttentionEngine:
         self.manager.add_hooks(self.backend)
 
     def requests(self, kind: str, count: int, seed: int, query_len: int = 1) -> Requests:
-        """Up to `count` requests of random lengths, as many as pages and tokens allow; "decode" is uniform."""
+        """Draw up to `count` requests of random lengths, as many as pages and tokens allow; "decode" is uniform."""
         draw, page_size = random.Random(seed), self.cache.page_size
         pages = list(range(1, self.cache.num_pages))  # page 0 is what padding and dummy runs read
         draw.shuffle(pages)
@@ -164,22 +164,22 @@ class AttentionEngine:
         return Requests([q for q, _, _ in found], [length for _, length, _ in found], [table for *_, table in found])
 
     def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[Tensor]:
-        """The attention of every layer."""
+        """Return the attention of every layer: (T, num_heads, head_dim) each."""
         rows = descriptor.num_tokens
         with attending(self.backend, mode, descriptor):
             return [attend(self.q[:rows] * (layer + 1), self.k[:rows], self.v[:rows], layer) for layer in range(LAYERS)]
 
     def fill(self, seed: int) -> None:
-        """New queries, keys, values, and a new past in the cache; the same for a seed."""
+        """Fill queries, keys, values and the cache with random numbers, the same for the same seed."""
         generator = torch.Generator(self.q.device).manual_seed(seed)
         for tensor in (self.q, self.k, self.v, self.cache._memory):
             tensor.normal_(generator=generator)
 
     def step(self, requests: Requests, seed: int) -> tuple[CudaGraphMode, float]:
-        """One step, checked: how it ran, and its relative error against float64.
+        """Run and check one step; return its mode and its relative error against float64.
 
         Raises:
-            VerificationError: a row is wrong, padding is not finite, or the cache is not what eager leaves.
+            VerificationError: a row is wrong, padding is not finite, or the cache differs from eager's.
         """
         self.fill(seed)
         tokens, count = sum(requests.query_lens), len(requests.query_lens)
@@ -193,9 +193,9 @@ class AttentionEngine:
         )
         outputs = self.manager.run(batch, self.forward)
         if not torch.equal(self._pages(), expected):
-            raise VerificationError("the cache does not hold what eager leaves in it.")
+            raise VerificationError("after the step the cache differs from what eager leaves in it.")
         if not all(bool(output.isfinite().all()) for output in outputs):
-            raise VerificationError("a row is not finite, a padding row maybe.")
+            raise VerificationError("an output row is not finite, possibly a padding row.")
         return batch.mode, max(self._error(requests, outputs[layer], layer) for layer in range(LAYERS))
 
     def _pages(self) -> Tensor:
@@ -212,7 +212,7 @@ class AttentionEngine:
         return float(difference.norm() / exact.norm())
 
     def _cache_after(self, requests: Requests) -> Tensor:
-        """What the cache must hold after the step: this step's tokens, and everything else as it was."""
+        """Return the cache as it must be after the step: this step's tokens added, everything else unchanged."""
         memory = self._pages().clone()
         rows = memory if self.cache.layout == "NHD" else memory.transpose(3, 4)
         token = 0

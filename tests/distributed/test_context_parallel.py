@@ -93,7 +93,7 @@ def test_with_debug_a_prompts_tokens_share_pages_but_no_place_in_them() -> None:
 
 def test_what_cannot_be_shared_is_refused_in_words() -> None:
     shared = metadata(share=ContextShare(0, 2))
-    with pytest.raises(sg.InputError, match=r"query_lens\[1\] is 3; context parallel ranks take one token a request"):
+    with pytest.raises(sg.InputError, match=r"query_lens\[1\] is 3; context parallel ranks take one token per request"):
         shared.set([1, 3], [5, 9], [[1], [2, 3]])
     for rank, size in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(sg.ConfigError, match="expected a rank from 0 to size - 1"):

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, a file for each library or kernel; the class they share is `attention.backend`'s."""
+"""Backends of paged attention, one file for each library or kernel; their base class is in `attention.backend`."""
 
 from __future__ import annotations
 

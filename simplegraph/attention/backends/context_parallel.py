@@ -26,17 +26,18 @@ from simplegraph.errors import ConfigError
 
 
 class ContextParallelBackend(AttentionBackend):
-    """Another backend over a rank's part of every sequence; the parts are merged by log-sum-exp, inside the graph.
+    """Runs another backend on this rank's part of every sequence, and merges the parts by log-sum-exp inside the graph.
 
-    For decoding one token a request. All ranks run the same steps, and write the same keys and values, of which each
-    keeps its share.
+    For decode steps of one token per request. All ranks run the same steps and are given the same keys and values, of
+    which each keeps its share.
 
     Args:
-        backend: of this rank's cache; its metadata has the rank's `ContextShare`, and its heads are those of all ranks.
-        group: a `torch.distributed` process group of the ranks; None for all ranks. The manager's `RankGroup` must know
-            it (`communicators=[group]`).
-        shard_heads: whether a rank's queries are some of the heads, as tensor parallel ranks have them: in the order of
-            ranks they are gathered, and each rank gets its own back. Otherwise all ranks have all heads.
+        backend: the backend of this rank's cache. Its metadata has the rank's `ContextShare`; its num_heads counts the
+            heads of all ranks.
+        group: a `torch.distributed` process group of the ranks; None for all ranks. Pass it to the manager's
+            `RankGroup` too (`communicators=[group]`).
+        shard_heads: True if each rank's queries are a shard of the heads, as with tensor parallel ranks: they are
+            gathered in the order of ranks, and each rank gets back its own. False if every rank has all heads.
 
     Raises:
         ConfigError: the group's ranks are not those of the metadata or do not divide the heads, or the backend cannot
@@ -86,7 +87,7 @@ class ContextParallelBackend(AttentionBackend):
 
     def _run_all_heads(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
         lse = self._backend.run_with_lse(layer, q, out, metadata)
-        # Padding and requests of which this rank holds nothing: kernels leave anything there, NaN too.
+        # Kernels leave anything, even NaN, in rows of padding and of requests without tokens in this rank's cache.
         held = _held(metadata)[:, None]
         weight = self._gathered(torch.where(held, lse, -torch.inf)).softmax(dim=0)[self._rank]
         parts = torch.where(held[..., None], out * weight[..., None], 0)  # in float32
@@ -94,7 +95,7 @@ class ContextParallelBackend(AttentionBackend):
         out.copy_(parts)
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """(size, *shape): every rank's."""
+        """Gather every rank's tensor: (ranks, *shape)."""
         everyone = part.new_empty(self._size * part.shape[0], *part.shape[1:])
         _all_gather(everyone, part.contiguous(), group=self._group)
         return everyone.view(self._size, *part.shape)
@@ -105,7 +106,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 
 
 def _held(metadata: CommonMetadata) -> Tensor:
-    """(T,) bool: the rows whose requests have tokens in this rank's cache."""
+    """Return (T,) bool, True for the rows of requests that have tokens in this rank's cache."""
     held = metadata.seq_lens > 0
     rest = metadata.num_tokens - metadata.num_reqs  # padding behind the last request, if there are fewer of these
     return torch.nn.functional.pad(held, (0, rest)) if rest else held

@@ -1,7 +1,7 @@
 """FlashAttention-3 and 2 over a paged cache, as vLLM builds them (`vllm-flash-attn`).
 
-FlashAttention-3 schedules its work on the device from the lengths there. Captured together with the
-kernels, every replay schedules itself: no host work per step, and nothing to forget.
+FlashAttention-3 schedules its work on the device, from the lengths there. The schedule is captured together with the
+kernels, so every replay computes its own: a step needs no work on the host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OLD_BATCH_LIMIT = 992  # of FlashAttention-3 builds whose scheduler sorts a who
 
 
 class _Flash(AttentionBackend):
-    """What both versions share: the call of the kernel."""
+    """Base of both versions: calls the kernel."""
 
     version: ClassVar[int]
 
@@ -47,7 +47,7 @@ class _Flash(AttentionBackend):
         self._max_query_len = 0
 
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
-        # In a full graph the most that any replay may bring: kernel and schedule hold it as a number.
+        # A full graph holds it as a constant, in kernel and schedule, so it is the most that any replay may bring.
         most = descriptor.uniform_query_len or metadata.num_tokens
         self._max_query_len = most if mode is CudaGraphMode.FULL else metadata.batch.max_query_len
 
@@ -56,14 +56,14 @@ class _Flash(AttentionBackend):
 
     def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
         lse: Tensor = self.call(layer, q, out, metadata, return_softmax_lse=True)[1]
-        return lse.transpose(0, 1)  # the kernels' is (num_heads, T)
+        return lse.transpose(0, 1)  # the kernels return (num_heads, T)
 
     @abc.abstractmethod
     def options(self, layer: int, metadata: CommonMetadata) -> dict[str, Any]:
-        """What a version's kernels are told beside the step itself."""
+        """Return the keyword arguments that only this version's kernels take."""
 
     def call(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata, **options: Any) -> Any:
-        """One kernel call; see `AttentionBackend.run`. Gives what the kernels return."""
+        """Call the kernel and return its result; see `AttentionBackend.run`."""
         return self._flash.flash_attn_varlen_func(
             q,
             self.cache.keys(layer),
@@ -87,14 +87,16 @@ class FlashAttentionBackend(_Flash):
 
     Args:
         cache, metadata, num_heads, scale: as for every backend; the cache is NHD, float16 or bfloat16.
-        schedule: where the kernels' schedule is computed. ``"graph"``: captured with them, from the lengths on the
+        schedule: when the kernels' schedule is computed. ``"graph"``: inside the graph, from the lengths on the
             device. ``"buffer"``: before every replay, into a buffer that the graph reads.
-        max_splits: the bound of split-KV, for scheduling and kernel alike; unequal bounds read out of bounds
-            (vLLM #20301). The kernel allocates that many float32 outputs per token, so sizes that fill the device
-            without splitting get a lower bound.
+        max_splits: the most parts that a sequence's keys are split into. Scheduling and kernel use the same bound:
+            with different ones the kernel reads out of bounds (vLLM #20301). The kernel allocates that many float32
+            outputs per token, so sizes that fill the device without splitting get a lower bound.
 
     Raises:
-        ConfigError: the device is no Hopper GPU, or no FlashAttention-3 is installed.
+        ConfigError: the device is no Hopper GPU, no FlashAttention-3 is installed, or the cache's layout or dtype is
+            not supported.
+        CaptureSizeError: the metadata allows more requests than the installed build can schedule.
 
     Source: ahead-of-time scheduling, FlashAttention-3 (arXiv 2407.08608).
     """
@@ -145,13 +147,13 @@ class FlashAttentionBackend(_Flash):
 
     def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         if self._schedule_in == "graph":
-            self._schedule = None  # the graph's memory; another forward computes its own
+            self._schedule = None  # it lies in the graph's memory; the next forward computes its own
 
     def num_splits(self, metadata: CommonMetadata) -> int:
-        """The bound for a padded shape: enough to give every multiprocessor up to four pieces of work.
+        """Return the most splits for a padded shape: enough for up to four pieces of work per multiprocessor.
 
-        It follows from the shape alone, so that capture and every replay agree. Rounded down: with a bound of 1 the
-        kernel that combines the splits is spared.
+        It depends on the shape alone, so that capture and every replay agree. It is rounded down, since a bound of 1
+        saves the kernel that combines the splits.
         """
         tiles = metadata.num_tokens * self.cache.num_kv_heads
         return max(1, min(self.max_splits, 4 * self._multiprocessors // tiles))
@@ -161,14 +163,14 @@ class FlashAttentionBackend(_Flash):
         splits = self.num_splits(metadata)
         if schedule.num_splits != splits or schedule.num_reqs != metadata.num_reqs:
             raise InputError(
-                f"scheduled for {schedule.num_reqs} requests and at most {schedule.num_splits} splits, the kernel is "
-                f"called for {metadata.num_reqs} and {splits}: it would read out of bounds. Prepare for the same "
-                "shape, and do not change max_splits after a capture."
+                f"the schedule is for {schedule.num_reqs} requests and at most {schedule.num_splits} splits, but the "
+                f"kernel is called for {metadata.num_reqs} and {splits}: it would read out of bounds. Prepare for the "
+                "same shape, and do not change max_splits after a capture."
             )
         return {"scheduler_metadata": schedule.tensor, "num_splits": splits}
 
     def _schedule_for(self, layer: int, metadata: CommonMetadata) -> _Schedule:
-        """This forward's schedule; a layer that is not above the last one begins another forward."""
+        """Return this forward's schedule; a layer index that does not rise means that another forward has begun."""
         again, self._last_layer = layer <= self._last_layer, layer
         if self._schedule is None or (again and self._schedule_in == "graph"):
             self._schedule = self._compute(metadata, metadata.seq_lens)
@@ -194,7 +196,7 @@ class FlashAttentionBackend(_Flash):
 
 
 def host_lengths(metadata: CommonMetadata) -> Tensor:
-    """(num_reqs,) int32, on the device: a step's lengths as the host knows them, 0 for padding; waits for nothing."""
+    """Copy a step's lengths from the host: (num_reqs,) int32 on the device, 0 for padding. Does not synchronize."""
     device = metadata.seq_lens.device
     lengths = torch.zeros(metadata.num_reqs, dtype=torch.int32, pin_memory=device.type == "cuda")
     known = torch.from_numpy(metadata.batch.seq_lens)
@@ -203,7 +205,7 @@ def host_lengths(metadata: CommonMetadata) -> Tensor:
 
 
 class _Schedule(NamedTuple):
-    """What the kernels are told to do, and the bounds that it was computed with."""
+    """A schedule for the kernels, and the bounds that it was computed with."""
 
     tensor: Tensor
     num_splits: int
@@ -213,7 +215,7 @@ class _Schedule(NamedTuple):
 class FlashAttention2Backend(_Flash):
     """FlashAttention-2: uniform decode batches in full graphs.
 
-    Its grid follows from the longest query, which a mixed batch does not keep.
+    Its launch grid depends on the longest query, which differs between mixed batches of one size.
 
     Raises:
         ConfigError: no FlashAttention-2 is installed that this device can run.
@@ -230,10 +232,14 @@ class FlashAttention2Backend(_Flash):
 
 @functools.cache
 def flash_module(version: int, device: torch.device) -> ModuleType:
-    """The installed FlashAttention of a version, in the order `MODULES`.
+    """Import the installed FlashAttention of a version, the first of `MODULES` that has it.
+
+    Args:
+        version: 2 or 3.
+        device: the GPU that will run it.
 
     Raises:
-        ConfigError: there is none; the message says what was tried and how to get it.
+        ConfigError: none is installed, or the device cannot run it; the message says what was tried and how to get it.
     """
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
@@ -254,7 +260,7 @@ def flash_module(version: int, device: torch.device) -> ModuleType:
 
 
 def problem_of(name: str, version: int) -> str | None:
-    """Why a module cannot serve a version; None if it can."""
+    """Return the reason why a module cannot serve a version; None if it can."""
     try:
         module = importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another torch
@@ -268,7 +274,7 @@ def problem_of(name: str, version: int) -> str | None:
 
 @functools.cache
 def batch_limit(flash: ModuleType, device: torch.device) -> int | None:
-    """How many requests this build can schedule; None if it has no such limit. Found by trying."""
+    """Return the most requests that this build can schedule, found by trying; None if it has no such limit."""
     lengths = torch.ones(_OLD_BATCH_LIMIT + 1, dtype=torch.int32, device=device)
     heads = {"num_heads_q": 1, "num_heads_kv": 1, "headdim": 128}
     smallest = {"max_seqlen_q": 1, "max_seqlen_k": 16, "page_size": 16, "num_splits": 1} | heads

@@ -1,7 +1,7 @@
 """FlashInfer over a paged cache: uniform decode in full graphs, everything else eagerly.
 
-FlashInfer schedules on the host. `prepare` does so before every replay, outside the graph, into one
-integer workspace that all sizes share: only one of them runs between a plan and its run.
+FlashInfer schedules on the host. `prepare` plans before every replay, outside the graph. All sizes share one integer
+workspace, since no other size runs between a plan and its run.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from simplegraph.errors import ConfigError, ReplayError, install_command
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20
 _MOST_WORKSPACE_BYTES = 8 << 30
-_BLOCKS_PER_MULTIPROCESSOR = 2  # that FlashInfer's scheduler fills the device with
+_BLOCKS_PER_MULTIPROCESSOR = 2  # FlashInfer's scheduler takes the device as full with so many
 
 _event: Callable[[], Any] = torch.cuda.Event
 
 
 class FlashInferBackend(AttentionBackend):
-    """FlashInfer's paged attention. Full graphs for uniform decode, of one token a request or several.
+    """FlashInfer's paged attention. Full graphs for uniform decode of one or several tokens per request.
 
     Args:
-        cache, metadata, num_heads, scale: as for every backend.
-        workspace_bytes: device memory for partial results of split-KV, shared by all sizes; grows where a size asks for
+        cache, metadata, num_heads, scale: as for every backend; the cache is float16 or bfloat16, on a GPU.
+        workspace_bytes: device memory for partial results of split-KV, shared by all sizes; it grows if a size needs
             more.
 
     Raises:
-        ConfigError: flashinfer-python is not installed, or cannot serve the cache's dtype or device.
+        ConfigError: flashinfer-python or Triton is not installed, or the cache's dtype or device is not supported.
     """
 
     support = AttentionCGSupport.UNIFORM_BATCH
@@ -80,11 +80,12 @@ class FlashInferBackend(AttentionBackend):
 
     @property
     def int_workspace_bytes(self) -> int:
-        """Bytes of integer workspace, device and pinned, for all captured sizes together."""
+        """Bytes of integer workspace, on the device and in pinned memory, for all captured sizes together."""
         return int(self._proto._int_workspace_buffer.nbytes + self._proto._pin_memory_int_workspace_buffer.nbytes)
 
     def prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> None:
-        self._copied.synchronize()  # the last plan's copies out of pinned memory; over long ago, but for a race
+        # The last plan's copies read pinned memory that this plan overwrites. They have almost always finished.
+        self._copied.synchronize()
         shape, planned = (metadata.batch.num_tokens, metadata.batch.num_reqs), self._eager
         if mode is CudaGraphMode.FULL:
             shape = (metadata.num_tokens, metadata.num_reqs)
@@ -100,7 +101,7 @@ class FlashInferBackend(AttentionBackend):
     def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
         lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
         self._run(layer, q, out, lse)
-        return lse.mul_(math.log(2))  # FlashInfer's is to the base 2
+        return lse.mul_(math.log(2))  # FlashInfer returns it to the base 2
 
     def _run(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         planned = self._current
@@ -111,10 +112,10 @@ class FlashInferBackend(AttentionBackend):
         planned.wrapper.run(q[:rows], pages, out=out[:rows], **options)
 
     def _grow_workspace(self, wrapper: Any) -> None:
-        """Twice the memory for partial results, of this wrapper and those made later.
+        """Double the memory for partial results, for this wrapper and those made later.
 
-        A graph's plan reserves for the worst split of its size, so that lengths do not matter: what is enough at a
-        size's capture is enough for good. Graphs captured before keep the memory they had.
+        A graph's plan reserves for the worst split of its size, whatever the lengths: memory that suffices when a size
+        is captured suffices for all its replays. Graphs captured before keep their old memory.
         """
         size = 2 * wrapper._float_workspace_buffer.numel()
         if size > _MOST_WORKSPACE_BYTES:
@@ -127,10 +128,11 @@ class FlashInferBackend(AttentionBackend):
         wrapper._float_workspace_buffer = self._proto._float_workspace_buffer
 
     def _for_graph(self, num_tokens: int, num_reqs: int) -> _Planned:
-        """A wrapper of fixed size that reads the persistent tables; its workspaces are everyone's.
+        """Make a wrapper of fixed size that reads the persistent tables; all wrappers share the workspaces.
 
-        FlashInfer's graph mode always splits the lengths and merges the parts. More requests than fill the device are
-        not split outside of graphs, and a plan that never splits follows from the shape alone: no graph mode needed.
+        FlashInfer's graph mode always splits the lengths and merges the parts. Without it, batches with enough requests
+        to fill the device are not split; a plan that never splits depends on the shape alone, so those sizes do not
+        use the graph mode.
         """
         wrapper = copy.copy(self._proto)
         wrapper._use_cuda_graph = num_reqs <= self._most_split_reqs
@@ -141,12 +143,12 @@ class FlashInferBackend(AttentionBackend):
 
 
 class _Tables:
-    """Which pages each request has, as FlashInfer reads it: counted on the host for planning, listed on the device.
+    """The pages of each request in FlashInfer's format: counts on the host for planning, page ids on the device.
 
     Attributes:
         indptr: (max_num_reqs + 1,) int32, where each request's pages begin; last_page_len: (max_num_reqs,) int32,
             tokens on its last page; seq_lens: (max_num_reqs,) int32. All on the host.
-        device_indptr, device_last_page_len: the same on the device; device_indices: all pages in a row, int32.
+        device_indptr, device_last_page_len: the same on the device; device_indices: int32, all page ids in a row.
     """
 
     def __init__(self, metadata: BatchMetadata, device: torch.device) -> None:
@@ -165,7 +167,7 @@ class _Tables:
         self._arrays = [t.numpy() for t in (self.indptr, self.last_page_len, self.seq_lens)]
 
     def fill(self, metadata: CommonMetadata, padded_reqs: int) -> None:
-        """Write the step's counts, padding requests with no pages, and list its pages, in the stream's order."""
+        """Write the step's counts, without pages for padding, and list its pages, in the current stream's order."""
         indptr, last_page_len, seq_lens = self._arrays
         lengths = metadata.batch.seq_lens
         real = len(lengths)
@@ -173,7 +175,7 @@ class _Tables:
         np.cumsum(pages, out=indptr[1 : real + 1])
         indptr[real + 1 : padded_reqs + 1] = indptr[real]
         last_page_len[:real] = lengths - (pages - 1) * self._page_size
-        last_page_len[real:padded_reqs] = 1  # 0 has been read as a full page
+        last_page_len[real:padded_reqs] = 1  # kernels have read 0 as a full page
         seq_lens[:real] = lengths
         seq_lens[real:padded_reqs] = 0
         self._device.copy_(self._staging, non_blocking=True)
@@ -184,8 +186,8 @@ class _Planned:
     """A FlashInfer wrapper and its plan.
 
     Args:
-        wrapper: FlashInfer's, in its graph mode if it may split inside a graph.
-        backend: whose tables and workspaces it uses.
+        wrapper: FlashInfer's wrapper, in its graph mode if it may split inside a graph.
+        backend: provides the tables and workspaces.
         query: (num_reqs + 1,) int32, where each request's query rows begin in a graph; None for eager steps.
 
     Attributes:
@@ -204,10 +206,10 @@ class _Planned:
             self._point(len(query) - 1, query)
 
     def plan(self, num_tokens: int, num_reqs: int) -> None:
-        """Schedule for what the tables say now.
+        """Schedule the step that the tables hold now.
 
         Raises:
-            ReplayError: FlashInfer planned what the graph of this size was not captured with.
+            ReplayError: FlashInfer's plan differs from the one that the graph of this size was captured with.
         """
         query = self._query
         if query is None:
@@ -223,12 +225,12 @@ class _Planned:
                     raise
                 self._backend._grow_workspace(self.wrapper)
         if not self.wrapper._use_cuda_graph:
-            self._point(num_reqs, query)  # FlashInfer's own plan points to copies of its own
+            self._point(num_reqs, query)  # `plan` has made the wrapper read FlashInfer's own copies
         if self._query is not None:
             self._check()
 
     def _plan_again(self, num_reqs: int, query: Tensor) -> None:
-        """What FlashInfer's `plan` does after its checks and copies, which the tables make unnecessary."""
+        """Do the part of FlashInfer's `plan` that follows its checks and copies; the tables replace those."""
         backend, tables, wrapper = self._backend, self._backend._tables, self.wrapper
         cache = backend.cache
         wrapper._plan_info = wrapper._cached_module.plan(
@@ -239,13 +241,13 @@ class _Planned:
             True,  # causal
             -1,  # no sliding window
             -1,  # no fixed split size
-            self._whole,  # never in graph mode, where FlashInfer masks blocks it does not need only if it splits
+            self._whole,  # disables splits; False in graph mode: there FlashInfer masks idle blocks only if it splits
             0,  # colocated CTAs
         )
         wrapper._qo_indptr_last = self.num_tokens
 
     def _plan_fully(self, num_reqs: int, query: Tensor) -> None:
-        """FlashInfer's own plan: it loads, and the first time compiles, the kernels."""
+        """Call FlashInfer's own `plan`, which loads the kernels, and compiles them the first time."""
         backend, tables = self._backend, self._backend._tables
         cache = backend.cache
         total = int(tables.indptr[num_reqs])
@@ -269,7 +271,7 @@ class _Planned:
         wrapper._paged_kv_indices_buf = tables.device_indices
 
     def _check(self) -> None:
-        """A graph holds the plan's numbers of its capture: every later plan must come to the same."""
+        """Refuse a plan that differs from the capture's: the graph holds that one's numbers as constants."""
         plan = tuple(self.wrapper._plan_info)
         if self._plan_of_capture is None:
             self._plan_of_capture = plan

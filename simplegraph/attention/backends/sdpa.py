@@ -1,4 +1,4 @@
-"""The reference backend: torch's own attention over gathered pages. Right anywhere, graph-safe, not fast."""
+"""The reference backend: torch's own attention over gathered pages. Correct on any device, graph-safe, not fast."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from simplegraph.config import AttentionCGSupport
 
 
 class SDPABackend(AttentionBackend):
-    """`scaled_dot_product_attention` for every token over all the pages that its request can have.
+    """Calls `scaled_dot_product_attention` for every token over all the pages that its request can have.
 
-    No shape depends on a length, so that one engine's code runs on the emulator and on a GPU.
+    No shape depends on a length, so it can be captured for any batch, on the emulator and on a GPU.
     """
 
     support = AttentionCGSupport.ALWAYS
@@ -33,20 +33,20 @@ class SDPABackend(AttentionBackend):
         return scores.logsumexp(dim=-1).flatten(1)
 
     def _gathered(self, layer: int, q: Tensor, metadata: CommonMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, (T, num_kv_heads, group, head_dim), keys and values, (T, num_kv_heads, S, head_dim), a mask."""
+        """Gather queries (T, num_kv_heads, group, head_dim), keys and values (T, num_kv_heads, S, head_dim), a mask."""
         request, length = self._visible(metadata)
         places = torch.arange(metadata.block_table.shape[1] * self.cache.page_size, device=q.device)
         seen = places < length[:, None]
         keys = self._gather(self.cache.keys(layer), metadata.block_table, request, seen)
         values = self._gather(self.cache.values(layer), metadata.block_table, request, seen)
-        # One key at least, which is 0: a softmax over nothing is NaN. Such rows are padding.
+        # Padding rows see one key, which is 0: a softmax over nothing is NaN.
         mask = places < length.clamp(min=1)[:, None]
-        # The query heads that share a key head sit beside each other as if they were a longer query.
+        # The query heads that share a key head are laid out as the tokens of one longer query.
         grouped = (q.shape[0], self.cache.num_kv_heads, -1, self.cache.head_dim)
         return q.reshape(grouped), keys, values, mask[:, None, None, :]
 
     def _visible(self, metadata: CommonMetadata) -> tuple[Tensor, Tensor]:
-        """Each token's request, and how many keys it sees: its own and those before it; 0 for padding."""
+        """Return each token's request and the number of keys it sees, its own included; 0 for padding."""
         starts, device = metadata.query_start_loc, metadata.slot_mapping.device
         token = torch.arange(metadata.num_tokens, device=device, dtype=starts.dtype)
         found = torch.searchsorted(starts, token, right=True) - 1
@@ -56,10 +56,10 @@ class SDPABackend(AttentionBackend):
         return request, torch.where(found < metadata.num_reqs, length, 0)
 
     def _gather(self, pages: Tensor, block_table: Tensor, request: Tensor, seen: Tensor) -> Tensor:
-        """(T, num_kv_heads, max_blocks * page_size, head_dim): each token's pages in a row, 0 where not seen."""
+        """Gather each token's pages: (T, num_kv_heads, max_blocks * page_size, head_dim), 0 where not seen."""
         table = block_table.index_select(0, request)
         gathered = pages.index_select(0, table.flatten()).view(*table.shape, *pages.shape[1:])
         if self.cache.layout == "NHD":
             gathered = gathered.transpose(2, 3)
-        # Not only masked: what was never written, or is another request's, may be NaN, and NaN times 0 is NaN.
+        # A mask is not enough: unwritten places and those of other requests may be NaN, and NaN times 0 is NaN.
         return gathered.transpose(1, 2).flatten(2, 3).where(seen[:, None, :, None], 0)

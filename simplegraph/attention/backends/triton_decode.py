@@ -1,7 +1,7 @@
 """Decode attention by a Triton kernel, everything else by another backend.
 
-Short contexts are where the libraries' kernels leave the most on the table, since these are built for long prompts:
-docs/figures.md has the steps of an engine with each of them.
+The libraries' kernels are built for long prompts, so the gain is largest at short contexts: docs/figures.md compares
+an engine's steps with each of them.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TritonDecodeBackend(AttentionBackend):
-    """Uniform decode, of one token a request or a few, in full graphs and eagerly; other batches go to `mixed`.
+    """Uniform decode of one or a few tokens per request, in full graphs and eagerly; `mixed` takes other batches.
 
-    The kernel goes by the lengths on the device alone: nothing is planned, and a graph may hold several steps. It needs
-    Triton, which torch's builds for GPUs bring along, and no other package.
+    The kernel reads all lengths on the device: nothing is planned, and a graph can hold several steps. It needs no
+    package but Triton, which torch's builds for GPUs include.
 
     Args:
         cache, metadata, num_heads, scale: as for every backend; float16, bfloat16 or float32, either layout.
-        mixed: makes the backend of all other batches from the same arguments; by default the first of
+        mixed: called with the same arguments to make the backend of all other batches; by default the first of
             FlashAttention-3, FlashInfer and SDPA that works here.
 
     Attributes:
-        fallbacks: backends of mixed batches, tried in this order where `mixed` is not given; the room lists them.
-        mixed: the backend of all other batches, and of decode with more than 64 queries to a key head: tokens of a
-            request times the query heads that share the key head.
+        fallbacks: backends that are tried for mixed batches, in this order, if `mixed` is not given; set by
+            `simplegraph.attention.backends`.
+        mixed: the backend of all other batches, and of decode with more than 64 queries per key head (tokens of a
+            request times the query heads that share the key head).
 
     Raises:
-        ConfigError: the cache is not on a GPU or of another dtype, Triton is not installed, `mixed` cannot be made, or
-            a full graph is for `mixed` that it cannot be in.
-        InputError: elements of a head do not follow each other in `out`.
+        ConfigError: the cache is not on a GPU or has another dtype, Triton is not installed, `mixed` cannot be made, or
+            a full graph needs `mixed`, which does not support it.
+        InputError: the elements of a head are not contiguous in `out`.
 
     Source: split-KV decoding, Flash-Decoding (Dao, Haziza, Massa, Sizov 2023).
     """
@@ -79,9 +80,9 @@ class TritonDecodeBackend(AttentionBackend):
         make = self._fallback if mixed is None else mixed
         self.mixed = make(cache, metadata, num_heads=num_heads, scale=scale)
         self._group = num_heads // cache.num_kv_heads
-        # Of single tokens, which are what follows each other in a graph.
+        # Consecutive steps in one graph have one token per request, hence `_group` rows.
         self.reads_lengths_on_device = self._group <= _MAX_ROWS or self.mixed.reads_lengths_on_device
-        # As many programs as fill the device; a shape that has them without splitting is not split.
+        # Enough programs to fill the device; a shape with that many needs no splits.
         self._programs = _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(cache.device)
         places = max(self._programs, metadata.max_num_reqs * cache.num_kv_heads)
         self._arrived = torch.zeros(places, dtype=torch.int32, device=cache.device)
@@ -115,18 +116,17 @@ class TritonDecodeBackend(AttentionBackend):
         needed = single if query_len == 1 else AttentionCGSupport.UNIFORM_BATCH
         if mode is CudaGraphMode.FULL and self.mixed.support < needed:
             raise ConfigError(
-                f"a full graph of query_len={query_len} and {self._group} query heads to a key head is more than the "
-                f"decode kernel's {_MAX_ROWS} rows, and {self.mixed.name} cannot be in it; pass another backend as "
-                "`mixed`."
+                f"a full graph of query_len={query_len} and {self._group} query heads per key head exceeds the decode "
+                f"kernel's {_MAX_ROWS} rows, and {self.mixed.name} cannot be in it; pass another backend as `mixed`."
             )
 
     def _compile(self, query_len: int, metadata: CommonMetadata) -> None:
-        """Launch the kernel once: its first launch loads it, which no capture permits."""
+        """Launch the kernel once: the first launch loads it, which is not allowed inside a capture."""
         variant = query_len, self._num_splits(metadata.num_reqs) > 1
         if variant not in self._compiled:
             shape = (metadata.num_reqs * query_len, self.num_heads, self.cache.head_dim)
             q = torch.zeros(shape, dtype=self.cache.dtype, device=self.cache.device)
-            # Ranks that share a context run it with the log-sum-exp.
+            # Context parallel ranks run the variant with the log-sum-exp.
             run = self.run_with_lse if self.metadata.share.size > 1 else self.run
             run(0, q, torch.empty_like(q), metadata)
             self._compiled.add(variant)
@@ -165,14 +165,14 @@ class TritonDecodeBackend(AttentionBackend):
         )
 
     def _uniform(self, mode: CudaGraphMode, descriptor: BatchDescriptor, metadata: CommonMetadata) -> int | None:
-        """Tokens of each request, if all have as many and the kernel takes them; None for the other backend."""
+        """Return the tokens of each request if they are equal and the kernel takes them; None to use `mixed`."""
         batch, query_len = metadata.batch, descriptor.uniform_query_len
         if mode is not CudaGraphMode.FULL:
             query_len = batch.max_query_len if batch.has_query_len(batch.max_query_len) else None
         return query_len if query_len is not None and query_len * self._group <= _MAX_ROWS else None
 
     def _num_splits(self, num_reqs: int) -> int:
-        """The bound for a shape. It follows from the shape alone, so that capture and every replay agree."""
+        """Return the most splits for a shape; it depends on the shape alone, so that capture and replays agree."""
         return max(1, min(_MAX_SPLITS, self._programs // (num_reqs * self.cache.num_kv_heads)))
 
 

@@ -1,1 +1,1 @@
-"""Triton kernels of the paged cache, and a float64 reference; when a kernel runs is for backends to say."""
+"""Triton kernels of the paged cache, and a float64 reference; the backends decide when to launch them."""

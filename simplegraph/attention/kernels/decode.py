@@ -1,6 +1,6 @@
-"""One Triton kernel: attention of a few query tokens a request over its pages, in parts where that helps.
+"""A Triton kernel for attention of a few query tokens per request over its pages, split into parts if that helps.
 
-Imported only where Triton is.
+Imported only if Triton is installed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64  # keys that are read at a time, and the least that a part has
+BLOCK = 64  # keys that are read at a time, and the smallest part
 _LOG2E = 1.4426950408889634
 
 
@@ -18,7 +18,7 @@ _LOG2E = 1.4426950408889634
 def _store(  # type: ignore[no-untyped-def]
     target, used, result, top, total, lse_target, exists, WITH_LSE: tl.constexpr
 ):
-    """The mean of what a row saw, zeros if that was nothing, and the log-sum-exp of its scores to the base e."""
+    """Store each row's weighted mean, zeros if it saw no key, and the log-sum-exp of its scores to the base e."""
     total = tl.where(total > 0, total, 1.0)
     tl.store(target, (result / total[:, None]).to(target.dtype.element_ty), used)
     if WITH_LSE:
@@ -56,7 +56,7 @@ def _decode(  # type: ignore[no-untyped-def]
     IN_PARTS: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
-    """One program for each request, key head and part of the sequence; the last part to arrive adds them all up.
+    """Attend, one program per request, key head and part of the sequence; the last part to finish adds them all up.
 
     A row is a query token and one of the query heads that share the key head.
     """
@@ -77,7 +77,7 @@ def _decode(  # type: ignore[no-untyped-def]
     seen = length - QUERY_LEN + 1 + row // GROUP  # keys that a row sees: its own and those before it
     q = tl.load(q_ptr + (token * q_row + q_heads * q_head)[:, None] + column[None, :], used, 0.0)
 
-    # Not -inf: a row that sees nothing of this part would subtract it from itself.
+    # Not -inf: a row that sees no key of this part would compute -inf minus -inf, which is NaN.
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -114,7 +114,7 @@ def _decode(  # type: ignore[no-untyped-def]
         tl.store(own + cell, result)
         tl.store(own + ROWS * COLUMNS + row, top)
         tl.store(own + ROWS * COLUMNS + ROWS + row, total)
-        tl.debug_barrier()  # every thread has stored before one of them says so
+        tl.debug_barrier()  # all threads must have stored before one counts the part as finished
         before = tl.atomic_add(arrived_ptr + place, 1)
         if before == parts - 1:
             tl.store(arrived_ptr + place, 0)  # for the next layer
@@ -123,7 +123,7 @@ def _decode(  # type: ignore[no-untyped-def]
             result = tl.zeros((ROWS, COLUMNS), tl.float32)
             for index in range(parts):
                 other = parts_ptr + (place * num_splits + index) * size
-                # From L2, which all multiprocessors share.
+                # Read from L2, which all multiprocessors share: L1 may hold stale values.
                 its_top = tl.load(other + ROWS * COLUMNS + row, cache_modifier=".cg")
                 its_total = tl.load(other + ROWS * COLUMNS + ROWS + row, cache_modifier=".cg")
                 its_result = tl.load(other + cell, cache_modifier=".cg")
@@ -136,17 +136,17 @@ def _decode(  # type: ignore[no-untyped-def]
 
 
 def rows_of(query_len: int, group: int) -> int:
-    """Rows that a program works on: a power of 2, and what a matrix product takes at least."""
+    """Return the rows that a program works on: a power of 2, at least 16 as matrix products need."""
     return max(16, int(triton.next_power_of_2(query_len * group)))
 
 
 def columns_of(head_dim: int) -> int:
-    """Elements of a head that a program works on, as `rows_of`."""
+    """Return the elements of a head that a program works on: a power of 2, at least 16."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def part_size(rows: int, head_dim: int) -> int:
-    """Numbers that one part of a sequence leaves for the last one to add up."""
+    """Return the count of float32 numbers that one part of a sequence stores for the last one to add up."""
     return rows * columns_of(head_dim) + 2 * rows
 
 
@@ -166,28 +166,28 @@ def decode(
     parts: Tensor,
     arrived: Tensor,
 ) -> None:
-    """Causal attention of requests with `query_len` tokens each.
+    """Compute causal attention of requests with `query_len` tokens each.
 
     Args:
-        q: (T, num_heads, head_dim), T at least num_reqs * query_len; elements of a head one after the other.
+        q: (T, num_heads, head_dim), T at least num_reqs * query_len; the elements of a head are contiguous.
         keys: pages of one layer; see `PagedKVCache`.
         values: as `keys`, with the same strides.
-        block_table: (num_reqs, max_blocks) int32.
-        seq_lens: (num_reqs,) int32, this step's tokens included; rows of requests with 0 are left as they are.
-        out: as `q`.
+        block_table: (num_reqs, max_blocks) int32, page ids.
+        seq_lens: (num_reqs,) int32, this step's tokens included; rows of requests with 0 are not written.
+        out: written; as `q`.
         query_len: tokens of each request.
         scale: factor on the scores.
-        layout: NHD or HND.
-        lse: (T, num_heads) float32, contiguous, where the log-sum-exp of each row's scores goes, to the base e.
-        num_splits: the most parts of a sequence that programs share.
+        layout: "NHD" or "HND".
+        lse: (T, num_heads) float32, contiguous; written with the log-sum-exp of each row's scores, to the base e.
+        num_splits: the most parts that a sequence is split into.
         parts: float32, ``num_reqs * num_kv_heads * num_splits * part_size(...)`` at least, unless `num_splits` is 1.
-        arrived: (at least num_reqs * num_kv_heads,) int32 zeros; zeros afterwards.
+        arrived: (at least num_reqs * num_kv_heads,) int32 zeros; zeros again after the call.
     """
     offset, head = (1, 2) if layout == "NHD" else (2, 1)
     num_kv_heads, head_dim = keys.shape[head], keys.shape[3]
     group = q.shape[1] // num_kv_heads
-    wide = keys.element_size() * head_dim > 256  # half a block, for what a multiprocessor can hold
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
+    wide = keys.element_size() * head_dim > 256  # halve the block, to fit a multiprocessor's shared memory
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         _decode[(len(seq_lens), num_kv_heads, num_splits)](
             *(q, keys, values, block_table, seq_lens, out, out if lse is None else lse, parts, arrived),
             *(scale * _LOG2E, num_splits),

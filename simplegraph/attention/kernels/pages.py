@@ -1,6 +1,6 @@
-"""Triton kernels: what is behind `PagedKVCache.write`, and FlashInfer's list of pages.
+"""Triton kernels of `PagedKVCache.write` and of FlashInfer's list of pages.
 
-Imported only where Triton is.
+Imported only if Triton is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _write_pages(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each token and head."""
+    """Write keys and values to their slots, one program per token and head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
@@ -51,16 +51,16 @@ def write_pages(
     Args:
         k: (T, num_kv_heads, head_dim).
         v: as `k`.
-        k_cache: (num_pages, ...) of one layer.
+        k_cache: (num_pages, ...), the pages of one layer; written.
         v_cache: as `k_cache`, with the same strides.
-        slots: (T,) int64, page * page_size + offset; -1 for none.
+        slots: (T,) int64, page * page_size + offset; rows with -1 are skipped.
         page_size: tokens in a page.
-        layout: NHD or HND.
+        layout: "NHD" or "HND".
     """
     tokens, heads, head_dim = k.shape
     k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k, v))
     offset, head = (1, 2) if layout == "NHD" else (2, 1)
-    with torch.cuda.device_of(k):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
+    with torch.cuda.device_of(k):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         _write_pages[(tokens, heads)](
             *(k, v, k_cache, v_cache, slots),
             *(*k.stride()[:2], *v.stride()[:2]),
@@ -74,7 +74,7 @@ def write_pages(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _list_pages(table_ptr, indptr_ptr, indices_ptr, row_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each request."""
+    """List the pages of each request, one program per request."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(indptr_ptr + row)
     count = tl.load(indptr_ptr + row + 1) - start
@@ -88,9 +88,9 @@ def list_pages(block_table: Tensor, indptr: Tensor, indices: Tensor) -> None:
     """Write the pages of all requests one after the other.
 
     Args:
-        block_table: (num_reqs, max_blocks) int32.
-        indptr: (num_reqs + 1,) int32, where each request's pages begin.
-        indices: int32, at least ``indptr[-1]`` of them; written.
+        block_table: (num_reqs, max_blocks) int32, page ids.
+        indptr: (num_reqs + 1,) int32, where each request's pages begin in `indices`.
+        indices: (at least ``indptr[-1]``,) int32; written.
     """
     with torch.cuda.device_of(indices):  # type: ignore[no-untyped-call]
         _list_pages[(len(block_table),)](block_table, indptr, indices, block_table.stride(0), BLOCK=1024, num_warps=4)

@@ -1,4 +1,4 @@
-"""Attention in float64, one request after the other: what tests and the self-test compare with."""
+"""Attention in float64, one request at a time: the reference of the tests and the self-test."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def reference_attention(
     block_table: Sequence[Sequence[int]],
     scale: float,
 ) -> Tensor:
-    """Causal attention over a paged cache that holds the step's keys and values already.
+    """Compute causal attention over a paged cache that already holds the step's keys and values.
 
     Args:
         q: (sum(query_lens), num_heads, head_dim).
-        cache: what is attended to.
-        layer: of the cache.
+        cache: keys and values.
+        layer: index of the cache's layer.
         query_lens: tokens of each request in this step.
         seq_lens: tokens of each request in the cache.
         block_table: page ids of each request.
@@ -48,6 +48,6 @@ def reference_attention(
 
 
 def _tokens(pages: Tensor, layout: str, length: int) -> Tensor:
-    """(num_kv_heads, length, head_dim) float64."""
+    """Return a request's first tokens: (num_kv_heads, length, head_dim) float64."""
     rows = pages if layout == "NHD" else pages.transpose(1, 2)
     return rows.flatten(0, 1)[:length].double().transpose(0, 1)

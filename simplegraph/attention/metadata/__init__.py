@@ -1,1 +1,1 @@
-"""One step's metadata: what a step is, how it is read, checked, staged and advanced. Nothing here attends."""
+"""The metadata of one step: read, checked, copied to the device and advanced. No attention is computed here."""

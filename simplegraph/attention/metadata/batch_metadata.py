@@ -1,6 +1,6 @@
-"""What attention reads of a step: lengths, pages and slots, in buffers whose addresses never change.
+"""The lengths, pages and slots of one step, which attention reads from buffers whose addresses never change.
 
-They hold one step at a time, so one thread at a time sets and runs steps.
+The buffers hold one step at a time, so only one thread at a time may set and run steps.
 
 metadata = BatchMetadata(max_num_tokens=8192, max_num_reqs=256, max_model_len=4096, page_size=16, device="cuda")
 metadata.set([1, 1, 5], [312, 77, 5], [[3, 9, ...], ...], num_tokens=8, num_reqs=4)   # padded to the graph's shape
@@ -18,7 +18,7 @@ from simplegraph.attention.metadata.step_buffers import StepBuffers
 from simplegraph.errors import CaptureSizeError, InputError, ReplayError
 from simplegraph.graph.select import graph_device
 
-_MAX_VIEWS = 4096  # shapes remembered before starting over: eager batches come in any shape
+_MAX_VIEWS = 4096  # views kept before the cache is cleared: eager batches come in any shape
 
 
 class BatchMetadata:
@@ -30,17 +30,17 @@ class BatchMetadata:
         max_model_len: the most tokens a request's KV cache can hold.
         page_size: tokens in a page.
         device: where attention runs.
-        num_pages: how many pages the cache has; a backend fills it in.
-        share: of context parallel ranks, which part of every sequence is in this rank's cache; the block table's pages
-            then have `page_size` tokens of each rank.
-        debug: check every step's pages, those of tokens `ahead` included: none is written by two requests, or twice by
-            one. Where ranks share a context, a prompt's tokens are requests with the same pages, and no place in them
-            is.
+        num_pages: pages of the cache; set by the backend.
+        share: with context parallel ranks, the part of every sequence that is in this rank's cache. A page of the block
+            table then has `page_size` tokens on each rank.
+        debug: check at every step that no page is written by two requests, or listed twice for one, the pages of tokens
+            `ahead` included. With context parallel ranks, where a prompt's tokens are requests that share pages, it
+            checks that no place in a page is written twice.
 
     Attributes:
         max_blocks: the most pages a request can have.
-        batch: the present step on the host.
-        graphs: what captures on the device.
+        batch: the current step on the host.
+        graphs: the graph device of the buffers.
 
     Raises:
         ConfigError: a limit is below 1.
@@ -82,30 +82,31 @@ class BatchMetadata:
         num_reqs: int | None = None,
         ahead: int = 0,
     ) -> CommonMetadata:
-        """Write a step, in the order of the current stream; call once a step, outside the graph, before it runs.
+        """Write a step to the device, in the current stream's order; call before every step, outside the graph.
 
         Args:
-            query_lens: (num_reqs,) whole numbers, tokens of each request in this step; at least 1. One number, which
-                is quicker, where all have as many.
-            seq_lens: (num_reqs,) whole numbers, tokens in each request's KV cache, this step's included.
-            block_table: the page ids of each request, in order: a sequence of sequences, or, much quicker for
-                many pages, a (num_reqs, n) array or CPU tensor. What lies past a request's `seq_lens`, and `ahead`, is
+            query_lens: (num_reqs,) integers, tokens of each request in this step; at least 1. A single int, which is
+                faster, if all requests have the same number.
+            seq_lens: (num_reqs,) integers, tokens in each request's KV cache, this step's included.
+            block_table: the page ids of each request, in order: a sequence of sequences, or a (num_reqs, n) array or
+                CPU tensor, which is much faster for many pages. Entries past a request's `seq_lens` plus `ahead` are
                 ignored.
-            num_tokens: rows of the graph that will run; by default as many as there are tokens.
-            num_reqs: requests of the graph that will run; None as in its descriptor, for a graph that leaves them open.
-            ahead: tokens beyond `seq_lens`, up to max_model_len, whose pages reach the device, too: for steps that
-                follow there, as a draft's do.
+            num_tokens: rows of the graph that will run; by default the step's tokens.
+            num_reqs: requests of the graph that will run; None if its descriptor has None.
+            ahead: tokens beyond `seq_lens`, up to max_model_len, whose pages are copied to the device as well, for
+                steps that are advanced there, such as those of a draft model.
 
         Returns:
-            The buffers, seen in that shape.
+            The buffers, viewed in the padded shape.
 
         Raises:
             CaptureSizeError: the batch is empty, or larger than the limits or the padded shape.
-            InputError: the lengths or pages do not fit each other; a request has several tokens where ranks share its
-                context; `ahead` is below 0. After an error the previous step is still in place.
+            InputError: the lengths or pages do not match; a request has several tokens, or `ahead` is above 0, with
+                context parallel ranks; `ahead` is below 0; called inside a capture. After an error the previous step is
+                still in place.
         """
         if self.graphs.is_capturing():
-            raise InputError("the batch was set inside a capture; set it before the graph is captured or replayed.")
+            raise InputError("the batch was set inside a capture; set it before capture and before every replay.")
         ahead = self._bounds.check_ahead(ahead)
         step = read_step(query_lens, seq_lens, block_table, self._bounds, ahead)
         shape = self._bounds.padded(len(step.slots), len(step.seq_lens), num_tokens, num_reqs)
@@ -113,7 +114,7 @@ class BatchMetadata:
         if self.share.size > 1:
             step.check_single_tokens()
             if ahead:
-                raise InputError(f"ahead is {ahead}; no steps follow on the device where ranks share a context.")
+                raise InputError(f"ahead is {ahead}; expected 0: context parallel ranks cannot advance a step.")
             if self.debug:
                 step.check_places(self._bounds.page_size)
             share = self.share
@@ -123,82 +124,83 @@ class BatchMetadata:
         return self._put(step, shape, ahead)
 
     def advance(self, seq_lens: Ints, *, ahead: int = 0) -> None:
-        """Expect a step that the device makes of the one that is set: the same requests, tokens each, pages and shape.
+        """Announce a step that the device derives from the current one: same requests, query lengths, pages and shape.
 
-        Only what the host knows of it is set here; nothing is sent. The graph that runs, or the forward, moves lengths
-        and slots on: `simplegraph.spec_decode.advance_step`.
+        This updates the host's record and copies nothing. The graph or forward that runs advances the lengths and slots
+        on the device, by `simplegraph.spec_decode.advance_step`.
 
         Args:
-            seq_lens: (num_reqs,) whole numbers, tokens in each request's KV cache, this step's included.
-            ahead: tokens beyond `seq_lens` that have to have pages, too.
+            seq_lens: (num_reqs,) integers, tokens in each request's KV cache, this step's included.
+            ahead: tokens beyond `seq_lens` that must have pages as well.
 
         Raises:
-            InputError: there are other numbers of requests; a request has become shorter, or longer than the pages that
-                it was set with, `ahead` included; `ahead` is below 0; ranks share the context. The step is then what
-                it was.
+            InputError: the number of requests differs; a request became shorter, or with `ahead` longer than the pages
+                it was set with; `ahead` is below 0; ranks are context parallel; called inside a capture. After an error
+                the step is unchanged.
             ReplayError: no step is set.
         """
         if self.graphs.is_capturing():
-            raise InputError("the batch was moved on inside a capture; do so before the graph is captured or replayed.")
+            raise InputError("the batch was advanced inside a capture; advance it before the capture or replay.")
         self._check_set()
         ahead = self._bounds.check_ahead(ahead)
         if self.share.size > 1:
-            raise InputError("steps are set one by one where ranks share a context; call BatchMetadata.set.")
+            raise InputError("context parallel ranks cannot advance a step; call BatchMetadata.set for every step.")
         self.batch.grow(int64s("seq_lens", seq_lens), ahead, self.max_model_len)
 
     def follow(self, step: BatchState, num_reqs: int, ahead: int) -> None:
-        """Expect a step that the device writes itself: one more token of each request of another metadata's step.
+        """Announce a step that the device writes itself: one more token for each request of another metadata's step.
 
-        Only what the host knows of it is set here, lengths and pages as far as they may go. The graph that runs, or the
-        forward, writes the buffers from those of the other step.
+        This updates the host's record alone, with the largest lengths and pages possible. The graph or forward that
+        runs writes the buffers from those of the other step.
 
         Args:
-            step: what is followed; it was set with at least as much `ahead`.
+            step: the step to follow; it was set with at least as much `ahead`.
             num_reqs: rows, and requests, of the graph that will run.
-            ahead: how many tokens each request may grow by.
+            ahead: the most tokens that each request may grow by.
 
         Raises:
             CaptureSizeError: num_reqs is above the limits, or below the step's requests.
-            InputError: the step was set with less `ahead`, or it is below 0.
+            InputError: `ahead` is below 0, or above the `ahead` that the step was set with.
         """
         ahead = self._bounds.check_ahead(ahead)
         self._bounds.check_shape(num_reqs, num_reqs)
         if num_reqs < step.num_reqs:
-            raise CaptureSizeError(f"{step.num_reqs} requests are to be followed in a graph of {num_reqs}.")
+            raise CaptureSizeError(f"the step to follow has {step.num_reqs} requests, the graph only {num_reqs}.")
         if ahead > step.ahead:
-            raise InputError(f"the step that is followed was set with ahead={step.ahead}; {ahead} are needed.")
+            raise InputError(f"the step to follow was set with ahead={step.ahead}; expected at least {ahead}.")
         lengths, starts = np.minimum(step.seq_lens + ahead, self._longest), self._one_each[: step.num_reqs + 1]
         self.batch.begin(step.num_reqs, starts, lengths, step.block_table, 1, (num_reqs, num_reqs), behind=True)
 
     def set_dummy(
         self, num_tokens: int, num_reqs: int | None = None, query_len: int | None = None, *, capturing: bool = False
     ) -> CommonMetadata:
-        """Write a stand-in for a step of this shape: it reads page 0 and writes nothing.
+        """Write a dummy step of this shape, which reads page 0 and writes nothing to the cache.
 
-        What a rank without requests runs, so that the collectives of the others find it.
+        A rank without requests runs it, so that it takes part in the other ranks' collectives.
 
         Args:
             num_tokens: rows of the graph.
-            num_reqs: requests, with nothing in the cache before this step; as many as there can be by default.
-            query_len: tokens of each; None spreads the rows as evenly as they go, up to max_model_len.
-            capturing: it is for a warmup or a capture only: a replay after it is refused until a step is set.
+            num_reqs: requests, whose caches are empty before this step; by default the most possible.
+            query_len: tokens of each request; None spreads the rows evenly, up to max_model_len each.
+            capturing: True for a warmup or a capture: a replay is then refused until a step is set.
 
         Returns:
-            The buffers, seen in that shape.
+            The buffers, viewed in that shape.
 
         Raises:
             CaptureSizeError: the shape is above the limits.
-            InputError: the requests do not fit into the rows, or `query_len` into max_model_len.
+            InputError: the requests do not fit into the rows, or `query_len` into max_model_len, or called inside a
+                capture.
         """
         if self.graphs.is_capturing():
-            raise InputError("a dummy batch was set inside a capture; set it before.")
+            raise InputError("a dummy batch was set inside a capture; set it before the capture.")
         if num_reqs is None:
             num_reqs = min(num_tokens, self.max_num_reqs)
         step = dummy_step(num_tokens, num_reqs, query_len, self._bounds, self.share.size)
         return self._put(step, (num_tokens, num_reqs), capturing=capturing)
 
     def repeat(self) -> None:
-        """Let the step that is set run once more: a benchmark's next round, or a second try.
+        """Allow the current step to run once more, for a benchmark's next round or a retry.
 
         Raises:
             ReplayError: no step is set.
@@ -207,7 +209,7 @@ class BatchMetadata:
         self.batch.version += 1
 
     def view(self, num_tokens: int, num_reqs: int) -> CommonMetadata:
-        """The buffers seen in one padded shape; the same object each time, and the same addresses always.
+        """Return the buffers, viewed in one padded shape; the addresses never change.
 
         Raises:
             CaptureSizeError: the shape is above the limits.
@@ -230,7 +232,7 @@ class BatchMetadata:
         return view
 
     def live(self, num_tokens: int, num_reqs: int | None = None) -> CommonMetadata:
-        """The view of this shape, if the present step can run in it.
+        """Return the view of this shape if the current step can run in it.
 
         Args:
             num_tokens: rows that are about to run.
@@ -253,7 +255,7 @@ class BatchMetadata:
     def _check_set(self) -> None:
         if self.batch.version == 0 or self.batch.capturing:
             raise ReplayError(
-                "no batch is set: there is none yet, or a warmup or a capture came after it. "
+                "no batch is set: none was set yet, or a warmup or capture replaced it. "
                 "Call BatchMetadata.set before every step."
             )
 

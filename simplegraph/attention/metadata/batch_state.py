@@ -1,4 +1,4 @@
-"""A step on the host, its view on the device in one padded shape, and the share of it that a rank has."""
+"""The current step on the host, its padded view on the device, and a context parallel rank's share of it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _Int64s = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(eq=False)
 class BatchState:
-    """The present step, on the host. Its arrays are the step's own: they are not written to again.
+    """The current step on the host. Its arrays are never written to again; a new step brings new ones.
 
     Attributes:
-        num_reqs, num_tokens: how many there really are.
-        max_query_len: the longest.
+        num_reqs, num_tokens: real requests and tokens, without padding.
+        max_query_len: the most tokens of a request in this step.
         query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
-        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; of context parallel ranks
-            those that are in this rank's.
+        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; with context parallel
+            ranks, those in this rank's cache.
         block_table: (num_reqs, width) int32, page ids; 0 where a request needs no page.
         padded_tokens, padded_reqs: the shape that the buffers are padded to.
-        ahead: tokens beyond `seq_lens` that each request has pages for, or up to max_model_len.
-        version: counts the steps, so that a backend can tell whether it planned for this one.
-        capturing: True if it only stands in for a step, in a warmup or a capture.
-        behind: True if lengths and slots on the device are those of the step before, until the graph moves them on.
+        ahead: tokens beyond `seq_lens`, up to max_model_len in all, that each request has pages for.
+        version: counts the steps, so that a backend knows whether it has run this one.
+        capturing: True for the dummy step of a warmup or a capture.
+        behind: True if the device still has the previous step's lengths and slots, until the graph advances them.
     """
 
     num_reqs: int = 0
@@ -45,9 +45,9 @@ class BatchState:
     version: int = 0
     capturing: bool = False
     behind: bool = False
-    # Tokens that each request has pages for on the device, since `begin`.
+    # (num_reqs,): tokens that each request has pages for on the device; set by `begin`.
     _reach: _Int32s | None = dataclasses.field(default=None, init=False, repr=False)
-    # An `ahead`, with it the most tokens of each request, and how many each may still grow by.
+    # The last `ahead` of `grow`; for it the most tokens of each request, and how many each may still grow by.
     _growth: tuple[int, _Int64s, _Int64s] | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property
@@ -57,13 +57,13 @@ class BatchState:
 
     @property
     def query_lens(self) -> set[int]:
-        """The different numbers of tokens that requests have in this step; one in uniform decode."""
+        """The distinct numbers of tokens that requests have in this step; a single one in uniform decode."""
         if self.num_reqs * self.max_query_len == self.num_tokens:
             return {self.max_query_len}
         return {int(length) for length in np.unique(np.diff(self.query_start_loc))}
 
     def has_query_len(self, query_len: int) -> bool:
-        """True if every request has so many tokens in this step."""
+        """True if every request has `query_len` tokens in this step."""
         return self.max_query_len == query_len and self.num_reqs * query_len == self.num_tokens
 
     def begin(
@@ -79,7 +79,7 @@ class BatchState:
         capturing: bool = False,
         behind: bool = False,
     ) -> None:
-        """Become another step, which the buffers hold."""
+        """Switch to a new step, whose data the buffers hold."""
         self.num_reqs, self.num_tokens, self.max_query_len = len(seq_lens), num_tokens, max_query_len
         self.query_start_loc, self.seq_lens, self.block_table = query_start_loc, seq_lens, block_table
         self.padded_tokens, self.padded_reqs = padded
@@ -88,10 +88,10 @@ class BatchState:
         self.version += 1
 
     def grow(self, lengths: _Int64s, ahead: int, max_model_len: int) -> None:
-        """Become the step that the device makes of this one; see `BatchMetadata.advance`.
+        """Switch to the step that the device derives from this one; see `BatchMetadata.advance`.
 
         Raises:
-            InputError: there are other numbers of requests; one has become shorter, or longer than its pages.
+            InputError: the number of requests differs; a request became shorter, or longer than its pages.
         """
         if len(lengths) != self.num_reqs:
             raise InputError(f"seq_lens has {len(lengths)} entries; the step that is set has {self.num_reqs} requests.")
@@ -102,14 +102,14 @@ class BatchState:
             self._growth = ahead, most, np.maximum(most - self.seq_lens, 0)
         _, most, room_before = self._growth
         room = most - lengths
-        # Viewed as unsigned, negatives are huge, so one comparison catches what is too long and what shrank.
+        # Viewed as unsigned, negatives are huge, so one comparison catches requests that are too long or shrank.
         wrong = room.view(np.uint64) > room_before.view(np.uint64)
         if np.logical_or.reduce(wrong):
             row = int(wrong.argmax())
             raise InputError(
                 f"seq_lens[{row}] is {lengths[row]} after {self.seq_lens[row]}; expected no less, and at most "
-                f"{most[row]}: its pages on the device hold so many with ahead={ahead}. Call BatchMetadata.set with "
-                "more."
+                f"{most[row]}, which its pages on the device hold with ahead={ahead}. Call BatchMetadata.set with "
+                "more pages."
             )
         self._growth = ahead, most, room
         self.seq_lens, self.ahead, self.behind = lengths.astype(np.int32), ahead, True
@@ -118,16 +118,18 @@ class BatchState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CommonMetadata:
-    """A step's metadata on the device, seen in one padded shape.
+    """A step's metadata on the device, viewed in one padded shape.
 
     Attributes:
         num_reqs, num_tokens: the padded shape.
-        query_start_loc: (num_reqs + 1,) int32; from the last real request on, the number of real tokens.
-        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; 0 where padded. Of context
-            parallel ranks those that are in this rank's, which may be none (vLLM's ``dcp_local_seq_lens``).
-        block_table: (num_reqs, max_blocks) int32, page ids; 0 where padded or not needed.
-        slot_mapping: (num_tokens,) int64, where each token's key and value go; -1 where padded, or another rank's.
-        batch: the present step on the host, shared by all views.
+        query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin; for padding the number of real
+            tokens.
+        seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; 0 for padding. With
+            context parallel ranks those in this rank's cache, possibly 0 (vLLM's ``dcp_local_seq_lens``).
+        block_table: (num_reqs, max_blocks) int32, page ids; 0 for padding and entries past a request's pages.
+        slot_mapping: (num_tokens,) int64, the slot that each token's key and value are written to; -1 for padding and
+            for tokens of other ranks.
+        batch: the current step on the host, shared by all views.
     """
 
     num_reqs: int
@@ -140,22 +142,22 @@ class CommonMetadata:
 
 
 class ContextShare(NamedTuple):
-    """Which tokens of every sequence are in this rank's cache, where context parallel ranks share them.
+    """The tokens of every sequence that are in this rank's cache when context parallel ranks share them.
 
-    Every ``size``-th token, beginning with token ``rank``: no rank has more than one token more than another. A page of
-    the block table has ``page_size * size`` tokens, ``page_size`` of them in the page of that id on each rank, so that
+    The rank holds every ``size``-th token, beginning with token ``rank``, so that ranks differ by one token at most. A
+    page of the block table has ``page_size * size`` tokens, ``page_size`` of them in the page of that id on each rank:
     one block table serves all ranks.
 
     Args:
-        rank: this one's number.
-        size: how many ranks there are.
+        rank: this rank's number.
+        size: the number of ranks.
     """
 
     rank: int = 0
     size: int = 1
 
     def check(self) -> None:
-        """Refuse a share of nothing.
+        """Refuse a rank outside 0 to size - 1.
 
         Raises:
             ConfigError: there is no such rank.

@@ -1,4 +1,4 @@
-"""The bounds of a step: the sizes that its buffers are made for, and the refusal of what does not fit."""
+"""The bounds of a step: the sizes that its buffers are made for, and checks that a step fits them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from simplegraph.errors import CaptureSizeError, ConfigError, InputError
 
 
 def check_counts(**counts: int) -> None:
-    """Refuse what is no whole number of at least 1.
+    """Refuse counts that are not whole numbers of at least 1.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: a count is invalid.
     """
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -26,12 +26,12 @@ class Bounds:
     """The most that a step can hold; see `BatchMetadata`.
 
     Attributes:
-        page_size: tokens in a page of the block table, those of all context parallel ranks together.
-        page_starts: the first position of each of a request's pages.
-        numbers: 0, 1, 2, ..., as many as a step has tokens or requests.
+        page_size: tokens in a page of the block table, over all context parallel ranks.
+        page_starts: (max_blocks,) int64, the first position of each of a request's pages.
+        numbers: (max_num_tokens or max_num_reqs,) int64, 0, 1, 2, ...
 
     Raises:
-        ConfigError: one is below 1.
+        ConfigError: a bound is below 1.
     """
 
     max_num_tokens: int
@@ -53,11 +53,11 @@ class Bounds:
         return -(-self.max_model_len // self.page_size)
 
     def check_shape(self, num_tokens: int, num_reqs: int) -> None:
-        """Refuse a shape that the buffers do not hold.
+        """Refuse a shape that the buffers cannot hold.
 
         Raises:
-            CaptureSizeError: it is out of bounds, or empty.
-            InputError: it is no pair of whole numbers.
+            CaptureSizeError: the shape is out of bounds, or empty.
+            InputError: a value is no whole number.
         """
         if not type(num_tokens) is type(num_reqs) is int:
             for name, value in (("num_tokens", num_tokens), ("num_reqs", num_reqs)):
@@ -70,10 +70,10 @@ class Bounds:
             )
 
     def check_ahead(self, ahead: int) -> int:
-        """Return `ahead`, tokens beyond each request's, clipped to max_model_len.
+        """Return `ahead`, a number of tokens beyond each request's length, clipped to max_model_len.
 
         Raises:
-            InputError: it is no whole number, or below 0.
+            InputError: `ahead` is no whole number, or below 0.
         """
         if (type(ahead) is not int and not isinstance(ahead, np.integer)) or ahead < 0:
             raise InputError(f"ahead is {ahead!r}; expected a whole number of 0 or more.")
@@ -83,12 +83,12 @@ class Bounds:
         """Find the shape that a step of `tokens` and `reqs` is padded to; see `BatchMetadata.set`.
 
         Raises:
-            CaptureSizeError: it is out of bounds, or smaller than the step.
-            InputError: it is no pair of whole numbers.
+            CaptureSizeError: the shape is out of bounds, or smaller than the step.
+            InputError: a value is no whole number.
         """
         rows = tokens if num_tokens is None else num_tokens
         self.check_shape(rows, 1 if num_reqs is None else num_reqs)
-        if num_reqs is None:  # a graph that leaves them open reads as many as its rows could be
+        if num_reqs is None:  # a graph whose key has no requests reads the most that its rows could be
             num_reqs = reqs if num_tokens is None else max(reqs, min(rows, self.max_num_reqs))
         if rows < tokens or num_reqs < reqs:
             raise CaptureSizeError(

@@ -1,4 +1,4 @@
-"""A step as an engine describes it, read into arrays and checked before anything is written."""
+"""Reads an engine's description of a step into arrays, and checks it before anything is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepArrays(NamedTuple):
     """One step on the host, without padding.
 
     Attributes:
-        slots: (num_tokens,) int64, where each token's key and value go.
+        slots: (num_tokens,) int64, the slot that each token's key and value are written to.
         query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
         seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included.
         pages: (num_reqs, width) int32, page ids; 0 where a request needs no page.
@@ -43,7 +43,7 @@ class StepArrays(NamedTuple):
         """Refuse page ids that the cache does not have.
 
         Raises:
-            InputError: there is one.
+            InputError: a page id is out of range.
         """
         pages, end = self.pages, _INT32_MAX if num_pages is None else num_pages
         # Viewed as unsigned, negatives are huge, so one comparison catches both.
@@ -55,23 +55,23 @@ class StepArrays(NamedTuple):
             )
 
     def check_single_tokens(self) -> None:
-        """Refuse requests of several tokens: each of these sees another part of a rank's share.
+        """Refuse requests of several tokens: each token would see a different part of a rank's share.
 
         Raises:
-            InputError: there is one.
+            InputError: a request has several tokens.
         """
         if self.max_query_len > 1:
             raise InputError(
                 f"query_lens[{int(np.argmax(np.diff(self.query_start_loc)))}] is {self.max_query_len}; context "
-                "parallel ranks take one token a request. Give a prompt's tokens as requests of their own, each with "
-                "the length up to itself and the same pages: keys and values are written before any of them attends."
+                "parallel ranks take one token per request. Pass a prompt's tokens as separate requests with the same "
+                "pages, each with the length up to itself: keys and values are written before any of them attends."
             )
 
     def check_places(self, page_size: int) -> None:
-        """Refuse two requests of one token each that write to the same place; a prompt's may share their pages.
+        """Refuse two requests of one token each that write to the same place; they may share pages.
 
         Raises:
-            InputError: there are two.
+            InputError: two requests write to one place.
         """
         twice = _first_twice(self.slots)
         if twice is not None:
@@ -82,14 +82,14 @@ class StepArrays(NamedTuple):
             )
 
     def check_written_once(self, bounds: Bounds, ahead: int) -> None:
-        """Refuse pages that two requests write to, and a request that has one twice, in this step or those ahead.
+        """Refuse a page that two requests write to, or one request has twice, in this step or the tokens ahead.
 
         Args:
             bounds: of the step.
             ahead: tokens beyond the step's that each request has pages for.
 
         Raises:
-            InputError: there is one.
+            InputError: there is such a page.
         """
         starts = bounds.page_starts[: self.pages.shape[1]]
         begun = starts + bounds.page_size > (self.seq_lens - np.diff(self.query_start_loc))[:, None]
@@ -100,7 +100,7 @@ class StepArrays(NamedTuple):
             return
         page, (first, second) = pages[twice[0]], owners[list(twice)]
         if first == second:
-            raise InputError(f"a request has page {page} twice in its row of block_table; give it another one.")
+            raise InputError(f"request {first} has page {page} twice in its row of block_table; give it another page.")
         raise InputError(
             f"requests {first} and {second} both write to page {page}; pages may be shared for reading only. "
             "Give each request pages of its own for what it writes."
@@ -108,17 +108,17 @@ class StepArrays(NamedTuple):
 
 
 def read_step(query_lens: int | Ints, seq_lens: Ints, block_table: Pages, bounds: Bounds, ahead: int = 0) -> StepArrays:
-    """Read an engine's description of a step into arrays of its own; see `BatchMetadata.set`.
+    """Read an engine's description of a step into new arrays; see `BatchMetadata.set`.
 
     Raises:
         CaptureSizeError: there is no request, or more tokens or requests than the bounds.
-        InputError: the lengths or pages do not fit each other.
+        InputError: the lengths or pages do not match.
     """
-    # The least number of numpy calls: each costs a microsecond or two, thirty would be a tenth of a step.
+    # Uses as few numpy calls as possible: each takes a microsecond or two, and thirty would be a tenth of a step.
     lengths = int64s("seq_lens", seq_lens)
     if type(query_lens) is int and 1 <= query_lens <= bounds.max_model_len:
         reqs, most, before = len(lengths), query_lens, lengths - query_lens
-        # Viewed as unsigned, negatives are huge, so one comparison catches them and what is too long.
+        # Viewed as unsigned, negatives are huge, so one comparison catches them and lengths that are too long.
         most_before = int(np.maximum.reduce(before.view(np.uint64))) if reqs else 0
         if reqs == 0 or most_before > bounds.max_model_len - most:
             _check_lengths(np.full(reqs, most, np.int64), lengths, bounds)
@@ -126,7 +126,7 @@ def read_step(query_lens: int | Ints, seq_lens: Ints, block_table: Pages, bounds
         bounds.check_shape(num_tokens, reqs)
         starts = np.arange(0, num_tokens + 1, most, dtype=np.int32)
     else:
-        # One number that does not fit is refused as several are.
+        # A single invalid number gets the same errors as a sequence.
         queries = int64s("query_lens", [query_lens] * len(lengths) if isinstance(query_lens, int) else query_lens)
         before, longest = _check_lengths(queries, lengths, bounds)
         reqs, most = len(queries), int(np.maximum.reduce(queries))
@@ -149,7 +149,7 @@ def read_step(query_lens: int | Ints, seq_lens: Ints, block_table: Pages, bounds
 
 
 def dummy_step(num_tokens: int, num_reqs: int, query_len: int | None, bounds: Bounds, ranks: int) -> StepArrays:
-    """Make up a step that reads page 0 and writes nothing; see `BatchMetadata.set_dummy`.
+    """Make a step that reads page 0 and writes nothing; see `BatchMetadata.set_dummy`.
 
     Raises:
         CaptureSizeError: the shape is out of bounds.
@@ -173,7 +173,7 @@ def dummy_step(num_tokens: int, num_reqs: int, query_len: int | None, bounds: Bo
     return StepArrays(
         slots=np.full(int(starts[-1]), -1, np.int64),
         query_start_loc=starts,
-        # Something on every rank that shares the context, and no more than its pages hold.
+        # At least one token on every context parallel rank, and no more than its pages hold.
         seq_lens=(-(-queries // ranks)).astype(np.int32),
         pages=np.zeros((num_reqs, -(-longest // bounds.page_size)), np.int32),
         max_query_len=longest,
@@ -181,16 +181,16 @@ def dummy_step(num_tokens: int, num_reqs: int, query_len: int | None, bounds: Bo
 
 
 def _first_twice(values: npt.NDArray[Any]) -> tuple[int, int] | None:
-    """Find the first two places of the least value that occurs twice."""
+    """Find the first two indices of the smallest value that occurs twice."""
     order = np.argsort(values, kind="stable")
     twice = np.flatnonzero(values[order][1:] == values[order][:-1])
     return (int(order[twice[0]]), int(order[twice[0] + 1])) if len(twice) else None
 
 
 def _check_lengths(queries: _Int64s, lengths: _Int64s, bounds: Bounds) -> tuple[_Int64s, int]:
-    """Check lengths; return the tokens that each request has in the cache before this step, and the longest length."""
+    """Check lengths; return the tokens that each request had in the cache before this step, and the longest length."""
     if len(queries) == 0:
-        raise CaptureSizeError("the batch is empty; a step needs at least one request (set_dummy runs without).")
+        raise CaptureSizeError("the batch is empty; a step needs at least one request (set_dummy needs none).")
     if len(queries) != len(lengths):
         raise InputError(
             f"query_lens has {len(queries)} entries and seq_lens {len(lengths)}; expected one for each request."
@@ -216,7 +216,7 @@ def _check_lengths(queries: _Int64s, lengths: _Int64s, bounds: Bounds) -> tuple[
 
 
 def _needed_pages(block_table: Pages, lengths: _Int64s, longest: int, bounds: Bounds, ahead: int) -> _Int32s:
-    """Copy the pages of each request's tokens and `ahead`: (num_reqs, as many as the longest needs), 0 elsewhere."""
+    """Copy the pages that each request needs, `ahead` included: (num_reqs, the most needed) int32, 0 elsewhere."""
     table, counts = _table(block_table)
     reqs, width = len(lengths), -(-min(longest + ahead, bounds.max_model_len) // bounds.page_size)
     if len(table) != reqs:
@@ -234,29 +234,29 @@ def _needed_pages(block_table: Pages, lengths: _Int64s, longest: int, bounds: Bo
     needed = table[:, :width]
     if table.dtype.itemsize > 4 and (needed.astype(np.int32) != needed).any():
         raise InputError("block_table has page ids beyond int32; expected ids of the cache's pages.")
-    # Engines keep -1 or what is left of other requests there, and some kernels read a row to its end.
+    # Zero the rest: engines leave -1 or old page ids there, and some kernels read a row to its end.
     used = bounds.page_starts[:width] < reach[:, None]
     pages: _Int32s = np.multiply(needed, used, dtype=np.int32, order="C", casting="unsafe")
     return pages
 
 
 def int64s(name: str, values: Ints) -> _Int64s:
-    """Convert whole numbers to int64; may return the caller's own array.
+    """Convert integers to a one-dimensional int64 array; may return the caller's own.
 
     Raises:
-        InputError: they are none, or not a single row of them, or on a GPU.
+        InputError: the values are not integers, not one-dimensional, or on a GPU.
     """
     if isinstance(values, np.ndarray) and values.dtype is _INT64 and values.ndim == 1:
         return values
     array = _array(name, values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise InputError(f"{name} is {array.dtype} of shape {array.shape}; expected one whole number a request.")
+        raise InputError(f"{name} is {array.dtype} of shape {array.shape}; expected one whole number per request.")
     return array.astype(np.int64, copy=False)
 
 
 def _array(name: str, values: Any) -> npt.NDArray[Any]:
     if isinstance(values, Tensor) and values.device.type != "cpu":
-        raise InputError(f"{name} is on {values.device}; keep it on the host, so that no device is waited for.")
+        raise InputError(f"{name} is on {values.device}; keep it on the host, since reading it would synchronize.")
     try:
         return np.asarray(values.detach() if isinstance(values, Tensor) else values)
     except (TypeError, ValueError, OverflowError) as error:
@@ -264,7 +264,7 @@ def _array(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _table(block_table: Pages) -> tuple[npt.NDArray[Any], _Int64s | None]:
-    """Convert a block table to (num_reqs, n), and count the pages of each row; None where all have n."""
+    """Convert a block table to (num_reqs, n), and count the pages of each row; None if all have n."""
     counts = None
     if isinstance(block_table, (Tensor, np.ndarray)):
         table = _array("block_table", block_table)
@@ -274,7 +274,7 @@ def _table(block_table: Pages) -> tuple[npt.NDArray[Any], _Int64s | None]:
             counts = np.fromiter(map(len, rows), np.int64, len(rows))
             found = np.array(list(itertools.chain.from_iterable(rows)))
         except (TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"block_table holds something else than rows of page ids: {error}.") from None
+            raise InputError(f"block_table does not consist of rows of page ids: {error}.") from None
         if found.size and found.dtype.kind not in "iu":
             raise InputError(f"block_table holds {found.dtype} where page ids are expected.")
         table = np.zeros((len(rows), int(counts.max(initial=0))), np.int64)

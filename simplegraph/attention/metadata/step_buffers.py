@@ -1,4 +1,4 @@
-"""The device's buffers of one step, and the host memory that they are filled from with one copy a step."""
+"""The device buffers of one step, and the host memory that they are filled from with one copy per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from simplegraph.attention.metadata.bounds import Bounds
 
-_RING = 4  # steps that may be on their way at once before a write waits for the oldest copy
+_RING = 4  # copies that may be in flight before a write waits for the oldest one
 _ALIGNED = 4  # int32 words, so that every field begins on 16 bytes
 
 
@@ -36,11 +36,11 @@ class _Stage:
 
 
 class StepBuffers:
-    """One step on the device, and the ring of host memory through which it gets there.
+    """The buffers of one step on the device, and a ring of host memory to copy from.
 
     Args:
         bounds: of the step.
-        device: where the step goes.
+        device: the device of the buffers.
 
     Attributes:
         slot_mapping: (max_num_tokens,) int64; query_start_loc: (max_num_reqs + 1,) int32; seq_lens: (max_num_reqs,)
@@ -50,7 +50,7 @@ class StepBuffers:
     def __init__(self, bounds: Bounds, device: torch.device) -> None:
         reqs, blocks = bounds.max_num_reqs, bounds.max_blocks
         lengths = (2 * bounds.max_num_tokens, reqs + 1, reqs)
-        # The table comes last, since a step uses some of its rows.
+        # The table comes last, so that one copy can leave out its unused rows.
         sizes = [*(-(-length // _ALIGNED) * _ALIGNED for length in lengths), reqs * blocks]
         self._table_start, self._max_blocks = sum(sizes[:3]), blocks
         on_gpu = device.type == "cuda"
@@ -65,17 +65,17 @@ class StepBuffers:
             copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
             return _Stage(words, [field.numpy() for field in fields(words)], copied)
 
-        # Not inference tensors, wherever this is made: those refuse writes from other modes.
+        # Not inference tensors, even if built in inference mode: those refuse writes outside of it.
         with torch.inference_mode(False):
             self._words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
             self.slot_mapping, self.query_start_loc, self.seq_lens, self.block_table = fields(self._words)
             self._ring = itertools.cycle([stage() for _ in range(_RING if on_gpu else 1)])
 
     def put(self, fields: Sequence[npt.NDArray[Any]], num_tokens: int, num_reqs: int) -> None:
-        """Bring a step to the device, every padded place included, in the order of the current stream.
+        """Copy a step to the device, with its padding filled, in the current stream's order.
 
         Args:
-            fields: its slots, query starts, lengths and pages; see `StepArrays`.
+            fields: the step's slots, query starts, lengths and pages; see `StepArrays`.
             num_tokens: rows of the padded shape.
             num_reqs: requests of the padded shape.
         """

@@ -145,7 +145,7 @@ def test_a_full_graph_of_more_rows_than_the_kernel_takes_needs_the_other_backend
     }
     served = AttentionEngine(functools.partial(TritonDecodeBackend, mixed=OnTheHost), CPU, **settings)
     with pytest.raises(
-        ConfigError, match=r"query_len=33 and 2 query heads to a key head .* on the host cannot be in it"
+        ConfigError, match=r"query_len=33 and 2 query heads per key head .* on the host cannot be in it"
     ):
         served.manager.capture(served.forward)
     served = AttentionEngine(functools.partial(TritonDecodeBackend, mixed=SDPABackend), CPU, **settings)

@@ -19,11 +19,11 @@ def test_a_step_that_the_device_writes_is_known_by_its_shape(device: torch.devic
     assert (batch.num_reqs, batch.num_tokens, batch.padded_reqs, batch.padded_tokens) == (2, 2, 4, 4)
     assert (batch.query_lens, batch.max_seq_len, batch.seq_lens.tolist()) == ({1}, LENGTH, [11, LENGTH])
     assert second.live(4, 4) is second.view(4, 4)
-    with pytest.raises(CaptureSizeError, match="2 requests are to be followed in a graph of 1"):
+    with pytest.raises(CaptureSizeError, match="the step to follow has 2 requests, the graph only 1"):
         second.follow(first.batch, 1, 4)
     with pytest.raises(CaptureSizeError, match="expected 1 to 16 tokens and 1 to 6 requests"):
         second.follow(first.batch, 7, 4)
-    with pytest.raises(InputError, match="was set with ahead=4; 5 are needed"):
+    with pytest.raises(InputError, match="was set with ahead=4; expected at least 5"):
         second.follow(first.batch, 4, 5)
 
 
@@ -106,5 +106,5 @@ def test_a_step_at_the_models_limit_needs_no_pages_beyond() -> None:
         built.advance([LENGTH + 1], ahead=9)
     shared = metadata(share=ContextShare(0, 2))
     shared.set(1, [4], [[1]])
-    with pytest.raises(InputError, match="ranks share a context"):
+    with pytest.raises(InputError, match="context parallel ranks cannot advance"):
         shared.advance([5])

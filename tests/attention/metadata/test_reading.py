@@ -69,7 +69,7 @@ def test_what_an_engine_keeps_behind_the_needed_pages_does_not_matter() -> None:
     ("table", "words"),
     [
         ([[5, 2, 9], [8, 1, 9]], "requests 0 and 1 both write to page 9"),
-        ([[5, 2, 9], [8, 1, 1]], "a request has page 1 twice"),
+        ([[5, 2, 9], [8, 1, 1]], "request 1 has page 1 twice"),
     ],
 )
 def test_debug_refuses_pages_that_steps_ahead_would_write_twice(table: list[list[int]], words: str) -> None:
