@@ -1,1 +1,1 @@
-"""Decides the shape that runs: capture sizes, padding, dispatch, reasons. Imports no torch, captures nothing."""
+"""Decides the shape that runs: capture sizes, padding, dispatch. Imports no torch, captures nothing."""

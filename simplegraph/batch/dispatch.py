@@ -16,7 +16,7 @@ from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 
-# Answers remembered before starting over: far above what real traffic asks, and a bound for odd traffic.
+# Answers cached before the cache is cleared: far more than real traffic needs, and a bound for unusual traffic.
 _MAX_REMEMBERED = 1 << 16
 
 
@@ -25,9 +25,9 @@ class Dispatch(NamedTuple):
 
     Attributes:
         mode: how to run it: NONE, PIECEWISE or FULL.
-        descriptor: the graph's key, padded; for NONE the batch as it is.
-        reason: why.
-        padding: rows to fill up, ``descriptor.num_tokens`` minus the batch's own.
+        descriptor: the graph's key, padded; for NONE the batch without padding.
+        reason: why it runs this way.
+        padding: padding rows, ``descriptor.num_tokens`` minus the batch's own.
     """
 
     mode: CudaGraphMode
@@ -38,7 +38,7 @@ class Dispatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Graphs:
-    """All graphs of one kind: how they run, which sizes there are, and which batches they take."""
+    """All graphs of one kind: their mode, their sizes, and the batches that they take."""
 
     mode: CudaGraphMode
     sizes: PaddingMap
@@ -46,7 +46,7 @@ class _Graphs:
     config: CudaGraphConfig
 
     def accept(self, batch: BatchDescriptor, *, allow_full: bool) -> int | Reason:
-        """The padded size in tokens, or why these graphs cannot take the batch."""
+        """Return the padded size in tokens, or the reason why these graphs cannot take the batch."""
         if self.mode is CudaGraphMode.FULL:
             refusal = self._refuse_full(batch, allow_full)
             if refusal is not None:
@@ -65,7 +65,7 @@ class _Graphs:
         return Reason.BATCH_TOO_LARGE if too_many else None
 
     def key(self, padded: int, lora_case: int, *, requests: bool) -> BatchDescriptor:
-        """The key of the graph of `padded` tokens; `requests` says whether num_reqs is part of it."""
+        """Return the key of the graph of `padded` tokens; `requests` is True if num_reqs is part of the key."""
         if self.uniform_query_len is not None:
             return BatchDescriptor(padded, padded // self.uniform_query_len, self.uniform_query_len, lora_case)
         if not requests or self.mode is not CudaGraphMode.FULL:
@@ -78,14 +78,14 @@ class Dispatcher:
 
     Args:
         config: modes, sizes and limits.
-        support: what the attention backend can do inside a full graph. A mode beyond it is downgraded, and
-            the log says so, with the cost.
+        support: what the attention backend can do inside a full graph. A mode beyond it is downgraded, with a warning
+            that names the cost.
         lora_cases: the counts of active LoRAs to capture; a batch takes the smallest that holds its own.
         requests: True if full graphs for mixed batches have the number of requests in their key, as attention
             metadata needs. None stands for True if `max_num_seqs` is set.
 
     Raises:
-        ConfigError: `lora_cases` is empty, or holds something else than counts.
+        ConfigError: `lora_cases` is empty, or not all entries are counts.
 
     Source: the order FULL, PIECEWISE, NONE and the keys' relaxation follow vLLM's CudagraphDispatcher.
     """
@@ -117,11 +117,11 @@ class Dispatcher:
         *,
         allow_full: bool = True,
     ) -> Dispatch:
-        """Decide how a batch runs. Asking again for the same batch is one dictionary lookup.
+        """Decide how a batch runs. A repeated question costs one dictionary lookup.
 
         Args:
             num_tokens: rows of the batch, or tokens of all its requests together.
-            num_reqs: requests in the batch, where it has any.
+            num_reqs: requests in the batch; None if they are unknown or do not matter.
             uniform_query_len: tokens of each request when all have the same number, else None. Uniform decode
                 graphs take the batch when it equals the configuration's.
             num_active_loras: LoRA adapters in use.
@@ -142,13 +142,13 @@ class Dispatcher:
         return answer
 
     def agreed(self, mode: CudaGraphMode, size: int, num_active_loras: int, *, num_tokens: int) -> Dispatch:
-        """Return what ranks run that agreed on a mode and a size: the same key on each of them.
+        """Decide how ranks run that have agreed on a mode and a size: the same key on each of them.
 
         Args:
-            mode: the lowest that a rank needs.
+            mode: the lowest mode that a rank needs.
             size: the largest padded size, in rows.
             num_active_loras: the most LoRA adapters that a rank has in use.
-            num_tokens: rows of this rank's own batch; 0 where all of it is padding.
+            num_tokens: rows of this rank's own batch; 0 if all of it is padding.
 
         Raises:
             CaptureSizeError: no rank has anything to run.
@@ -168,7 +168,7 @@ class Dispatcher:
         return CudaGraphMode.NONE, BatchDescriptor(size, num_active_loras=loras)
 
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
-        """Everything to capture, as (FULL or PIECEWISE, key), largest first so that the pool is sized once."""
+        """List everything to capture as (FULL or PIECEWISE, key), largest first so that the pool is sized once."""
         found = [
             (graphs.mode, graphs.key(size, lora_case, requests=self._requests))
             for graphs, lora_case in itertools.product(self._graphs, self.lora_cases)
@@ -177,7 +177,7 @@ class Dispatcher:
         return sorted(found, key=lambda pair: pair[1], reverse=True)
 
     def advice(self, batch: Dispatch) -> str:
-        """Name a batch that no graph serves, and the setting that would change that, where there is one."""
+        """Describe a batch that no graph serves, and name the setting that would change that, if there is one."""
         size, config = batch.descriptor.num_tokens, self.config
         if batch.reason is Reason.SIZE_NOT_CAPTURED:
             return f"batch size {size}: add {size} to capture_sizes"
@@ -215,7 +215,7 @@ class Dispatcher:
 
 
 def _all_graphs(mode: CudaGraphMode, config: CudaGraphConfig) -> tuple[_Graphs, ...]:
-    """The kinds of graphs a mode has, in the order they are tried."""
+    """Return the kinds of graphs that a mode has, in the order they are tried."""
     kinds: list[_Graphs] = []
     if mode.separate_routine() and mode.decode_mode() is CudaGraphMode.FULL:
         sizes = PaddingMap(uniform_decode_sizes(config))
@@ -238,8 +238,8 @@ def resolve_mode(
     """Resolve the mode to use with attention of the given support.
 
     Returns:
-        The mode, and None; or a lesser mode and a message saying what was lowered, why, what it costs and what
-        the alternatives are. Piecewise runs are right only where the attention is an eager break.
+        The mode, and None; or a lower mode and a message saying what was lowered, why, what it costs and what
+        the alternatives are. Piecewise runs are correct only if the attention is an eager break.
 
     Source: vLLM #49547, where a silent downgrade cost 16%. The cost named is an eager break measured on an H200.
     """

@@ -1,4 +1,4 @@
-"""Capture sizes: the default list, the sizes a configuration allows, padding, and a planner."""
+"""Capture sizes: the default list, the sizes that a configuration allows, padding, and a planner."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from simplegraph.errors import CaptureSizeError, ConfigError
 
 DEFAULT_LARGEST = 512
 
-# Sizes up to here pad through a table; beyond it (a batch of a million rows) a table would cost more than it saves.
+# Sizes up to this limit are padded through a table; for a batch of a million rows a table would be too large.
 _TABLE_LIMIT = 1 << 16
 
 
 def default_sizes(largest: int) -> tuple[int, ...]:
-    """The sizes captured when none are named: 1, 2, 4, multiples of 8 up to 256, multiples of 16 above.
+    """Return the sizes captured by default: 1, 2, 4, multiples of 8 up to 256, multiples of 16 above.
 
     Args:
         largest: the largest size, in rows or tokens; always in the list, on the grid or not.
@@ -37,9 +37,9 @@ def default_sizes(largest: int) -> tuple[int, ...]:
 
 
 def mixed_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
-    """The sizes, in tokens, of graphs that serve any batch; ascending.
+    """Return the sizes, in tokens, of graphs that serve any batch; ascending.
 
-    The configuration's own `capture_sizes`, or the default list up to the smaller of `max_capture_size`
+    These are the configuration's `capture_sizes`, or the default list up to the smaller of `max_capture_size`
     (512 unless set) and `max_num_tokens`.
     """
     if config.capture_sizes is not None:
@@ -49,10 +49,10 @@ def mixed_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
 
 
 def uniform_decode_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
-    """The sizes, in tokens, of graphs for uniform decode only; ascending multiples of `uniform_query_len`.
+    """Return the sizes, in tokens, of graphs for uniform decode only; ascending multiples of `uniform_query_len`.
 
-    Sizes above the largest possible decode batch are dropped and that batch itself takes their place, on the
-    grid or not: without it the batches just below the limit would have no graph.
+    Sizes above the largest possible decode batch are replaced by that batch's own size, even if it is not on the
+    grid: otherwise the batches just below the limit would have no graph.
 
     Source: vLLM #57355.
     """
@@ -64,7 +64,7 @@ def uniform_decode_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
 
 
 def _largest_decode(config: CudaGraphConfig) -> int | None:
-    """Tokens in the largest uniform decode batch that can occur, or None where nothing bounds it."""
+    """Return the tokens in the largest uniform decode batch that can occur, or None if nothing bounds it."""
     query_len = config.uniform_query_len
     limits: list[int] = []
     if config.max_num_seqs is not None:
@@ -82,10 +82,10 @@ class PaddingMap:
     4
 
     Args:
-        sizes: the captured sizes, in rows or tokens, in any order; ascending once it is made.
+        sizes: the captured sizes, in rows or tokens, in any order; the attribute is ascending.
 
     Raises:
-        CaptureSizeError: there are no sizes, or one is no whole number of at least 1.
+        CaptureSizeError: `sizes` is empty, or an entry is no whole number of at least 1.
     """
 
     sizes: Sequence[int]
@@ -103,7 +103,7 @@ class PaddingMap:
         return self.sizes[-1]
 
     def padded(self, size: int) -> int | None:
-        """The smallest captured size that holds `size`, or None when all are smaller.
+        """Return the smallest captured size that holds `size`, or None if all are smaller.
 
         Raises:
             CaptureSizeError: `size` is below 1.
@@ -121,7 +121,7 @@ class PaddingMap:
 
 
 def _padding_table(sizes: Sequence[int], last: int) -> tuple[int, ...]:
-    """Entry n is the smallest size that holds n, for n up to `last`; entry 0 is never read."""
+    """Build a table whose entry n is the smallest size that holds n, for n up to `last`; entry 0 is never read."""
     table = [0]
     for size in sizes:
         table += [size] * (min(size, last) + 1 - len(table))
@@ -140,10 +140,10 @@ class SizePlan:
 
     Attributes:
         sizes: the chosen sizes, ascending; pass them as ``capture_sizes``.
-        waste_before: padded tokens computed for nothing with the default sizes up to the same largest batch.
-        waste_after: the same with `sizes`.
+        waste_before: padding tokens with the default sizes up to the same largest batch.
+        waste_after: padding tokens with `sizes`.
         tokens: real tokens in the histogram.
-        num_default_sizes: how many graphs the default sizes would have been.
+        num_default_sizes: the number of default sizes, hence of their graphs.
     """
 
     sizes: tuple[int, ...]
@@ -164,15 +164,15 @@ class SizePlan:
 
 
 def plan_sizes(histogram: Mapping[int, float], num_graphs: int, *, always: Sequence[int] = ()) -> SizePlan:
-    """Pick the capture sizes that waste the fewest padded tokens; exact, not a heuristic.
+    """Choose the capture sizes with the fewest padding tokens; an exact optimum, not a heuristic.
 
     >>> plan_sizes({3: 100, 7: 10, 8: 1}, num_graphs=2).sizes
     (3, 8)
 
     Args:
-        histogram: how often each batch size (rows or tokens) was seen; counts may be weights.
-        num_graphs: the most sizes to pick. Fewer are picked when more would save nothing.
-        always: sizes to capture whatever the histogram says; they count towards `num_graphs`.
+        histogram: batch size (rows or tokens) -> how often it was seen; counts may be weights.
+        num_graphs: the most sizes to choose. Fewer are chosen if more would save nothing.
+        always: sizes to capture regardless of the histogram; they count towards `num_graphs`.
 
     Returns:
         The plan. The largest batch seen is always covered.
@@ -201,7 +201,7 @@ def plan_sizes(histogram: Mapping[int, float], num_graphs: int, *, always: Seque
 
 
 def _plan_int(name: str, value: Any) -> int:
-    """A whole number of at least 1; numpy's are welcome, since histograms come from there."""
+    """Check for a whole number of at least 1 and return it as an int; numpy integers are accepted."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -241,7 +241,7 @@ def _check_budget(num_graphs: int, forced: set[int], largest: int) -> None:
 
 
 def _whole_weights(counts: Sequence[Fraction]) -> tuple[list[int], int]:
-    """Counts as whole numbers and the factor they were multiplied by, so that sums and ties are exact."""
+    """Scale counts to whole numbers, so that sums and ties are exact; return them and the factor."""
     scale = math.lcm(*(count.denominator for count in counts))
     return [int(count * scale) for count in counts], scale
 
@@ -260,7 +260,7 @@ def _holding(sizes: Sequence[int], point: int) -> int:
 
 
 def _cheapest(points: Sequence[int], weights: Sequence[int], forced: set[int], num_graphs: int) -> tuple[int, ...]:
-    """The `num_graphs` points, or fewer, that hold all weight with the least padding."""
+    """Choose at most `num_graphs` points that hold all weight with the least padding."""
     layer: _Layer = [0] + [None] * len(points)
     parents: list[list[int]] = []
     best: tuple[int, int] | None = None
@@ -278,21 +278,21 @@ def _cheapest(points: Sequence[int], weights: Sequence[int], forced: set[int], n
     return tuple(reversed(chosen))
 
 
-# Entry i: the least waste with which exactly k sizes, the last of them points[i - 1], hold the first i points.
+# Entry i: the least waste of exactly k sizes that hold the first i points, the last size being points[i - 1].
 _Layer = list[int | None]
 
 
 def _one_more_graph(
     previous: _Layer, points: Sequence[int], weights: Sequence[int], forced: set[int]
 ) -> tuple[_Layer, list[int]]:
-    """The layer for one graph more, and for each entry the entry of `previous` it came from."""
+    """Compute the layer for one more graph, and for each entry the index in `previous` that it came from."""
     layer: _Layer = [None]
     parent = [0]
     hull = _Hull()
     count = tokens = 0
     for index, (point, weight) in enumerate(zip(points, weights, strict=True)):
         if index and points[index - 1] in forced:
-            hull = _Hull()  # No size may skip a forced one.
+            hull = _Hull()  # no size may skip a forced one
         before = previous[index]
         if before is not None:
             hull.add(-count, before + tokens, index)
@@ -304,7 +304,7 @@ def _one_more_graph(
 
 
 class _Hull:
-    """Lines by falling slope; the lowest of them at positions that only ever rise."""
+    """The lower hull of lines that are added by falling slope, asked at rising positions."""
 
     def __init__(self) -> None:
         self._lines: collections.deque[tuple[int, int, int]] = collections.deque()
@@ -315,7 +315,7 @@ class _Hull:
         self._lines.append((slope, offset, label))
 
     def least(self, position: int) -> tuple[int | None, int]:
-        """The lowest value at `position`, and its line's label; None without lines."""
+        """Return the lowest value at `position` and its line's label; None without lines."""
         lines = self._lines
         while len(lines) > 1 and _value(lines[1], position) <= _value(lines[0], position):
             lines.popleft()
