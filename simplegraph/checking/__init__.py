@@ -1,1 +1,1 @@
-"""Answers whether a module can be captured, padded and replayed as it is. Serves no calls."""
+"""Finds out if a module can be captured, padded and replayed without changes. Serves no calls."""

@@ -1,4 +1,4 @@
-"""`check`: may a module be captured, in how many pieces, and does padding change its answers."""
+"""`check`: tries if a module can be captured, in how many pieces, and if padding changes its outputs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from simplegraph.module.mixin import wrap
 
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
-    """The findings of `check`. True in a condition if the module can be captured and padded as it is.
+    """The findings of `check`. True as a condition if the module can be captured and padded without changes.
 
     Attributes:
-        capturable: the forward was captured as one full graph, its eager breaks inline, and its replays equal eager
-            on new inputs.
-        problem: what is in the way of that, with the user's line; None if nothing is.
-        breaks: for every function that breaks, what is wrong with capturing it inline; None if nothing is.
-        piecewise: what is wrong even with all breaks honoured; None if nothing is.
-        rows_independent: padding rows do not change real ones; None if not even two eager runs agree.
-        mixing: what differed, where they do.
-        state_written: names of parameters, buffers and attributes the forward writes to: every replay
+        capturable: True if the forward was captured as one full graph, with its eager breaks inline, and its replays
+            equal eager on new inputs.
+        problem: why it is not capturable, with the user's line; None if it is.
+        breaks: function that breaks -> what is wrong with capturing it inline; None if nothing is.
+        piecewise: what is wrong even with all breaks run eagerly; None if nothing is.
+        rows_independent: True if padding rows do not change real ones; None if two eager runs already differ.
+        mixing: what padding changed; None if nothing.
+        state_written: names of parameters, buffers and attributes that the forward writes to: every replay
             changes them again, as every eager call does.
-        inputs_written: arguments that the forward writes to.
+        inputs_written: names of arguments that the forward writes to.
         output_aliases: outputs that share memory with an argument or with the module.
-        memory: what capturing `capture_sizes` would take; None if they were not given.
+        memory: the memory that capturing `capture_sizes` would take; None if they were not given.
     """
 
     capturable: bool
@@ -53,7 +53,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         independent = {
-            None: "cannot be said, since two eager runs on the same inputs differ",
+            None: "unknown, since two eager runs on the same inputs differ",
             True: "yes, padding is safe",
             False: f"no ({self.mixing}); use padding=False, which captures exact sizes only",
         }
@@ -89,32 +89,32 @@ def check(
     capture_sizes: Collection[int] | None = None,
     **kwargs: Any,
 ) -> CheckReport:
-    """Try whether a module can be captured, in one graph or in pieces, and whether padding would change its answers.
+    """Try if a module can be captured, in one graph or in pieces, and if padding would change its outputs.
 
-    Runs the forward several times eagerly (as called, and padded with three different contents), captures
-    it, and compares replays with eager on new inputs. Where a module with eager breaks is no full graph, every break is
-    tried inline alone, to name those that are in the way. What the module holds is put back afterwards, and so is
-    the default random generator; what breaks write elsewhere (a KV cache in a context) is not.
+    It runs the forward several times eagerly (as called, and padded with three different contents), captures it, and
+    compares replays with eager on new inputs. If a module with eager breaks cannot be one full graph, each break is
+    tried inline separately, to name those that prevent it. The module's state and the default random generator are
+    restored afterwards; memory that breaks write elsewhere (a KV cache in a context) is not.
 
         report = sg.check(model, input_ids, positions)
         print(report)
 
     Args:
-        module: in evaluation mode, with its breaks marked.
-        *args: example inputs, of a batch size that is not the size of another dimension. The batch is dimension 0
-            of the first tensor unless `batch_dims` says otherwise.
-        others: further batches, each a tuple of positional arguments; of other lengths, say. Those of the same shapes
-            share a graph, and replays are compared on each of them.
-        before: called with the batch's number (0 for `args`) before every run and replay of it: sets the metadata that
-            breaks read.
+        module: the module, in evaluation mode, with its breaks marked.
+        *args: example inputs, with a batch size that no other dimension has. The batch is dimension 0 of the first
+            tensor unless `batch_dims` says otherwise.
+        others: further batches, each a tuple of positional arguments, such as sequences of other lengths. Batches of
+            the same shapes share a graph, and replays are compared on each of them.
+        before: called with the batch's number (0 for `args`) before each of its runs and replays; it can set metadata
+            that breaks read.
         batch_dims: batch dimensions by argument name, as in `CudaGraphConfig`.
         break_ops: operators that break, as in `CudaGraphConfig`.
-        capture_sizes: measure what graphs of these batch sizes would take, by capturing some of them.
+        capture_sizes: batch sizes whose graphs' memory is to be estimated, by capturing some of them.
         **kwargs: example inputs passed by keyword, for every batch.
 
     Raises:
-        InputError: it is no module, or in training mode, or these inputs cannot be bound to a graph.
-        CaptureError: `capture_sizes` was given, and one that is measured cannot be captured.
+        InputError: `module` is no module or in training mode, or these inputs cannot be bound to a graph.
+        CaptureError: `capture_sizes` was given, and one of the sizes cannot be captured.
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"check got a {type(module).__name__}; expected a torch.nn.Module instance first.")
@@ -140,7 +140,7 @@ def check(
 
 def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None) -> CheckReport:
     first = trials[0]
-    # First: what libraries keep for the capture stream is taken by the first capture there is.
+    # Measure memory first: the first capture also allocates what libraries keep for the capture stream.
     memory = None if capture_sizes is None else first.memory(capture_sizes)
     mixing = first.mixing()
     problem = _problem(trials)
@@ -164,6 +164,6 @@ def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None
 
 
 def _problem(trials: Sequence[ModuleTrial], mode: str = "FULL", inlined: Collection[Any] = ()) -> str | None:
-    """Find the first batch's problem, if any has one."""
+    """Return the first problem that any of the batches has; None if there is none."""
     found = (trial.problem(mode, inlined) for trial in trials)
     return next((problem for problem in found if problem is not None), None)

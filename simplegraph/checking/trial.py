@@ -1,4 +1,4 @@
-"""One module tried on one set of inputs: eagerly, padded, captured and replayed; it is left as it was."""
+"""Tries one module on one set of inputs: eager, padded, captured and replayed. Its state is restored."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ from simplegraph.module.survey import HeldTensor, held_tensors
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
-# What padding rows are real rows times, in turn: zeros, and more than any real row on either side.
+# Padding rows are real rows times each of these factors: zeros, and values larger than any real one, of either sign.
 _FILLS = (0, 3, -3)
 
 
 class ModuleTrial:
-    """Tries one module on one set of inputs, and leaves it as it was.
+    """Tries one module on one set of inputs, and restores its state.
 
     Args:
         module, args, kwargs: the call to try.
         config: batch dimensions, and operators that break.
-        wrapped: wraps the module with that configuration and the settings that it is given.
-        before: called with a batch's number before every run and replay of it; metadata is set there.
-        number: the batch's own.
+        wrapped: wraps the module with that configuration and further settings.
+        before: called with a batch's number before each of its runs and replays, to set metadata.
+        number: this batch's number.
 
     Attributes:
-        observed: what an eager run read and wrote; aliases: outputs that share memory with an input or the module.
+        state_written, inputs_written: names of state and of arguments that an eager run wrote to.
+        output_aliases: outputs that share memory with an argument or with the module.
         breaks: the functions and operators that broke.
     """
 
@@ -83,7 +84,7 @@ class ModuleTrial:
         self._observe()
 
     def _observe(self) -> None:
-        """Run once eagerly, to learn what it writes, what its outputs alias, and which breaks it meets."""
+        """Run once eagerly, to find what the forward writes, what its outputs alias, and its breaks."""
         observer = MemoryObserver()
         operators = breaking_operators(self._config.break_ops)
         tracer = BreakTracer(operators, observer, self._device.torch_device)
@@ -128,7 +129,7 @@ class ModuleTrial:
         put_random_states(self._generators, self._random)
 
     def _eager(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return eager's outputs, but for objects that cannot be compared; nothing that it changed stays changed."""
+        """Run eagerly and return the outputs that can be compared; the module's state is restored."""
         try:
             outputs, _ = self._run(cloned(leaves))
             return cloned([leaf for leaf in outputs if unreturnable([leaf]) is None])
@@ -136,7 +137,7 @@ class ModuleTrial:
             self._restore()
 
     def mixing(self) -> str | None:
-        """Return '' if padding rows leave real rows alone, else what differs; None if eager differs from eager."""
+        """Return '' if padding rows do not change real rows, else what differs; None if two eager runs differ."""
         alone = self._eager(self._leaves)
         if first_difference(self._eager(self._leaves), alone) is not None:
             return None
@@ -145,15 +146,15 @@ class ModuleTrial:
             try:
                 fill.append(self._eager(self._padded(factor)))
             except Exception as error:
-                return f"padded to {2 * self._rows} rows it fails: {type(error).__name__}: {error}"
+                return f"it fails when padded to {2 * self._rows} rows: {type(error).__name__}: {error}"
         cut = [[_head(leaf, like) for leaf, like in zip(outputs, alone, strict=True)] for outputs in fill]
         found = (first_difference(padded, alone) for padded in cut)
         return next((difference for difference in found if difference), "")
 
     def _padded(self, factor: int) -> list[Any]:
-        """Append as many rows again to the inputs: the real ones in another order, numbers times `factor`.
+        """Double the rows of the inputs: padding is the real rows in reverse, floating-point ones times `factor`.
 
-        Indices and masks stay valid: they are zero, or as they were.
+        Indices and masks stay valid: in padding they are zero, or those of real rows.
         """
         leaves = []
         for leaf, arg in zip(self._leaves, self._args, strict=True):
@@ -166,11 +167,11 @@ class ModuleTrial:
         return leaves
 
     def problem(self, mode: str = "FULL", inlined: Collection[Any] = ()) -> str | None:
-        """Say what is in the way of a capture, or wrong about its replays; None if nothing is.
+        """Say what prevents a capture, or is wrong about its replays; None if nothing is.
 
         Args:
-            mode: FULL captures one graph, with its breaks inline; PIECEWISE honours them.
-            inlined: breaks that are captured inline even so.
+            mode: FULL captures one graph, with its breaks inline; PIECEWISE runs them eagerly.
+            inlined: breaks that are captured inline nevertheless.
         """
         if self._unreturnable is not None:
             reason = Reason.UNSUPPORTED_OUTPUT
@@ -186,10 +187,10 @@ class ModuleTrial:
             return f"{type(error).__name__} at {user_location(error)}: {error}"
 
     def memory(self, sizes: Collection[int]) -> MemoryEstimate:
-        """Capture some of the sizes, measure, and drop them again.
+        """Capture some of the sizes, measure their memory, and drop their graphs.
 
         Raises:
-            ConfigError: the sizes are none.
+            ConfigError: the sizes are invalid.
             CaptureError: one of them cannot be captured.
         """
         checked = CudaGraphConfig(capture_sizes=list(sizes)).capture_sizes or ()
@@ -203,7 +204,7 @@ class ModuleTrial:
 
     @contextlib.contextmanager
     def _captured(self, wrapped: Any) -> Iterator[CaptureSummary]:
-        """Capture the wrapped module; its graphs and what they changed are gone afterwards."""
+        """Capture the wrapped module; afterwards its graphs are dropped and its state is restored."""
         try:
             with outside_calls():
                 self._before(self._number)
@@ -216,7 +217,7 @@ class ModuleTrial:
             self._restore()
 
     def _difference(self, wrapped: Any, turn: int, number: int) -> str | None:
-        """Say how a replay differs from eager on one batch, its rows rolled by `turn`."""
+        """Say how a replay differs from eager on one batch with its rows rolled by `turn`; None if it does not."""
         pairs = [(leaf, batch_dim_of(arg)) for leaf, arg in zip(self._batches[number], self._args, strict=True)]
         values = [leaf if dim is None else leaf.roll(turn, dim) for leaf, dim in pairs]
         self._restore()
@@ -238,18 +239,18 @@ class ModuleTrial:
         for (name, tensor), expected_tensor in zip(self._state.items(), expected_state, strict=True):
             found = first_difference([tensor], [expected_tensor])
             if found is not None:
-                return f"after a replay {name} is not what eager leaves: {found}."
+                return f"after a replay {name} differs from eager's: {found}."
         return None
 
 
 def _named_parts(entry: HeldTensor) -> list[tuple[str, Tensor]]:
-    """Name the tensors whose memory an entry's is by the entry; numbered where there are several."""
+    """Name the plain tensors that an entry consists of, after the entry; numbered if there are several."""
     found = list(parts(entry.tensor))
     return [(entry.name if len(found) == 1 else f"{entry.name}.{index}", part) for index, part in enumerate(found)]
 
 
 def _form(leaf: Any) -> Any:
-    """Return what one graph fixes about an argument."""
+    """Return the properties of an argument that one graph is captured for."""
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 

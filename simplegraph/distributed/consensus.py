@@ -1,4 +1,4 @@
-"""Ranks that run a step in one mode and one padded size: data parallel, expert parallel."""
+"""Makes data parallel and expert parallel ranks run a step in one mode and one padded size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ORDER = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)
 
 
 class Vote(NamedTuple):
-    """A rank's proposal for a step, or what all ranks run.
+    """A rank's proposal for a step, or the outcome for all ranks.
 
     Attributes:
         mode: NONE, PIECEWISE or FULL.
-        num_tokens: rows, padded; 0 of a rank that has nothing to run.
+        num_tokens: padded rows; 0 if a rank has nothing to run.
         num_active_loras: LoRA adapters in use.
     """
 
@@ -31,27 +31,28 @@ class Vote(NamedTuple):
 
 
 class Consensus(Protocol):
-    """Something that lets ranks agree; engines that have such an exchange already may bring their own."""
+    """Protocol by which ranks agree; an engine that has such an exchange already may pass its own."""
 
     def agree(self, vote: Vote) -> Vote:
-        """Return what all ranks run, the same on each: the lowest mode, the largest of the other numbers.
+        """Return the outcome, the same on each rank: the lowest mode, the largest of the other numbers.
 
         Raises:
-            RankError: no agreement came about.
+            RankError: the ranks did not reach an agreement.
         """
 
 
 class ShapeConsensus:
-    """Agreement by one small all-reduce on the CPU; made on all ranks of the group, in the same order.
+    """Agrees by one small all-reduce on the CPU. Construct it on all ranks of the group, in the same order.
 
-    Pass it as `consensus` to `CudaGraphManager`, whose `dispatch` then asks all ranks. A group of one asks none.
+    Pass it as `consensus` to `CudaGraphManager`, whose `dispatch` then asks all ranks. A group of one rank exchanges
+    nothing.
 
     Args:
         group: a `torch.distributed` process group of the ranks; None for all ranks.
         timeout: seconds that a step waits for the other ranks.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, or this rank is not in the group.
+        ConfigError: torch.distributed is not initialised, this rank is not in the group, or `timeout` is invalid.
 
     Source: vLLM's data parallel coordination; per-rank decisions deadlock (vLLM #25906).
     """
@@ -66,7 +67,7 @@ class ShapeConsensus:
         self._tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
         self._group: Any = None
         if self.size > 1:
-            # Of its own: on the CPU whatever the group is on, and in no order with the model's collectives.
+            # A separate group: always on the CPU, and not ordered with the model's collectives.
             self._group = dist.new_group(
                 dist.get_process_group_ranks(members),
                 backend="gloo",
@@ -75,7 +76,7 @@ class ShapeConsensus:
             )
 
     def agree(self, vote: Vote) -> Vote:
-        """Return what all ranks run; see `Consensus.agree`."""
+        """Return the outcome for all ranks; see `Consensus.agree`."""
         if self.size == 1:
             return vote
         self._numbers[0] = -_ORDER.index(vote.mode)
@@ -84,8 +85,8 @@ class ShapeConsensus:
             dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=self._group)
         except (RuntimeError, ValueError) as error:
             raise RankError(
-                f"rank {self.rank} found no agreement on a step of {vote.num_tokens} tokens: a rank died, did not come "
-                f"in time, or the process group was destroyed ({next(iter(str(error).splitlines()), '')})."
+                f"rank {self.rank} found no agreement on a step of {vote.num_tokens} tokens: a rank died or came too "
+                f"late, or the process group was destroyed ({next(iter(str(error).splitlines()), '')})."
             ) from error
         mode, num_tokens, num_active_loras = self._numbers
         return Vote(_ORDER[-mode], num_tokens, num_active_loras)

@@ -1,8 +1,8 @@
-"""Keep ranks together in their captures, since their graphs hold collectives with each other.
+"""Keeps ranks together in their captures, since their graphs hold collectives with each other.
 
-A collective that one rank replays and another runs eagerly hangs, or worse: NCCL asks that all ranks launch it
-from the graph of one and the same capture. So all ranks capture the same sizes, with the same settings, in the
-same order, and what fails on one is dropped on all.
+A collective that one rank replays and another runs eagerly hangs, or worse: NCCL requires that all ranks launch it
+from the graph of the same capture. So all ranks capture the same sizes, with the same settings, in the same order, and
+a size that fails on one rank is dropped on all.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from simplegraph.distributed.rendezvous import Rendezvous, require_group
 from simplegraph.errors import ConfigError, RankError, ReplayError
 from simplegraph.graph.device import GraphDevice
 
-_made: collections.Counter[str] = collections.Counter()  # by group, for names that are the same on all ranks
+_made: collections.Counter[str] = collections.Counter()  # RankGroups of each group, so that all ranks number them alike
 
 
 class RankGroup:
-    """The ranks whose graphs hold collectives with each other; made on all of them, in the same order.
+    """The ranks whose graphs hold collectives with each other. Construct it on all of them, in the same order.
 
-    Pass it as `ranks` to `wrap` or `CudaGraphManager`. One may serve several models that are captured in the same
-    order everywhere.
+    Pass it as `ranks` to `wrap` or `CudaGraphManager`. One group may serve several models that all ranks capture in
+    the same order.
 
     Args:
         group: a `torch.distributed` process group of these ranks; None for all ranks.
@@ -35,9 +35,9 @@ class RankGroup:
             A hang in a collective of eager code, warmups included, ends at that group's own timeout.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, or this rank is not in a group.
+        ConfigError: torch.distributed is not initialised, this rank is not in a group, or `timeout` is invalid.
 
-    Source: NCCL's user guide, "Using NCCL with CUDA Graphs", on capture being uniform over ranks.
+    Source: NCCL's user guide, "Using NCCL with CUDA Graphs", which requires uniform captures on all ranks.
     """
 
     def __init__(self, group: Any = None, *, communicators: Sequence[Any] = (), timeout: float = 120.0) -> None:
@@ -50,11 +50,11 @@ class RankGroup:
         name = str(self._group.group_name)
         _made[name] += 1
         self._rendezvous = Rendezvous(f"{name}/{_made[name]}", self.rank, self.size, timeout)
-        # Private to torch; the public ways to ask cost as much as a replay.
+        # Private to torch, since the public functions take as long as a replay.
         self._alive: Mapping[Any, Any] = dist.distributed_c10d._world.pg_map
 
     def check_alive(self) -> None:
-        """Cheap enough for every replay.
+        """Refuse to replay after a process group was destroyed; cheap enough for every replay.
 
         Raises:
             ReplayError: a process group was destroyed, so a graph's collectives have no peers.
@@ -68,26 +68,26 @@ class RankGroup:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do: an exception that leaves it on one rank is raised on the others, too."""
+        """Wrap an action of all ranks: an exception on one rank is raised on the others as well."""
         try:
             yield
         except RankError:
-            raise  # the others know
+            raise  # the other ranks raise it as well
         except BaseException as error:
             self._rendezvous.leave(error)
             raise
 
     def begin(self, settings: Mapping[str, str], captures: str, device: GraphDevice) -> None:
-        """Before a capture session: compare what each is about to do, set up communicators, come to rest.
+        """Start a capture session: compare the ranks' plans, set up communicators, synchronize.
 
         Args:
             settings: everything that must be the same on all ranks, by name.
-            captures: which graphs, in order.
-            device: where.
+            captures: the graphs to capture, in order, as text.
+            device: the device to capture on.
 
         Raises:
             ConfigError: settings differ, or a group cannot communicate from this device.
-            RankError: the ranks are about to capture different sizes, or one did not come.
+            RankError: the ranks are about to capture different graphs, or one did not come.
         """
         self.check_alive()
         self._check_backends(device.torch_device.type)
@@ -99,7 +99,7 @@ class RankGroup:
         self._rendezvous.ask("the begin of a capture", None)
 
     def _connect(self, device: torch.device) -> None:
-        """The first collective of a communicator sets it up, which a capture does not permit."""
+        """Run a first collective of every communicator, which sets it up; that is not allowed inside a capture."""
         try:
             for group in self._groups:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -110,19 +110,19 @@ class RankGroup:
             ) from error
 
     def failure(self, what: str, error: Exception | None) -> tuple[int, str] | None:
-        """Return the first rank on which `what` failed, and how; None if it went well on all of them.
+        """Return the first rank on which `what` failed and its message; None if it succeeded on all ranks.
 
         Raises:
-            RankError: a rank did not come, or came for something else.
+            RankError: a rank did not come, or is at another point of the program.
         """
         words = self._rendezvous.ask(f"the result of {what}", None if error is None else str(error))
         return next(((rank, word) for rank, word in enumerate(words) if word is not None), None)
 
     def any(self, what: str, flag: bool) -> bool:
-        """True if it is so on any rank.
+        """True if `flag` is True on any rank.
 
         Raises:
-            RankError: a rank did not come, or came for something else.
+            RankError: a rank did not come, or is at another point of the program.
         """
         return any(self._rendezvous.ask(what, flag))
 
@@ -139,7 +139,7 @@ class RankGroup:
 
 
 class SingleRank:
-    """Stands in for a `RankGroup` where there is one rank."""
+    """Replaces a `RankGroup` if there is only one rank."""
 
     rank, size = 0, 1
 
@@ -147,7 +147,7 @@ class SingleRank:
         return contextlib.nullcontext()
 
     def begin(self, settings: Mapping[str, str], captures: str, device: GraphDevice) -> None:
-        """Nothing to compare."""
+        """Do nothing: there are no other ranks."""
 
     def failure(self, what: str, error: Exception | None) -> tuple[int, str] | None:
         return None if error is None else (self.rank, str(error))
@@ -167,7 +167,7 @@ def _refuse_other_captures(captures: Sequence[str]) -> None:
 
 
 def _refuse_differences(answers: Sequence[Mapping[str, str]]) -> None:
-    """Name the first setting that is not the same everywhere."""
+    """Refuse settings that are not the same on all ranks, and name the first of them."""
     names = dict.fromkeys(name for answer in answers for name in answer)
     for name in names:
         values = [answer.get(name) for answer in answers]

@@ -1,7 +1,7 @@
-"""Exchange answers of all ranks, within a time limit, over the store that the process group was made with.
+"""Exchanges answers of all ranks, within a time limit, over the store that the process group was made with.
 
-Not a collective: one that times out, or whose peer dies, breaks its group for good and cannot say who is
-missing. Here who is missing is named, the ranks agree whether all came, and the next question finds them in step.
+A collective would not do: if it times out or a peer dies, its group is unusable and cannot say which rank is missing.
+A rendezvous names the missing rank, makes all ranks agree if everyone came, and leaves them in step for the next one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from simplegraph.errors import ConfigError, RankError
 logger = logging.getLogger("simplegraph")
 
 _ALL_CAME = "all"
-_torch: Any = dist  # what torch leaves untyped; builds without distributed lack it
+_torch: Any = dist  # for attributes without types; builds without distributed do not have them
 
 
 class Rendezvous:
     """Lets the ranks of a group meet, once for every question and in the same order.
 
     Args:
-        name: the same on all ranks, and no other rendezvous of this process group's.
-        rank, size: this rank, and how many there are.
+        name: the same on all ranks, and unique among the rendezvous of this process group.
+        rank, size: this rank's number, and the number of ranks.
         timeout: seconds that a rank waits for the others.
 
     Raises:
-        RankError: the store is gone.
+        RankError: the store is no longer reachable.
     """
 
     def __init__(self, name: str, rank: int, size: int, timeout: float) -> None:
@@ -41,7 +41,7 @@ class Rendezvous:
         self._store: Any = None
         if size > 1:
             store = _torch.distributed_c10d._get_default_store()
-            # A connection of its own where torch can: waiting blocks one for every other thread that uses it.
+            # A separate connection if torch supports it: waiting blocks all other threads that use the same one.
             try:
                 store = store.clone() if hasattr(store, "clone") else store
             except RuntimeError as error:
@@ -49,15 +49,15 @@ class Rendezvous:
             self._store = _torch.PrefixStore(f"simplegraph/{name}", store)
 
     def ask(self, question: str, answer: Any) -> list[Any]:
-        """Each rank's answer, in order of ranks; returns when all have come.
+        """Return each rank's answer, in order of ranks, as soon as all have come.
 
         Args:
-            question: what this rank has come for; another rank that came for something else is an error.
-            answer: anything that JSON holds.
+            question: names this meeting; it is an error if another rank comes for a different one.
+            answer: this rank's answer, any JSON value.
 
         Raises:
-            RankError: on every rank that came: one did not come in time, or came for something else, or left
-                with an exception.
+            RankError: a rank did not come in time, came for another question, or left with an exception; raised on
+                every rank that came.
         """
         if self.size == 1:
             return [answer]
@@ -66,13 +66,13 @@ class Rendezvous:
         return [word["answer"] for word in words]
 
     def leave(self, error: BaseException) -> None:
-        """Tell the others, where they meet next, that this rank will not come, and why; does not wait."""
+        """Tell the other ranks, at their next meeting, that this rank has failed and why; does not wait."""
         if self.size == 1:
             return
         left = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         try:
             self._store.set(self._key(self.rank), json.dumps({"left": left}))
-        except RuntimeError as lost:  # the error that is on its way says more, and the others find out by themselves
+        except RuntimeError as lost:  # the exception being raised says more, and the others will time out
             logger.warning("simplegraph: rank %d could not tell the others: %s", self.rank, lost)
         self._round += 1
 
@@ -86,7 +86,7 @@ class Rendezvous:
             except dist.DistStoreError:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 verdict = ", ".join(map(str, missing)) or _ALL_CAME
-            # The first verdict counts for all: a rank that comes when others have given up must not go on.
+            # The first verdict counts for all: a rank that comes after others have given up must not go on.
             verdict = self._store.compare_set(self._key("verdict"), "", verdict).decode()
             words = self._store.multi_get(keys) if verdict == _ALL_CAME else []
             self._clean()
@@ -98,7 +98,7 @@ class Rendezvous:
             question = json.loads(word)["question"]
             raise RankError(
                 f"rank {verdict} did not come within {self.timeout:g} s, where rank {self.rank} was at {question}. It "
-                "died, or went another way: every rank must make the same calls in the same order."
+                "died, or took another path: every rank must make the same calls in the same order."
             )
         return [json.loads(word) for word in words]
 
@@ -121,7 +121,7 @@ class Rendezvous:
             )
 
     def _clean(self) -> None:
-        """Take away what this rank said a round ago: everybody has read it, or they would not have come here."""
+        """Delete this rank's answer of the last round: all ranks are in this round, so they have read it."""
         if self._round:
             self._store.delete_key(self._key(self.rank, self._round - 1))
             if self.rank == 0:
@@ -132,10 +132,10 @@ class Rendezvous:
 
 
 def require_group(group: Any) -> Any:
-    """The process group, the default one for None.
+    """Return the process group; the default one for None.
 
     Raises:
-        ConfigError: there is none, or this rank is not in it.
+        ConfigError: there is none, it was destroyed, or this rank is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
