@@ -18,8 +18,8 @@ class CudaGraphMode(enum.Enum):
     """Choose which graphs serve which batches.
 
     A mode is a pair (decode, mixed): how a uniform decode batch runs, and how every other batch
-    runs. NONE, PIECEWISE and FULL treat both alike and are the only modes a single run can have. A
-    PIECEWISE run is graph segments with eager breaks between them (see `eager_break`); without any, one segment.
+    runs. NONE, PIECEWISE and FULL treat both alike and are the only modes that a single run can have. A
+    PIECEWISE run is graph segments with eager breaks between them (see `eager_break`); without breaks, one segment.
 
     Source: the mode names follow vLLM's ``cudagraph_mode``.
     """
@@ -30,7 +30,7 @@ class CudaGraphMode(enum.Enum):
     FULL_DECODE_ONLY = ("FULL", "NONE")
     FULL_AND_PIECEWISE = ("FULL", "PIECEWISE")
 
-    __hash__ = object.__hash__  # an Enum's own is a call into Python, several in every replay
+    __hash__ = object.__hash__  # Enum's own hash runs Python code, several times in every replay
 
     def decode_mode(self) -> CudaGraphMode:
         """Return the mode of a uniform decode batch: NONE, PIECEWISE or FULL."""
@@ -69,7 +69,7 @@ class CudaGraphMode(enum.Enum):
 
 
 class AttentionCGSupport(enum.IntEnum):
-    """Ranks what an attention backend can do inside a full graph; with several backends the minimum decides."""
+    """Ranks what an attention backend can do inside a full graph; with several backends the lowest counts."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -92,51 +92,51 @@ class CudaGraphConfig:
         capture_sizes: batch sizes (rows, tokens) to capture; sorted, duplicates dropped. None takes
             the default list up to `max_capture_size`.
         max_capture_size: the largest default size, in rows; default 512. It is always captured itself.
-        num_warmups: eager runs of a size before it is captured. Lazily these are the caller's own
-            calls; up front they run on the largest size.
-        max_num_seqs: the most requests a batch can hold. Uniform decode sizes above
-            ``max_num_seqs * uniform_query_len`` are dropped for that limit itself.
-        max_num_tokens: the most tokens a batch can hold; `capture_sizes` above it are an error.
-        uniform_query_len: tokens a request has in a uniform decode batch (1, or 1 + draft tokens).
-        batch_dims: per argument name (``"positions"``, ``"states.0"``) the batch dimension; None for a
-            tensor without one, ``"reference"`` for one that must never be copied (a KV cache handed
-            in): its address becomes part of the key. Others are inferred.
-        pad_values: per argument name how padding rows are filled: ``"zero"`` (the default), ``"keep"``
-            (left as they are), ``"repeat-last"``, or a number.
-        padding: False serves only batches whose size was captured exactly.
-        outputs: ``"clone"`` gives every caller tensors of its own; ``"static"`` hands out graph memory,
-            valid until the next replay of any graph in the same pool, also when its own graph is dropped. What
-            the forward returns of its inputs is the caller's own with both.
+        num_warmups: eager runs of a size before it is captured. With ``capture="lazy"`` these are the
+            caller's own calls; with ``"upfront"`` they run on the largest size.
+        max_num_seqs: the most requests in a batch. Uniform decode sizes above
+            ``max_num_seqs * uniform_query_len`` are replaced by that limit.
+        max_num_tokens: the most tokens in a batch; larger `capture_sizes` are an error.
+        uniform_query_len: tokens per request in a uniform decode batch (1, or 1 + draft tokens).
+        batch_dims: argument name (``"positions"``, ``"states.0"``) -> batch dimension; None for a
+            tensor without one, ``"reference"`` for one that must never be copied (such as a KV cache that is
+            passed in): its address becomes part of the key. Other dimensions are inferred.
+        pad_values: argument name -> how padding rows are filled: ``"zero"`` (the default), ``"keep"``
+            (not written), ``"repeat-last"``, or a number.
+        padding: False serves only batches whose exact size was captured.
+        outputs: ``"clone"`` returns new tensors from every call; ``"static"`` returns graph memory, valid until the
+            next replay of any graph in the same pool, even after its own graph is dropped. With both, inputs that
+            the forward returns are returned as the caller's own tensors.
         capture: ``"lazy"`` captures a size when calls of that size come; ``"upfront"`` only in `capture_graphs`, so
             that a later call never pays for a capture.
         on_capture_failure: ``"eager"`` warns and runs that size eagerly from then on; ``"raise"`` raises the error.
-        on_stale: ``"recapture"`` drops all graphs when something they read was moved or replaced, and
+        on_stale: ``"recapture"`` drops all graphs when something that they read was moved or replaced, and
             captures again; ``"raise"`` raises `StaleGraphError`.
-        pad_random: let batches be padded though the forward draws random numbers: the next numbers are then others
-            than eager's.
-        verify: prove the first this many replays of each graph, and its first padded ones: such a call runs eagerly,
-            replays start from the same memory and random numbers, and where their effects differ from eager's, that
-            size, or padding, is given up (or `VerificationError` raised, as `on_capture_failure` says). 0 proves
-            nothing. Engines ask for it in `CudaGraphManager.run`.
-        max_signatures: how many different call signatures (dtypes, trailing shapes, non-tensor
-            values, values of `state_key`) are captured.
-        on_too_many_signatures: ``"eager"`` runs calls of further ones eagerly; ``"flush"`` drops all graphs, gives
-            their memory back, and starts over with the call at hand, which suits traffic that moves on from
-            shape to shape.
-        state_key: called with the module before every call, must be cheap, and returns the Python state that the
-            forward reads (``lambda model: (model.enabled, model.scale)``), hashable: a graph is only
-            replayed in the state it was captured in. None takes the switches of peft's adapters and diffusers'
-            attention processors; other state is frozen. What the forward itself changes at every run (``self.calls +=
-            1``) no replay would: such a size runs eagerly, and the report names it. Where what this returns changes
-            with it, a graph serves the state it was captured in, and a replay leaves the state as it is.
-        trusted_args: argument names whose non-tensor objects are known never to change inside; they
-            become part of the key by identity.
-        break_ops: operators (``"mylib::attention"``) that are eager breaks, beside those that carry
+        pad_random: allow padding even if the forward draws random numbers; the following numbers then differ from
+            eager's.
+        verify: the number of first replays of each graph, and of padded ones, that are proven. Such a call runs
+            eagerly; the replay starts from the same memory and random numbers. If its effects differ from eager's,
+            that size (or padding) is given up, or `VerificationError` raised, as `on_capture_failure` says. 0 proves
+            nothing. Engines request it in `CudaGraphManager.run`.
+        max_signatures: the most call signatures (dtypes, trailing shapes, non-tensor values, values of
+            `state_key`) that are captured.
+        on_too_many_signatures: ``"eager"`` runs calls with further signatures eagerly; ``"flush"`` drops all graphs,
+            frees their memory, and starts over with the current call, which suits traffic whose shapes change over
+            time.
+        state_key: a function that gets the module before every call and returns the Python state that the forward
+            reads (``lambda model: (model.enabled, model.scale)``). The state must be hashable and the function cheap. A
+            graph is replayed only in the state that it was captured in. None takes the switches of peft's adapters and
+            diffusers' attention processors; other state is fixed at capture. State that the forward itself changes
+            (``self.calls += 1``) would not change in a replay: such a size runs eagerly, and the report names it,
+            unless the key contains that state; a replay then leaves it unchanged.
+        trusted_args: names of arguments whose non-tensor objects never change inside; they become part of
+            the key by identity.
+        break_ops: operators (``"mylib::attention"``) that are eager breaks, in addition to those tagged
             ``torch.Tag.cudagraph_unsafe``.
-        decode_capture_sizes: tokens of the uniform decode batches to capture, where these run in another mode
-            than mixed ones; None takes the sizes of mixed batches that such a batch can have.
-        debug: check the address of every captured input at every replay, and name what moved; with a `RankGroup` also
-            that all ranks are about to replay the same graph.
+        decode_capture_sizes: sizes in tokens of uniform decode batches, if these run in another mode than mixed
+            ones; None takes the sizes of mixed batches, rounded up to multiples of `uniform_query_len`.
+        debug: check the address of every captured input at every replay, and name those that moved; with a `RankGroup`
+            also check that all ranks are about to replay the same graph.
         progress: show a progress bar while capturing several sizes.
 
     Every field with a plain value can be set from the environment as ``SIMPLEGRAPH_<FIELD>`` (for
@@ -172,7 +172,7 @@ class CudaGraphConfig:
     progress: bool = True
 
     def __new__(cls, **settings: Any) -> CudaGraphConfig:
-        """Refuse names that are no settings before the generated ``__init__`` does, which has no suggestion."""
+        """Refuse unknown settings before the generated ``__init__`` does, which suggests no correction."""
         check_settings(settings)
         return super().__new__(cls)
 
@@ -236,9 +236,9 @@ class CudaGraphConfig:
         return dataclasses.replace(self, **changes)
 
     def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:
-        """Return a copy that takes the values of ``SIMPLEGRAPH_*`` variables in place of its own.
+        """Return a copy in which ``SIMPLEGRAPH_*`` environment variables replace the fields they name.
 
-        Wrappers and managers call it once, when they are built; the environment wins, so that a
+        Wrappers and managers call it once, when they are built. The environment takes precedence, so that a
         deployed program can be switched to ``SIMPLEGRAPH_MODE=none`` or ``SIMPLEGRAPH_DEBUG=1``
         without an edit.
 
@@ -258,7 +258,7 @@ class CudaGraphConfig:
 
 
 def check_settings(names: Iterable[str], where: str = "") -> None:
-    """Refuse names that are no fields of `CudaGraphConfig`, and suggest those that were meant."""
+    """Refuse names that are no fields of `CudaGraphConfig`, and suggest similar ones."""
     known = CudaGraphConfig.__dataclass_fields__
     unknown = sorted(set(names) - known.keys())
     if unknown:
@@ -369,14 +369,14 @@ def _parse_names(text: str) -> tuple[str, ...]:
 
 
 class _Kind(NamedTuple):
-    """Checks the settings of one type, and parses them from text if an environment variable can say them."""
+    """Checks the settings of one type; `parse` reads them from an environment variable, if that is possible."""
 
     check: Callable[[str, Any], Any]
     parse: Callable[[str], Any] | None = None
     expected: str = ""
 
 
-_LEAST = {"num_warmups": 0, "verify": 0}  # of the others 1
+_LEAST = {"num_warmups": 0, "verify": 0}  # for all other integers 1
 _KINDS: dict[Any, _Kind] = {
     CudaGraphMode: _Kind(lambda _, mode: CudaGraphMode.parse(mode), CudaGraphMode.parse),
     int: _Kind(_check_int, int, "a whole number"),
@@ -391,7 +391,7 @@ _KINDS: dict[Any, _Kind] = {
 
 @functools.cache
 def _kinds() -> dict[str, tuple[bool, _Kind]]:
-    """Look up by its annotation whether each field may be None, and its kind."""
+    """Return for each field, from its annotation, if it may be None, and its kind."""
     kinds = {}
     for name, hint in typing.get_type_hints(CudaGraphConfig).items():
         arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

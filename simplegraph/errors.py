@@ -1,4 +1,4 @@
-"""Every exception the library raises, saying what was found, what was expected and what to do; and parts of these."""
+"""The library's exceptions, and parts of their messages: what was found, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class SimpleGraphError(Exception):
-    """Base class of everything this library raises on purpose."""
+    """Base class of all exceptions that this library raises itself."""
 
 
 class ConfigError(SimpleGraphError, ValueError):
-    """A setting is invalid, alone or beside another."""
+    """A setting is invalid, alone or together with another."""
 
 
 class InputError(SimpleGraphError, ValueError):
@@ -27,8 +27,8 @@ class CaptureError(SimpleGraphError, RuntimeError):
     """A forward could not be captured.
 
     Attributes:
-        location: "file:line `source`" of the user's line, or None where CUDA did not say.
-        cause: what that line did that a graph cannot record.
+        location: "file:line `source`" of the user's line; None if CUDA did not report it.
+        cause: what that line did that a graph cannot record; None if unknown.
     """
 
     def __init__(self, message: str, *, location: str | None = None, cause: str | None = None) -> None:
@@ -42,11 +42,11 @@ class EscapeError(CaptureError):
 
 
 class BreakError(SimpleGraphError, RuntimeError):
-    """An eager break cannot be part of a captured forward, or returned something else than it did before."""
+    """An eager break cannot be part of a captured forward, or its result differs in kind from the captured one."""
 
 
 class ReplayError(SimpleGraphError, RuntimeError):
-    """A replay was asked for that cannot be served: nothing captured, or the graphs were dropped."""
+    """A replay is not possible: nothing was captured or prepared, or the graphs were dropped."""
 
 
 class RankError(SimpleGraphError, RuntimeError):
@@ -54,7 +54,7 @@ class RankError(SimpleGraphError, RuntimeError):
 
 
 class StaleGraphError(SimpleGraphError, RuntimeError):
-    """Something a graph reads was moved or replaced since capture, so a replay would use old values."""
+    """A tensor that a graph reads was moved or replaced since capture, so a replay would use old values."""
 
 
 class VerificationError(SimpleGraphError, RuntimeError):
@@ -62,14 +62,14 @@ class VerificationError(SimpleGraphError, RuntimeError):
 
 
 class EmulatorError(SimpleGraphError, RuntimeError):
-    """The emulated device saw something that a CUDA graph does not allow."""
+    """The emulated device found an action that a CUDA graph does not allow."""
 
 
 class HostError(SimpleGraphError, RuntimeError):
-    """A forward that is captured did something with a CPU tensor that a replay would not do.
+    """A forward that is being captured used a CPU tensor in a way that a replay would not repeat.
 
     Attributes:
-        remedy: what to do.
+        remedy: what the user can do about it.
     """
 
     def __init__(self, cause: str, remedy: str) -> None:
@@ -78,12 +78,12 @@ class HostError(SimpleGraphError, RuntimeError):
 
 
 def did_you_mean(names: Iterable[str], known: Collection[str]) -> str:
-    """Return a question in parentheses that suggests known names like these; nothing if there are none."""
+    """Return " (did you mean ...?)" with known names similar to these; "" if there are none."""
     close = dict.fromkeys(found for name in names for found in difflib.get_close_matches(name, known, 1))
     return f" (did you mean {', '.join(close)}?)" if close else ""
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this package: into a checkout where it runs from one."""
+    """Return the command that installs an extra of this package; in a checkout, the editable install."""
     in_checkout = Path(__file__).parents[1].joinpath("setup.cfg").is_file()
     return f'pip install -e ".[{extra}]"' if in_checkout else f'pip install "simple-cuda-graph[{extra}]"'
