@@ -1,4 +1,4 @@
-"""Speculative decoding in graphs: a draft proposes tokens, the target verifies them; the engine around is the user's.
+"""Speculative decoding in graphs: a draft model proposes tokens, and the target verifies them. Holds no engine.
 
 Example:
     >>> proposals = Proposals(num_slots=64, num_draft_tokens=5, device="cuda")

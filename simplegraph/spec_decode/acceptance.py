@@ -1,7 +1,7 @@
-"""Which drafts the target takes, and the token that comes after them. On the device, and safe in graphs.
+"""Decides on the device which drafts the target accepts, and the token that follows them. Safe in graphs.
 
-A draft of -1 is none: it is never taken, so that a request without drafts gets its next token as plain decoding
-would give it.
+A draft of -1 stands for no draft: it is never accepted, so that a request without drafts gets the same next token as
+in plain decoding.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from simplegraph.errors import InputError
 
 
 class Accepted(NamedTuple):
-    """A round's outcome.
+    """The outcome of one round of verification.
 
     Attributes:
-        tokens: (R, K + 1) int64: the drafts taken, the target's own token after them, then -1.
-        counts: (R,) int64, drafts taken, 0 to K; a request grows by one token more.
+        tokens: (R, K + 1) int64: the accepted drafts, the target's own token after them, then -1.
+        counts: (R,) int64, accepted drafts, 0 to K; the request grows by counts + 1 tokens.
     """
 
     tokens: Tensor
@@ -27,30 +27,30 @@ class Accepted(NamedTuple):
 
     @classmethod
     def of(cls, drafts: Tensor, taken: Tensor, token: Tensor) -> Accepted:
-        """What is taken of each row.
+        """Combine the verdicts on single drafts; drafts after a refused one are refused as well.
 
         Args:
             drafts: (R, K) int64.
-            taken: (R, K) bool, the verdict on each draft; what follows a refused one does not count.
-            token: (R, K + 1) int64, the target's token after so many drafts.
+            taken: (R, K) bool, the verdict on each draft.
+            token: (R, K + 1) int64, the target's own token after 0 to K accepted drafts.
         """
         counts = taken.long().cumprod(dim=1).sum(dim=1)
         place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
         own = token.gather(1, counts[:, None])
-        tokens = torch.cat((drafts, own), dim=1)  # the last column, where all drafts were taken
+        tokens = torch.cat((drafts, own), dim=1)  # the last column is used if all drafts were taken
         tokens = torch.where(place == counts[:, None], own, tokens)
         return cls(torch.where(place <= counts[:, None], tokens, -1), counts)
 
 
 def greedy_accept(drafts: Tensor, targets: Tensor) -> Accepted:
-    """The longest run of drafts that are the target's own likeliest tokens: greedy decoding, several tokens at once.
+    """Accept drafts as long as they are the target's most likely tokens; the result is that of greedy decoding.
 
     Args:
         drafts: (R, K) int64; -1 for none.
-        targets: (R, K + 1) int64, the target's likeliest token after the last token, and after each draft.
+        targets: (R, K + 1) int64, the target's most likely token after the last token, and after each draft.
 
     Raises:
-        InputError: a shape or dtype is another.
+        InputError: a shape or dtype differs.
     """
     _check_drafts(drafts)
     _check("targets", targets, (drafts.shape[0], drafts.shape[1] + 1))
@@ -62,20 +62,20 @@ def greedy_accept(drafts: Tensor, targets: Tensor) -> Accepted:
 def rejection_sample(
     drafts: Tensor, targets: Tensor, noise: Tensor, draft_probabilities: Tensor | None = None
 ) -> Accepted:
-    """Tokens distributed as if the target had drawn each of them, whatever the draft proposed.
+    """Accept drafts at random, so that the tokens are distributed as if the target had drawn each of them.
 
-    A draft d is taken with probability min(1, p(d) / q(d)); the first one refused is replaced by a draw from what p
-    has above q.
+    A draft d is accepted with probability min(1, p(d) / q(d)); the first refused draft is replaced by a draw from the
+    normalized positive part of p - q.
 
     Args:
         drafts: (R, K) int64; -1 for none.
         targets: (R, K + 1, V), p: the target's probabilities after the last token, and after each draft.
         noise: (R, K + 1), uniform in [0, 1): one number for each draft, and one for the target's own token.
-        draft_probabilities: (R, K, V), q, which each draft was drawn from; None for drafts that were not drawn at
-            random, such as the draft's likeliest tokens.
+        draft_probabilities: (R, K, V), q: the distribution that each draft was drawn from; None for drafts that were
+            not drawn at random, such as the draft model's most likely tokens.
 
     Raises:
-        InputError: a shape or dtype is another.
+        InputError: a shape or dtype differs.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
     """
@@ -97,19 +97,19 @@ def rejection_sample(
     counts = taken.long().cumprod(dim=1).sum(dim=1)
     weights = torch.cat((left, targets[:, -1:]), dim=1)
     weights = weights.gather(1, counts[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
-    # Where p and q are equal but for rounding nothing is left of p, and p itself is what is left in the limit.
+    # If p and q are equal but for rounding, p - q has no positive part; p itself is its limit.
     whole = targets.gather(1, counts[:, None, None].expand(-1, 1, targets.shape[-1]))[:, 0]
     weights = torch.where((weights > 0).any(dim=-1, keepdim=True), weights, whole)
     return Accepted.of(drafts, taken, _draw(weights, noise[:, -1]).expand(width + 1, -1).T)
 
 
 def target_probabilities(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Probabilities of the target's tokens; with a temperature of 0 all of it is the likeliest token's.
+    """Compute the probabilities of the target's tokens; temperature 0 gives the most likely token probability 1.
 
-    Rejection sampling from those is greedy acceptance, so that greedy and sampled requests share a batch.
+    Rejection sampling from such rows equals greedy acceptance, so that greedy and sampled requests share a batch.
 
     Args:
-        logits: (R, K + 1, V).
+        logits: (R, K + 1, V), any floating-point dtype.
         temperatures: (R,) float32, 0 or more.
 
     Returns:
@@ -121,10 +121,10 @@ def target_probabilities(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def _draw(weights: Tensor, noise: Tensor) -> Tensor:
-    """(R,) int64: for each row the token where the running sum of its weights, (R, V), passes its noise's share."""
+    """Draw a token from each row of weights (R, V): the first whose running sum exceeds the noise's share, (R,)."""
     running = weights.double().cumsum(dim=-1)
     passed = (running > noise.double()[:, None] * running[:, -1:]) & (weights > 0)
-    # A parallel sum may round its last entry below an earlier one, so that none passes; the likeliest is right then.
+    # A parallel sum may round its last entry below an earlier one, so that no token passes; take the likeliest then.
     return torch.where(passed.any(dim=-1), passed.int().argmax(dim=-1), weights.argmax(dim=-1))
 
 
@@ -132,7 +132,7 @@ def _check_drafts(drafts: Tensor) -> None:
     if drafts.dim() != 2 or drafts.shape[1] < 1 or drafts.dtype is not torch.int64:
         raise InputError(
             f"drafts is {tuple(drafts.shape)} of {drafts.dtype}; expected (R, K) of torch.int64, K at least 1. "
-            "Without drafts decode plainly."
+            "Without drafts, decode without speculation."
         )
 
 

@@ -1,4 +1,4 @@
-"""Where the next tokens of each request go, worked out on the device from where its last ones are."""
+"""Computes the positions and slots of each request's next tokens on the device, from those of its last ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from simplegraph.attention.metadata.batch_state import CommonMetadata
 
 
 class Upcoming(NamedTuple):
-    """The steps that follow, the row of a step contiguous.
+    """The next steps, with the row of each step contiguous.
 
     Attributes:
         positions: (steps, R) int64.
         slots: (steps, R) int64, page * page_size + offset; -1 past a request's limit, and for padding.
-        seq_lens: (steps, R) int32, tokens in the cache, the step's own included; at most the limit.
+        seq_lens: (steps, R) int32, tokens in the cache, that step's token included; at most the limit.
     """
 
     positions: Tensor
@@ -27,18 +27,18 @@ class Upcoming(NamedTuple):
 def upcoming(
     positions: Tensor, limits: Tensor, block_table: Tensor, page_size: int, steps: int, max_model_len: int
 ) -> Upcoming:
-    """Positions, slots and lengths of the next steps of one token for each request.
+    """Compute positions, slots and lengths of the next steps, which have one token for each request.
 
-    A request may not go beyond the length that was set for it on the host, which is what it has pages for. A token
-    past that is computed for nothing, and its key and value are not written.
+    A request has pages up to its limit only. The keys and values of tokens past it are not written, and their results
+    are meaningless.
 
     Args:
         positions: (R,) int64, of each request's last token.
         limits: (R,) int32, tokens of each request that there are pages for; 0 for padding.
-        block_table: (R, n) int32, the pages up to them.
+        block_table: (R, n) int32, page ids up to the limits.
         page_size: tokens in a page.
-        steps: how many.
-        max_model_len: positions are below this.
+        steps: number of steps.
+        max_model_len: positions are clipped below this.
     """
     ahead = torch.arange(1, steps + 1, device=positions.device)
     after = positions + ahead[:, None]
@@ -50,17 +50,17 @@ def upcoming(
 
 
 def advance_step(live: CommonMetadata, grown: Tensor, query_len: int, page_size: int) -> Tensor:
-    """Make of a step the one after it, where `BatchMetadata.advance` announced that; graph-safe.
+    """Turn a step into the next one, after `BatchMetadata.advance` has announced it; graph-safe.
 
     Args:
-        live: the step, of `query_len` tokens for each request; its lengths and slots are written.
-        grown: (R,) int64, tokens by which each request has become longer; 0 where length and slots stay: of a step that
-            the host has set, and for padding.
+        live: the step, with `query_len` tokens for each request; its lengths and slots are written.
+        grown: (R,) int64, tokens by which each request has become longer; 0 leaves length and slots unchanged, for
+            padding and for steps that the host has set.
         query_len: tokens of each request.
         page_size: tokens in a page.
 
     Returns:
-        (R, query_len) int64, the positions of the step's tokens; from 0 on for padding.
+        (R, query_len) int64, the positions of the step's tokens; starting at 0 for padding.
     """
     live.seq_lens.add_(grown)
     place = torch.arange(-query_len, 0, device=grown.device)
@@ -73,13 +73,13 @@ def advance_step(live: CommonMetadata, grown: Tensor, query_len: int, page_size:
 
 
 def follow(live: CommonMetadata, step: CommonMetadata, steps: int, max_model_len: int) -> Tensor:
-    """Write the pages and query starts of steps of one token that follow another step.
+    """Write the pages and query starts of the one-token steps that follow another step.
 
     Args:
-        live: where they are written.
-        step: what is followed, seen with as many requests.
+        live: the metadata to write.
+        step: the step to follow, viewed with the same number of requests.
         steps: tokens that each request may grow by.
-        max_model_len: no request grows beyond this.
+        max_model_len: the most tokens of a request.
 
     Returns:
         (R,) int32, tokens of each request that there are pages for; 0 for padding.

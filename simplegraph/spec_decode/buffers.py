@@ -1,4 +1,4 @@
-"""Where drafts are made, and where the target finds them."""
+"""Holds the buffers of a drafter's graphs, and the drafts that the target reads."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from simplegraph.spec_decode.model import DraftModel
 class Proposals:
     """The drafts of each running request, by the request's slot.
 
-    Drafters of different K may share one: what a drafter does not fill is -1, no draft.
+    Drafters of different K may share it: entries that a drafter does not fill are -1, no draft.
 
     Args:
-        num_slots: requests that run at once.
-        num_draft_tokens: the most that any drafter gives.
-        device: where.
+        num_slots: the most requests that run at once.
+        num_draft_tokens: the most drafts per request of any drafter.
+        device: device of the tokens.
 
     Attributes:
-        tokens: (num_slots + 1, num_draft_tokens) int64; the last row is padding's.
+        tokens: (num_slots + 1, num_draft_tokens) int64; the last row is a scratch row for padding.
+
+    Raises:
+        ConfigError: a count is below 1.
     """
 
     def __init__(self, num_slots: int, num_draft_tokens: int, device: torch.device | str) -> None:
@@ -32,18 +35,19 @@ class Proposals:
 
 
 class DraftBuffers:
-    """What a drafter's graphs read and write, at addresses that stay; none is a graph's output or the target's.
+    """The buffers that a drafter's graphs read and write, at fixed addresses; none is a graph's output or the target's.
 
     Args:
-        model: the draft.
-        max_num_tokens: of a step of the target.
-        max_num_reqs: that can be drafted for at once.
-        proposals: where the drafts go.
+        model: the draft model.
+        max_num_tokens: the most tokens in a step of the target.
+        max_num_reqs: the most requests that are drafted for at once.
+        proposals: receives the drafts.
         dtype: of states.
 
     Attributes:
-        input_ids, positions: (max_num_tokens,) int64; states: (max_num_tokens, state_size): of the prefill.
-        last, slots: (max_num_reqs,) int64.
+        input_ids, positions: (max_num_tokens,) int64; states: (max_num_tokens, state_size): inputs of the prefill.
+        last: (max_num_reqs,) int64, the row of each request's last token; slots: (max_num_reqs,) int64, its row of
+            `Proposals.tokens`.
         tokens, last_positions: (max_num_reqs,) int64; hidden: (max_num_reqs, hidden_size): of the draft's last step.
     """
 
@@ -52,7 +56,7 @@ class DraftBuffers:
     ) -> None:
         self._proposals, device = proposals.tokens, proposals.tokens.device
         self._scratch = proposals.num_slots
-        # No inference tensors, wherever this is built: those refuse writes from other modes.
+        # Not inference tensors, even if built in inference mode: those refuse writes outside of it.
         with torch.inference_mode(False):
             ids = torch.zeros(2, max_num_tokens, dtype=torch.int64, device=device)
             self.input_ids, self.positions = ids
@@ -67,21 +71,21 @@ class DraftBuffers:
             self._column = torch.zeros(1, dtype=torch.int64, device=device)
 
     def forget(self) -> None:
-        """Let a warmup, of any size, read the first row and write its drafts to nobody's slot."""
+        """Make a warmup, of any size, read the first row and write its drafts to the scratch slot."""
         self.last.zero_()
         self.slots.fill_(self._scratch)
 
     def load(self, input_ids: Tensor, positions: Tensor, states: Tensor, last: Tensor, slots: Tensor) -> None:
-        """Take what the target computed; see `EagleDrafter.load`.
+        """Copy the target's results into the buffers; see `EagleDrafter.load`.
 
         Raises:
-            InputError: the states are not those that the draft was made for, or there are too many rows.
+            InputError: the states' shape or dtype is not the draft model's, or there are too many rows.
         """
         tokens, reqs, shape = input_ids.shape[0], last.shape[0], (input_ids.shape[0], self.states.shape[1])
         if states.shape != shape or states.dtype is not self.states.dtype:
             raise InputError(
                 f"states is {tuple(states.shape)} of {states.dtype}; the draft was made for {shape} of "
-                f"{self.states.dtype}. Is it a draft for another target?"
+                f"{self.states.dtype}. Use a draft that was trained for this target."
             )
         most_tokens, most_reqs = len(self.input_ids), len(self.last)
         if tokens > most_tokens or reqs > most_reqs:
@@ -91,35 +95,35 @@ class DraftBuffers:
         self.states[:tokens].copy_(states)
 
     def finish(self, position: int) -> None:
-        """Let a warmup of the steps that follow begin where no request goes, so that it writes no key."""
+        """Make a warmup of the decode steps begin at `position`; past all limits, it writes no keys."""
         self.last_positions.fill_(position)
 
     def last_rows(self, seq_lens: Tensor) -> Tensor:
-        """(R,) int64, where each request's last token is; the first row for padding, whose length is 0."""
+        """Return the row of each request's last token, (R,) int64; the first row for padding, whose length is 0."""
         return torch.where(seq_lens > 0, self.last[: seq_lens.shape[0]], 0)
 
     def begin(self, tokens: Tensor) -> None:
-        """Take the first drafts, (R,)."""
+        """Store the first drafts, (R,) int64."""
         self._drafts[: tokens.shape[0], 0].copy_(tokens)
         self._column.fill_(1)
 
     def add(self, tokens: Tensor) -> None:
-        """Take the drafts of the next steps, (R, steps)."""
+        """Store the drafts of the next steps, (R, steps) int64."""
         reqs, steps = tokens.shape
         columns = self._column + torch.arange(steps, device=tokens.device)
         self._drafts[:reqs].index_copy_(1, columns, tokens)
         self._column.add_(steps)
 
     def keep(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        """Take what the next step goes on from: token, position, both (R,) int64, and state."""
+        """Store the inputs of the next step: tokens and positions, (R,) int64, and states, (R, hidden_size)."""
         reqs = tokens.shape[0]
         torch._foreach_copy_([self.tokens[:reqs], self.last_positions[:reqs]], [tokens, positions])
         self.hidden[:reqs].copy_(hidden)
 
     def publish(self, seq_lens: Tensor) -> None:
-        """Write the drafts where the target takes them from; those of padding, whose length is 0, to nobody's slot."""
+        """Write the drafts to the proposals; those of padding, whose length is 0, to the scratch slot."""
         reqs = seq_lens.shape[0]
-        # A graph larger than the target's has rows here that an earlier batch left.
+        # A graph larger than the target's also has rows that an earlier batch left here.
         slots = torch.where(seq_lens > 0, self.slots[:reqs], self._scratch)
         self._proposals.index_copy_(0, slots, self._drafts[:reqs])
 
@@ -128,7 +132,7 @@ def at_least_one(name: str, value: object) -> None:
     """Refuse a count below 1.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the count is below 1 or no whole number.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; expected at least 1. Without drafts decode plainly.")
+        raise ConfigError(f"{name} is {value!r}; expected at least 1. Without drafts, decode without speculation.")

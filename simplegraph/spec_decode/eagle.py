@@ -1,4 +1,4 @@
-"""EAGLE drafting in graphs: the draft's prefill in one, and all the tokens it drafts after the first in another.
+"""EAGLE drafting in graphs: one graph for the draft's prefill, another for all drafts after the first.
 
 proposals = Proposals(num_slots=64, num_draft_tokens=5, device="cuda")
 drafter = EagleDrafter(draft, prefill, decode, proposals, num_draft_tokens=5)
@@ -6,11 +6,11 @@ drafter.capture()
 ...
 metadata.set(query_lens, seq_lens, block_table, ahead=4, num_tokens=..., num_reqs=...)   # for target and draft
 ...
-drafter.load(tokens, positions, states, last, slots)     # in the target's forward: what it verified
+drafter.load(tokens, positions, states, last, slots)     # at the end of the target's forward
 drafter.draft(num_reqs * 6, num_reqs, 6)                 # then proposals.tokens has the next drafts
 
-The draft keeps keys and values of its own, on the same pages and slots as the target's. What a refused draft left
-there lies beyond its request's length, and the next round writes over it.
+The draft has a KV cache of its own, with the target's page ids and slots. Keys and values of refused drafts lie beyond
+their request's length, and the next round overwrites them.
 """
 
 from __future__ import annotations
@@ -44,29 +44,33 @@ _MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 class EagleDrafter:
     """Drafts K tokens for each request after the target's step.
 
-    The draft's prefill runs over what the target just computed: K + 1 tokens of each request in a uniform full graph,
-    or any batch. It gives the first draft. The K - 1 others come from one graph that decodes so many times, advancing
-    positions, slots and lengths on the device; where the attention plans on the host, from one graph replayed for each.
+    The draft's prefill runs over the tokens that the target just computed: K + 1 per request in a uniform full graph,
+    or any other batch. It gives the first draft. The other K - 1 come from one graph of K - 1 decode steps, which
+    advances positions, slots and lengths on the device; or, if the attention plans on the host, from one graph that is
+    replayed for each step.
 
     Args:
-        model: the draft, on its device.
+        model: the draft model, on its device.
         prefill: attention over the draft's cache and the metadata of the target's step.
-        decode: attention over the draft's cache and metadata of its own.
-        proposals: where the drafts go.
+        decode: attention over the draft's cache and its own metadata.
+        proposals: receives the drafts.
         num_draft_tokens: K.
         mode: of the graphs: NONE, PIECEWISE, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
-        capture_sizes: in requests, of decode steps and of a prefill of K + 1 tokens each; the library's default ones up
-            to the most that there can be.
-        mixed_capture_sizes: in tokens, of a piecewise prefill; the library's default ones.
-        pool: memory to share with the target's manager, or with other drafters.
-        progress: show a bar while capturing.
+        capture_sizes: sizes in requests, for decode steps and for uniform prefills of K + 1 tokens per request; by
+            default the library's sizes up to the most requests possible.
+        mixed_capture_sizes: sizes in tokens of a piecewise prefill; by default the library's.
+        pool: graph memory to share with the target's manager or with other drafters.
+        progress: show a progress bar while capturing.
 
     Attributes:
-        prefill_manager, decode_manager: of the two kinds of graphs; no decode_manager for K = 1.
+        prefill_manager, decode_manager: of the two kinds of graphs; decode_manager is None for K = 1.
         num_draft_tokens: K.
 
     Raises:
-        ConfigError: K is below 1 or beyond what the metadata or `proposals` hold; the backends do not fit each other.
+        ConfigError: K is below 1 or more than the metadata or `proposals` can hold; the backends do not match; the mode
+            is another.
+
+    Source: EAGLE (arXiv 2401.15077).
     """
 
     def __init__(
@@ -98,16 +102,16 @@ class EagleDrafter:
         self.decode_manager: CudaGraphManager | None = None
         if num_draft_tokens > 1:
             mode = CudaGraphMode.FULL_DECODE_ONLY if mode.has_full() else mode
-            # Of one token each, requests are tokens where the graphs are piecewise, too.
+            # With one token per request, sizes in requests are sizes in tokens, for piecewise graphs as well.
             self.decode_manager = make(decode, 1, mode, mixed_capture_sizes=None, pool=self.prefill_manager.pool)
 
     @property
     def chained(self) -> bool:
-        """True if all decode steps are one graph: the attention goes by the lengths on the device."""
+        """True if all decode steps are one graph, since the attention reads its lengths on the device."""
         return self._decode_backend.reads_lengths_on_device
 
     def capture(self) -> list[CaptureSummary]:
-        """Capture every graph; a summary of each kind.
+        """Capture every graph and return a summary of each kind.
 
         Raises:
             CaptureError: as `CudaGraphManager.capture`.
@@ -120,44 +124,44 @@ class EagleDrafter:
         return summaries
 
     def dispatch(self, num_tokens: int, num_reqs: int, uniform_query_len: int | None) -> Dispatch:
-        """How the draft's prefill of a batch will run; set the target's metadata to at least its shape."""
+        """Decide how the draft's prefill of a batch runs; set the target's metadata to at least its shape."""
         return self.prefill_manager.dispatch(num_tokens, num_reqs, uniform_query_len)
 
     def padded_reqs(self, num_reqs: int) -> int:
-        """Requests, padding included, that the draft's decode steps read: set the target's metadata to so many."""
+        """Return the padded requests of the draft's decode steps; set the target's metadata to at least as many."""
         manager = self.decode_manager
         return num_reqs if manager is None else manager.dispatch(num_reqs, num_reqs, 1).descriptor.num_tokens
 
     def load(self, input_ids: Tensor, positions: Tensor, states: Tensor, last: Tensor, slots: Tensor) -> None:
-        """Take what the target computed; graph-safe, so that it can be the end of the target's graph.
+        """Copy the target's results for the next `draft`; graph-safe, so that it can end the target's graph.
 
         Args:
-            input_ids: (T,) int64, the token that came after each position: the step's tokens, shifted by one.
+            input_ids: (T,) int64, the token that follows each position: the step's tokens, shifted by one.
             positions: (T,) int64.
-            states: (T, state_size), the target's states there.
-            last: (R,) int64, for each request the row of its last token that counts. Rows after it are ignored.
+            states: (T, state_size), the dtype of the draft's cache: the target's states at these positions.
+            last: (R,) int64, the row of each request's last accepted token; its later rows are ignored.
             slots: (R,) int64, each request's row of `Proposals.tokens`.
 
         Raises:
-            InputError: the states are not those that the draft was made for, or there are too many rows.
+            InputError: the states' shape or dtype is not the draft model's, or there are too many rows.
         """
         self._buffers.load(input_ids, positions, states, last, slots)
 
     def draft(
         self, num_tokens: int, num_reqs: int, uniform_query_len: int | None, seq_lens: Ints | None = None
     ) -> None:
-        """Draft for the batch that was loaded, into `proposals`; waits for nothing.
+        """Write drafts for the loaded batch to `proposals`; does not synchronize.
 
         Args:
-            num_tokens: of the target's step, as its dispatcher got it.
+            num_tokens: tokens of the target's step, as passed to its dispatcher.
             num_reqs: as `num_tokens`.
             uniform_query_len: as `num_tokens`.
-            seq_lens: (num_reqs,) tokens of each request that count, refused drafts not among them; only where not
-                `chained`. By default those of the target's step.
+            seq_lens: (num_reqs,) integers, tokens of each request without refused drafts; used only if not `chained`.
+                By default those of the target's step.
 
         Raises:
-            InputError: the target's step has another shape, or was set without room for the drafts; `seq_lens` is
-                missing where the attention plans on the host.
+            InputError: the target's step has another shape, or was set without pages for the drafts; `seq_lens` is
+                missing although the attention plans on the host.
         """
         if seq_lens is None and not self.chained and uniform_query_len is not None:
             raise InputError(
@@ -166,8 +170,8 @@ class EagleDrafter:
         live = self._prefill_backend.metadata.batch
         if uniform_query_len is not None and not live.has_query_len(uniform_query_len):
             raise InputError(
-                f"requests of {uniform_query_len} tokens each are to be drafted for, but the target's step has "
-                f"requests of {sorted(live.query_lens)}. Run prompts in a step of their own, without uniform_query_len."
+                f"uniform_query_len is {uniform_query_len}, but the target's step has requests of "
+                f"{sorted(live.query_lens)} tokens. Run prompts in a separate step, without uniform_query_len."
             )
         manager = self.decode_manager
         batch = None if manager is None else manager.dispatch(num_reqs, num_reqs, 1)
@@ -197,17 +201,17 @@ class EagleDrafter:
                 manager.reset()
 
     def _prefill(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """Run the draft over what the target computed, for the first draft of each request."""
+        """Run the draft over the target's results, for the first draft of each request."""
         buffers, rows = self._buffers, descriptor.num_tokens
         with attending(self._prefill_backend, mode, descriptor):
             fused = self.model.fuse(buffers.states[:rows])
             found, hidden = self.model(buffers.input_ids[:rows], buffers.positions[:rows], fused)
         self._begin(found, hidden)
 
-    # A piecewise graph does not know how many requests its rows are of.
+    # An eager break: a piecewise graph does not know how many requests its rows belong to.
     @eager_break
     def _begin(self, found: Tensor, hidden: Tensor) -> None:
-        """Choose the first drafts, of a full graph's requests or else of the real ones."""
+        """Choose the first draft of each request: in a full graph of the padded requests, else of the real ones."""
         buffers, seq_lens = self._buffers, self._prefill_backend.live.seq_lens
         last = buffers.last_rows(seq_lens)
         tokens = self.model.choose(found.index_select(0, last))
@@ -216,7 +220,7 @@ class EagleDrafter:
         buffers.publish(seq_lens)
 
     def _decode(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        """Run the steps after the first draft: all of them, or where not `chained` one."""
+        """Run the steps after the first draft: all of them if `chained`, else one."""
         buffers, metadata, rows = self._buffers, self._metadata, descriptor.num_tokens
         steps, found = self.num_draft_tokens - 1 if self.chained else 1, []
         with attending(self._decode_backend, mode, descriptor):
@@ -271,7 +275,7 @@ def _manager(
 
 
 def _check_fit(prefill: AttentionBackend, decode: AttentionBackend, proposals: Proposals, drafts: int) -> None:
-    """Refuse backends and numbers of drafts that do not fit each other."""
+    """Refuse backends and numbers of drafts that do not match."""
     target, own = prefill.metadata, decode.metadata
     at_least_one("num_draft_tokens", drafts)
     most = min(target.max_model_len, target.max_num_tokens) - 1
@@ -283,9 +287,9 @@ def _check_fit(prefill: AttentionBackend, decode: AttentionBackend, proposals: P
     if drafts > proposals.num_draft_tokens:
         raise ConfigError(f"num_draft_tokens is {drafts}; proposals holds {proposals.num_draft_tokens}.")
     if decode.cache is not prefill.cache:
-        raise ConfigError("prefill and decode read different caches; both are the draft's own.")
+        raise ConfigError("prefill and decode have different caches; build both with the draft's one cache.")
     if own is target:
-        raise ConfigError("prefill and decode share one BatchMetadata; decode steps need one of their own.")
+        raise ConfigError("prefill and decode share one BatchMetadata; give decode a separate one.")
     if own.max_model_len != target.max_model_len:
         raise ConfigError(
             f"max_model_len of decode's metadata is {own.max_model_len}, prefill's is {target.max_model_len}; expected "

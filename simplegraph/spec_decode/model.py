@@ -1,4 +1,4 @@
-"""What a draft model is to a drafter."""
+"""The protocol of draft models."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class DraftModel(Protocol):
-    """What drafts: a layer or a few, over `attend`.
+    """A model of one or a few layers that drafts tokens; its attention calls `attend`.
 
     Attributes:
-        state_size: elements of the target's state of one token, as `load` gets it.
-        hidden_size: elements of the state that the draft hands on from one token to the next.
+        state_size: elements of the target's state of one token, as passed to `EagleDrafter.load`.
+        hidden_size: elements of the state that the draft passes from one token to the next.
     """
 
     @property
@@ -22,19 +22,19 @@ class DraftModel(Protocol):
     def hidden_size(self) -> int: ...
 
     def fuse(self, states: Tensor) -> Tensor:
-        """The target's states, (T, state_size), as the draft's, (T, hidden_size)."""
+        """Convert the target's states, (T, state_size), to the draft's, (T, hidden_size)."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """One step; runs inside `attending`.
+        """Run one step, inside `attending`.
 
         Args:
-            input_ids: (T,) int64, the token that came after each position.
+            input_ids: (T,) int64, the token that follows each position.
             positions: (T,) int64.
             hidden: (T, hidden_size), the state at each position.
 
         Returns:
-            (T, n), what `choose` reads, and (T, hidden_size), the states to hand on.
+            (T, n), the input of `choose`, and (T, hidden_size), the states for the next step.
         """
 
     def choose(self, hidden: Tensor) -> Tensor:
-        """The next token of each row, (R, n) to (R,) int64, in the target's vocabulary."""
+        """Choose the next token of each row: (R, n) to (R,) int64, in the target's vocabulary."""

@@ -305,7 +305,7 @@ def test_the_target_and_the_draft_may_share_a_pool_and_no_output(device: torch.d
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"count": 0, "most": 1}, "num_draft_tokens is 0; expected at least 1.*decode plainly"),
+        ({"count": 0, "most": 1}, "num_draft_tokens is 0; expected at least 1.*decode without speculation"),
         ({"count": 64, "max_model_len": 400}, "expected at most 63"),
         ({"count": 20, "max_model_len": 16}, "expected at most 15"),
         ({"count": 5, "most": 3}, "proposals holds 3"),
@@ -320,7 +320,7 @@ def test_settings_that_cannot_be_are_refused(device: torch.device, settings: dic
 def test_backends_that_do_not_belong_together_are_refused(device: torch.device) -> None:
     served = Harness(device)
     prefill, decode = served.backends
-    with pytest.raises(ConfigError, match="one of their own"):
+    with pytest.raises(ConfigError, match="give decode a separate one"):
         EagleDrafter(served.model, prefill, prefill, served.proposals, num_draft_tokens=2)
     other = PagedKVCache(1, 200, PAGE, HEADS, HEAD_DIM, dtype=torch.float32, device=device)
     stranger = SDPABackend(other, decode.metadata, num_heads=HEADS)
@@ -339,7 +339,7 @@ def test_backends_that_do_not_belong_together_are_refused(device: torch.device) 
 def test_states_of_another_target_are_refused(device: torch.device) -> None:
     served = Harness(device)
     numbers = torch.zeros(4, dtype=torch.int64, device=device)
-    with pytest.raises(InputError, match=r"states is \(4, 99\).*draft for another target"):
+    with pytest.raises(InputError, match=r"states is \(4, 99\).*trained for this target"):
         served.drafter.load(numbers, numbers, torch.zeros(4, 99, device=device), numbers[:1], numbers[:1])
     many = numbers[:1].repeat(9)
     with pytest.raises(InputError, match="9 requests; the drafter holds 64 and 8"):
@@ -358,7 +358,9 @@ def test_a_step_that_does_not_fit_what_is_drafted_for_is_refused(device: torch.d
         served.drafter.draft(4, 1, 4)
     # A batch in which one request is still in its prompt is no uniform one.
     served.metadata.set([4, 2], [13, 2], [served.table[0], served.table[0][5:]], num_tokens=8, num_reqs=2)
-    with pytest.raises(InputError, match=r"of 4 tokens each .* requests of \[2, 4\]. Run prompts in a step"):
+    with pytest.raises(
+        InputError, match=r"uniform_query_len is 4, .* requests of \[2, 4\] tokens. Run prompts in a separate step"
+    ):
         served.drafter.draft(8, 2, 4)
     served.run_round([0])
     served.check([0])
