@@ -1,1 +1,1 @@
-"""Holds graphs for other people's models, which stay as they are, a folder for each library; no models of our own."""
+"""CUDA graphs for models of other libraries, one folder per library; the models' code is unchanged."""

@@ -1,4 +1,4 @@
-"""Holds CUDA graphs for models of transformers, `graph_generation` and `graph_encoder`; no model is written here."""
+"""CUDA graphs for models of transformers: `graph_generation` and `graph_encoder`. Defines no models."""
 
 from __future__ import annotations
 

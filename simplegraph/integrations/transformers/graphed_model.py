@@ -1,4 +1,4 @@
-"""Holds what generation and encoding share: the handle that a user gets, and the module that graphs run."""
+"""Base classes of generation and encoding: the handle that a user gets, and the module that graphs run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.reasons import Reason
 
-# Of reasons whose own texts advise settings of `wrap`, which these handles do not have.
+# Replacements for texts of reasons that advise settings of `wrap`, which these handles do not have.
 _TEXTS = {
-    Reason.OPAQUE_ARGUMENT: "an argument is one that graphs of this model do not take",
-    Reason.TOO_MANY_SIGNATURES: "calls come in more kinds (lengths, flags, inputs given) than graphs are kept for",
-    Reason.AMBIGUOUS_BATCH_DIM: "it is not clear which dimension of an input has the rows",
-    Reason.BATCH_DIM_UNCONFIRMED: "only one batch size has been seen, so what follows it is a guess, and is not padded",
-    Reason.PADDING_SHOWS: "padding rows change the answer; add these sizes to capture_sizes",
+    Reason.OPAQUE_ARGUMENT: "graphs of this model do not support an argument",
+    Reason.TOO_MANY_SIGNATURES: "calls come in more kinds (lengths, flags, inputs) than graphs are kept for",
+    Reason.AMBIGUOUS_BATCH_DIM: "it is ambiguous which dimension of an input is the batch",
+    Reason.BATCH_DIM_UNCONFIRMED: "only one batch size has been seen, so dimensions that follow it are not certain",
+    Reason.PADDING_SHOWS: "padding rows change the output; add these sizes to capture_sizes",
     Reason.RANDOM_PADDING: "the forward draws random numbers: padding would change the next ones; capture this size",
     Reason.BATCH_MISMATCH: "inputs disagree on the number of rows",
 }
@@ -28,12 +28,14 @@ HandleType = TypeVar("HandleType", bound="GraphedModel")
 
 
 class GraphedModel:
-    """A model whose calls go through graphs: its counters, and `remove`, which a context manager calls at its end.
+    """Handle of a model whose calls go through graphs: has its counters, and `remove` to undo it.
+
+    As a context manager it calls `remove` at the end.
 
     Args:
         model: the model.
-        step: a wrapped `ModelStep` of it, which has the graphs.
-        methods: what the model's methods call from now on.
+        step: a wrapped `ModelStep` of the model, which has the graphs.
+        methods: method name -> the function that replaces it.
     """
 
     def __init__(self, model: Any, step: Any, methods: Mapping[str, Method]) -> None:
@@ -55,11 +57,11 @@ class GraphedModel:
         return self._step.graph_report()  # type: ignore[no-any-return]
 
     def reset(self) -> None:
-        """Drop the graphs and what they read; later calls capture again."""
+        """Drop the graphs and the memory that they read; later calls capture again."""
         self._step.reset_graphs()
 
     def remove(self) -> None:
-        """Give the model its own methods back and drop the graphs; a second call does nothing."""
+        """Restore the model's own methods and drop the graphs; a second call does nothing."""
         restore_methods(self.model, self)
         self.reset()
 
@@ -71,22 +73,22 @@ class GraphedModel:
 
 
 class ModelStep(nn.Module):
-    """The model's own forward as a module by itself, whose calls are captured.
+    """A module whose calls are captured, and run the model's own forward.
 
     Args:
-        model: the model; what its class had as `forward` before methods were overridden is called.
+        model: the model. The `forward` of its original class is called, before methods were overridden.
     """
 
-    takes_settings = False  # nobody who sees its messages can set its mode, or mark breaks in it
+    takes_settings = False  # users who see its messages cannot set its mode or mark breaks in it
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.run_model = functools.partial(original_class(model).forward, model)
-        self.training = False  # the model itself says whether it is
+        self.training = False  # only the model's own `training` counts
 
 
 @functools.cache
 def named(kind: Any, name: str) -> Any:
-    """Derive a class by the model's name, which messages and the report then call its instances."""
+    """Derive a class named after the model, so that messages and the report show that name."""
     return subclass(kind, {"__qualname__": name}, name=name)

@@ -1,6 +1,6 @@
-"""Sets what belongs to others and puts it back: methods of a model, forwards of modules, a registered attention.
+"""Overrides and restores methods of a model, forwards of modules, and a registered attention function.
 
-No other file of this folder changes an object of torch's, of transformers' or of a user's.
+No other file of this folder changes objects of torch, transformers or the user.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def original_class(model: Any) -> Any:
 
 
 def override_methods(model: Any, owner: Any, methods: Mapping[str, Method]) -> None:
-    """Let each method of the model call ``method(original, args, kwargs)``, and remove who did so before.
+    """Make each method of the model call ``method(original, args, kwargs)``; an earlier owner is removed first.
 
-    The model's attributes stay as they are, and copies and pickles of it are of the original class.
+    The model's attributes do not change, and its copies and pickles are of the original class.
 
     Args:
         model: any object.
-        owner: who overrides them, with a method `remove`.
-        methods: what to call instead, by name.
+        owner: the object that overrides the methods; has a method `remove`.
+        methods: method name -> the function to call instead.
     """
     earlier = getattr(type(model), "_simplegraph_owner", None)
     if earlier is not None:
@@ -47,7 +47,7 @@ def override_methods(model: Any, owner: Any, methods: Mapping[str, Method]) -> N
 
     def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
         _, _, *rest = original.__reduce_ex__(self, max(protocol, 2))
-        return object.__new__, (original,), *rest  # which is filled with what the rest tells
+        return object.__new__, (original,), *rest  # `rest` fills the new object
 
     members: dict[str, Any] = {name: _through(method, getattr(original, name)) for name, method in methods.items()}
     members |= {"__reduce_ex__": reduce, "_simplegraph_original": original, "_simplegraph_owner": owner}
@@ -55,7 +55,7 @@ def override_methods(model: Any, owner: Any, methods: Mapping[str, Method]) -> N
 
 
 def restore_methods(model: Any, owner: Any) -> None:
-    """Give the model its original class back, if it is `owner` that overrode its methods."""
+    """Restore the model's original class if `owner` overrode its methods."""
     if getattr(type(model), "_simplegraph_owner", None) is owner:
         model.__class__ = original_class(model)
 
@@ -73,12 +73,12 @@ def _through(method: Method, original: Any) -> Forward:
 
 @contextlib.contextmanager
 def override_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
-    """Let modules run these forwards when this thread calls them; a module is no argument of its own."""
+    """Make modules run these forwards when this thread calls them; a forward is not passed its module."""
     taken = []
     try:
         for module, forward in forwards.items():
             attributes = vars(module)
-            if "forward" not in attributes:  # else somebody gave it another
+            if "forward" not in attributes:  # else the user has replaced it
                 attributes["forward"] = _Override(module, forward)
                 taken.append(attributes)
         yield
@@ -88,7 +88,7 @@ def override_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
 
 
 class _Override:
-    """A module's other forward; copies and pickles that are made meanwhile have the module's own."""
+    """A module's temporary forward; copies and pickles of the module get its own one."""
 
     def __init__(self, module: Any, forward: Forward) -> None:
         self._own, self._forward = functools.partial(type(module).forward, module), forward
@@ -109,7 +109,7 @@ _overriding: collections.Counter[Forward] = collections.Counter()
 
 @contextlib.contextmanager
 def override_attention(name: str, original: Forward, other: Forward) -> Iterator[None]:
-    """Register `other` in place of `original` while any thread is in here; what a user registered stays."""
+    """Register `other` instead of `original` while any thread is in this context; a user's own function stays."""
     label = f"transformers' attention function {name}, by {other.__qualname__}"
     with _LOCK:
         _overriding[other] += 1

@@ -1,4 +1,4 @@
-"""Refuses calls of a model that graphs cannot serve at the moment; what it looks at may change from call to call."""
+"""Refuses calls that graphs cannot serve, by properties of the model that may change from call to call."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from simplegraph.reasons import CannotBind, Reason
 
-# Others hand the lengths of the rows to their kernel, which reads them back, or compile themselves.
+# Other implementations read the lengths of rows back to the host, or compile themselves.
 CAPTURABLE_ATTENTION = ("sdpa", "eager")
 _HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks")
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
-# transformers leaves these behind once hidden states were asked for; they do nothing unless they are again.
+# transformers leaves these hooks in place once hidden states were requested; they do nothing until the next request.
 _HARMLESS_HOOKS = ("transformers.utils.output_capturing",)
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model that a graph cannot stand in for at the moment.
+    """Refuse a model whose current state graphs cannot serve.
 
     Raises:
-        CannotBind: with the reason.
+        CannotBind: the reason.
     """
     if model.training:
         raise CannotBind(Reason.TRAINING, "")
@@ -35,7 +35,7 @@ def check_model(model: Any) -> None:
 
 
 def choices(model: Any) -> Hashable:
-    """Return what the model's Python decides by beside its arguments, and captured graphs have fixed.
+    """Return the model's settings that are fixed in captured graphs.
 
     These are the implementations of attention and experts, and the adapters in use.
     """
@@ -49,10 +49,10 @@ def choices(model: Any) -> Hashable:
 
 
 def check_generation(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call of `_sample` that a graph cannot serve, by its generation config and its other arguments.
+    """Refuse a call of `_sample` that graphs cannot serve, by its generation config and other arguments.
 
     Raises:
-        CannotBind: with the reason.
+        CannotBind: the reason.
     """
     if kwargs.get("synced_gpus"):
         raise CannotBind(Reason.SPREAD_MODEL, "synced_gpus")
@@ -70,7 +70,7 @@ def _check_placement(model: Any) -> None:
         raise CannotBind(Reason.SPREAD_MODEL, f"device_map over {', '.join(sorted(map(str, spread)))}")
     if getattr(model, "_tp_size", None) not in (None, 1):
         raise CannotBind(Reason.SPREAD_MODEL, "tensor parallel")
-    # accelerate replaces the forward of what it offloads.
+    # accelerate replaces the forward of modules that it offloads.
     offloaded = next((name for name, child in model.named_modules() if hasattr(child, "_hf_hook")), None)
     if offloaded is not None:
         raise CannotBind(Reason.SPREAD_MODEL, f"an accelerate hook at {offloaded or 'the model'}")
@@ -83,7 +83,7 @@ def _check_placement(model: Any) -> None:
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Refuse hooks of submodules only: the model's own are called around every step, replayed or not."""
+    """Refuse hooks of submodules; the model's own hooks run around every step, even a replayed one."""
     if any(getattr(torch_module, name, None) for name in _GLOBAL_HOOKS):
         raise CannotBind(Reason.HOOKS, "hooks for all modules")
     for name, child in model.named_modules():

@@ -1,1 +1,1 @@
-"""Holds graphs for an encoder's calls, padded to captured batch sizes and lengths; nothing here decodes."""
+"""Graphs for an encoder's calls, padded to captured batch sizes and lengths. Nothing here decodes."""

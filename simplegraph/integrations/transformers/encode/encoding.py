@@ -1,4 +1,4 @@
-"""`graph_encoder`: an encoder's calls go through graphs, their batches and their lengths padded to captured ones."""
+"""`graph_encoder`: runs an encoder's calls through graphs, padded to captured batch sizes and lengths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROW_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
 
 
 class EncoderStep(ModelStep):
-    """The model's own forward, by name."""
+    """Calls the model's own forward with keyword arguments."""
 
     def forward(self, **inputs: Any) -> Any:
         """Run the model."""
@@ -31,12 +31,12 @@ class EncoderStep(ModelStep):
 
 
 class GraphedEncoder(GraphedModel):
-    """An encoder whose calls go through graphs: its counters, and `remove`, which ends it.
+    """Handle of an encoder whose calls go through graphs: has its counters, and `remove` to undo it.
 
     Args:
         model: the model.
-        step: a wrapped `EncoderStep` of it.
-        lengths: tokens to pad to.
+        step: a wrapped `EncoderStep` of the model.
+        lengths: lengths in tokens to pad to.
         max_batch_size: rows of the largest batch.
     """
 
@@ -57,7 +57,7 @@ class GraphedEncoder(GraphedModel):
             return forward(*args, **kwargs)
 
     def _check_state(self) -> None:
-        """Refuse a call because of the model's state, which is looked through only where somebody changed one."""
+        """Refuse a call because of the model's state, which is checked only after some module has changed."""
         if torch.is_grad_enabled():
             raise CannotBind(Reason.GRAD, "")
         if not self.stats.captures or self._checked_at != Changes.count or self.model.training:
@@ -101,10 +101,10 @@ def graph_encoder(
     capture_sizes: Sequence[int] | None = None,
     pool: GraphPool | None = None,
 ) -> GraphedEncoder:
-    """Let calls of the encoder go through CUDA graphs from now on, one for every padded batch size and length.
+    """Run the encoder's calls through CUDA graphs from now on, one graph per padded batch size and length.
 
-    Sequences are padded on the right with tokens that the attention mask hides, and outputs are cut to the real ones.
-    The first padded call of a kind runs twice, as it is and padded: where the answers differ, calls run as they are.
+    Sequences are padded on the right with tokens that the attention mask hides, and outputs are cut to the real tokens.
+    The first padded call of a kind runs twice, unpadded and padded: if the results differ, such calls run eagerly.
 
         with graph_encoder(model) as graphs:
             hidden = model(input_ids, attention_mask=mask).last_hidden_state
@@ -112,16 +112,16 @@ def graph_encoder(
     Args:
         model: an encoder of transformers that takes an attention mask, with or without a head.
         max_batch_size: rows of the largest batch.
-        lengths: tokens to capture; None takes an eighth of a power of two from one to the next, up to the model's
+        lengths: lengths in tokens to capture; None takes 16, 32, ... in steps of at most an eighth, up to the model's
             `max_position_embeddings`, or 512.
         capture_sizes: batch sizes to capture; None takes the default ones up to `max_batch_size`.
         pool: graph memory to share with other wrappers; see `graph_pool`.
 
     Returns:
-        A handle with `report`, `stats` and `remove`; as a context manager it removes itself at the end.
+        A handle with `report`, `stats` and `remove`; as a context manager it calls `remove` at the end.
 
     Raises:
-        ConfigError: this is no such model, or a setting is invalid.
+        ConfigError: `model` is no such model, or a setting is invalid.
     """
     _check_encoder(model)
     if lengths is None:

@@ -13,15 +13,15 @@ from simplegraph.manager.differences import first_difference
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 
-_SEQUENCES = ("input_ids", "inputs_embeds")  # what says the batch and the length, the first one given
+_SEQUENCES = ("input_ids", "inputs_embeds")  # the first of these that is given defines batch size and length
 _NEVER_PADDED = ("labels", "past_key_values", "encoder_hidden_states", "encoder_attention_mask")
 
 
 def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:
-    """Return the tensors of a call, its other arguments, and its rows and length.
+    """Return the tensors of a call, its other arguments, and its rows and length in tokens.
 
     Raises:
-        CannotBind: it has no sequence, or something that cannot be padded like it.
+        CannotBind: the call has no sequence, or an argument that cannot be padded with it.
     """
     sequence = next((given[name] for name in _SEQUENCES if given.get(name) is not None), None)
     if not isinstance(sequence, Tensor) or sequence.dim() < 2:
@@ -45,7 +45,7 @@ def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int) -> dict[str, Tensor]:
-    """Pad the inputs with zeros on the right, and add a mask that hides them where there is none."""
+    """Pad inputs (rows, length, ...) with zeros on the right, and add a mask of the real tokens if none is given."""
     first = next(iter(inputs.values()))
     if "attention_mask" not in inputs:
         inputs = inputs | {"attention_mask": torch.ones(rows, length, dtype=torch.int64, device=first.device)}
@@ -55,11 +55,11 @@ def pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int) -
 
 
 class LengthRule:
-    """Knows where a length is in a model's outputs: for each of them, the dimensions that grew with it.
+    """Cuts a model's padded outputs to a length, in the dimensions that grow with it.
 
     Args:
-        dims: those dimensions, by output.
-        refusal: what else padding changes, so that padded calls cannot stand for others.
+        dims: for each output, the dimensions that grow with the length.
+        refusal: what else padding changes, if anything: such calls cannot be padded.
     """
 
     def __init__(self, dims: list[tuple[int, ...]], refusal: str = "") -> None:
@@ -68,21 +68,25 @@ class LengthRule:
 
     @classmethod
     def between(cls, outputs: Any, padded_outputs: Any, length: int, padded: int) -> LengthRule:
-        """Find the rule that a call shows which ran both as it was and padded."""
+        """Derive the rule from the outputs of one call, unpadded and padded."""
         (leaves, spec), (padded_leaves, padded_spec) = flatten(outputs), flatten(padded_outputs)
         if spec != padded_spec:
-            return cls([], "it returns something else then")
+            return cls([], "padding changes the structure of the outputs")
         rule = cls([_grown(leaf, other) for leaf, other in zip(leaves, padded_leaves, strict=True)])
         found = first_difference(flatten(rule.cut(padded_outputs, length))[0], leaves)
         return rule if found is None else cls([], f"from {length} to {padded} tokens, {found}")
 
     def check(self) -> None:
-        """Refuse the call if padding would change its answers."""
+        """Refuse the call if padding would change its outputs.
+
+        Raises:
+            CannotBind: padding changes them.
+        """
         if self._refusal:
             raise CannotBind(Reason.LENGTH_PADDING, self._refusal)
 
     def cut(self, outputs: Any, length: int) -> Any:
-        """Cut the outputs to those of the real tokens."""
+        """Cut the outputs to the real tokens."""
         leaves, spec = flatten(outputs)
         for index, dims in enumerate(self._dims):
             for dim in dims:

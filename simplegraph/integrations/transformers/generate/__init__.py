@@ -1,1 +1,1 @@
-"""Holds decoding through graphs for a model's `generate`; what a step's kernels are stands in `kernels`."""
+"""Decoding through graphs for a model's `generate`; the kernels of a step are in `kernels`."""

@@ -1,4 +1,4 @@
-"""Decodes one token after another from a cache of fixed addresses, by a step that is captured."""
+"""Decodes token by token from a cache of fixed addresses, by a captured step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from simplegraph.integrations.transformers.kernels.usable import triton_runs
 from simplegraph.manager.differences import difference
 from simplegraph.reasons import CannotBind, Reason
 
-_SMALLEST_SPAN = 256  # positions; attending to fewer costs about the same
+_SMALLEST_SPAN = 256  # positions; attending to fewer takes about the same time
 _SMALLEST_SOURCE = 64
-_ALIGNMENT = 16  # positions; attention copies a mask of another length in every layer
+_ALIGNMENT = 16  # positions; attention copies a mask of any other length in every layer
 _ON_THE_WAY = (Reason.FIRST_CALL, Reason.WARMUP, Reason.OUTPUT_SHAPE_UNKNOWN)
 
 
@@ -29,15 +29,15 @@ class FixedCacheDecoder:
 
     Args:
         step: a wrapped `TokenStep`.
-        capture_sizes: batch sizes that it captures.
+        capture_sizes: batch sizes that the step captures.
         max_batch_size: rows of the largest batch; max_length: tokens of the longest sequence, prompt included.
         max_source_length: tokens of the longest encoder output.
 
     Attributes:
         stats: the step's counters.
-        ids_name: the argument that a step's tokens are passed in.
-        trusted: True once a step from the store was seen to answer as one from the model's own cache.
-        stays_eager: True if the last step ran eagerly, and the next one would too; the report has the reason.
+        ids_name: name of the argument that holds a step's tokens.
+        trusted: True once a step on the store has given the same logits as one on the model's own cache.
+        stays_eager: True if the last step ran eagerly and the next one would as well; the report has the reason.
     """
 
     def __init__(
@@ -47,26 +47,26 @@ class FixedCacheDecoder:
         self.ids_name = "decoder_input_ids" if step.model.config.is_encoder_decoder else "input_ids"
         self.trusted = self.stays_eager = False
         self._progress = 0
-        # Sizes may come from the environment, and a padded batch needs its rows.
+        # The store needs rows for the largest padded batch, and sizes may also come from the environment.
         sizes = mixed_sizes(CudaGraphConfig(capture_sizes=capture_sizes).from_env())
         self._rows, self._length, self._source_length = max(max_batch_size, *sizes), max_length, max_source_length
         self._spans = doubling(_SMALLEST_SPAN, -(-max_length // _ALIGNMENT) * _ALIGNMENT)
         self._sources = doubling(_SMALLEST_SOURCE, max_source_length) if masks_source(step.model) else []
 
     def load(self, cache: Any, rows: int, length: int, kwargs: Mapping[str, Any]) -> tuple[CacheStore, int]:
-        """Take over a prefilled cache.
+        """Copy a prefilled cache to the store.
 
         Args:
             cache: the generation's `past_key_values`.
-            rows: how many it has.
-            length: tokens of each.
-            kwargs: what the model's forward was passed.
+            rows: rows of the cache.
+            length: tokens of each row.
+            kwargs: keyword arguments of the model's forward.
 
         Returns:
-            What it was copied to, and the padded length of the encoder's outputs, 0 without an encoder.
+            The store, and the padded length of the encoder's outputs, 0 without an encoder.
 
         Raises:
-            CannotBind: it does not fit.
+            CannotBind: the cache is too large, or of another kind.
         """
         if rows > self._rows:
             raise CannotBind(Reason.BATCH_TOO_LARGE, f"{rows} rows, the largest is {self._rows}: raise max_batch_size")
@@ -85,7 +85,7 @@ class FixedCacheDecoder:
         return store, source
 
     def step(self, length: int, source: int, inputs: dict[str, Any]) -> Tensor:
-        """Compute logits of the token at position `length`; valid until the next step.
+        """Compute the logits, (rows, 1, vocabulary), of the token at position `length`; valid until the next step.
 
         Raises:
             CannotBind: the cache is full.
@@ -101,32 +101,32 @@ class FixedCacheDecoder:
         return logits
 
     def compare(self, length: int, source: int, inputs: dict[str, Any], expected: Tensor) -> str | None:
-        """Say how a step from the store differs from `expected`, of the model's own cache; None if it does not.
+        """Say how a step on the store differs from `expected`, logits on the model's own cache; None if it does not.
 
-        A step that fails is different too: many models count on Python knowing how long their cache is.
+        A step that fails counts as different: many models need to know the length of their cache in Python.
         """
         try:
             logits = self.step(length, source, inputs)
         except Exception as error:
             return f"{type(error).__name__}: {error} at {user_location(error)}"
         found = [text for text in map(difference, logits, expected) if text is not None]
-        # In half precision, rounding may send a row to another expert.
+        # In half precision, rounding may route a row to another expert.
         allowed = len(logits) // 2 if expected.dtype in (torch.float16, torch.bfloat16) else 0
         self.trusted = len(found) <= allowed
         return None if self.trusted else found[0]
 
     def _count_progress(self) -> int:
-        """Count steps that ran eagerly on their way to a graph, and graphs."""
+        """Count graphs, and eager steps that lead to one, such as warmups."""
         return int(self.stats.captures + sum(self.stats.eager[reason] for reason in _ON_THE_WAY))
 
     def reset(self) -> None:
-        """Drop the graphs and the store; they are made again when needed."""
+        """Drop the graphs and the store; later generations make them again."""
         self._step.reset_graphs()
         self._step.store = None
         self.trusted = False
 
     def _span(self, length: int) -> int:
-        """Return how many positions a step attends to which writes its token at `length`."""
+        """Return the number of positions that a step attends to whose token is at position `length`."""
         if length >= self._length:
             raise CannotBind(Reason.CACHE_FULL, f"max_length is {self._length}")
         return self._spans[bisect.bisect_left(self._spans, length + 1)]
@@ -134,7 +134,7 @@ class FixedCacheDecoder:
     def _padded_source(self, source: int) -> int:
         if source > self._source_length:
             limit = f"max_source_length is {self._source_length}"
-            raise CannotBind(Reason.CACHE_FULL, f"the encoder gave {source}, {limit}")
+            raise CannotBind(Reason.CACHE_FULL, f"the encoder's outputs have {source} tokens, {limit}")
         return self._sources[bisect.bisect_left(self._sources, source)] if self._sources else source
 
     def _store_for(self, layout: CacheLayout) -> CacheStore:
@@ -154,12 +154,12 @@ class FixedCacheDecoder:
 
 
 def doubling(smallest: int, largest: int) -> list[int]:
-    """List `smallest`, twice that and so on, up to `largest` itself."""
+    """List `smallest` and its doubles below `largest`, then `largest` itself."""
     return [*(smallest << power for power in range(64) if smallest << power < largest), largest]
 
 
 def _mask(kwargs: Mapping[str, Any], name: str, rows: int, length: int, *, longer: bool) -> Tensor | None:
-    """Return the mask of that name, of `length` tokens a row or more if it may be longer; None for none."""
+    """Return the mask of that name, of `length` tokens per row, or more if `longer`; None if none was passed."""
     mask = kwargs.get(name)
     if mask is None:
         return None

@@ -1,4 +1,4 @@
-"""`graph_generation`: a model's `generate` decodes through graphs, until it is undone."""
+"""`graph_generation`: makes a model's `generate` decode through graphs, until `remove` is called."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MAX_SIGNATURES = 64  # spans times encoder lengths times flags
 
 
 class GraphedGeneration(GraphedModel):
-    """A model whose `generate` decodes through graphs: its counters, and `remove`, which ends it.
+    """Handle of a model whose `generate` decodes through graphs: has its counters, and `remove` to undo it.
 
     Args:
         model: the model.
-        step: a wrapped `TokenStep` of it.
+        step: a wrapped `TokenStep` of the model.
         decoder: decodes with that step.
     """
 
@@ -41,13 +41,13 @@ class GraphedGeneration(GraphedModel):
         super().__init__(model, step, {"generate": self._generate, "_sample": self._sample, "forward": self._forward})
 
     def reset(self) -> None:
-        """Drop graphs and cache; later calls make them again."""
+        """Drop the graphs and their cache; later calls make them again."""
         self._decoder.reset()
 
-    # What the model's methods do.
+    # Replacements of the model's methods.
 
     def _generate(self, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a whole generation, and count it if it never came to `_sample`."""
+        """Run a whole generation, and count it as eager if it never called `_sample`."""
         self._call.sampled = False
         self._call.cache_is_kept = kwargs.get("past_key_values") is not None
         result = generate(*args, **kwargs)
@@ -59,7 +59,7 @@ class GraphedGeneration(GraphedModel):
         """Run greedy decoding or sampling."""
         self._call.sampled = True
         config = kwargs.get("generation_config")
-        hooks = self.model._forward_hooks or self.model._forward_pre_hooks  # these are passed the cache
+        hooks = self.model._forward_hooks or self.model._forward_pre_hooks  # these can see the cache
         given = getattr(self._call, "cache_is_kept", True)
         kept = bool(given or hooks or getattr(config, "return_dict_in_generate", True))
         with self._serving(config, kwargs, cache_is_kept=kept) as served:
@@ -67,13 +67,13 @@ class GraphedGeneration(GraphedModel):
             return (with_late_check(sample) if late else sample)(*args, **kwargs)
 
     def _forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call of the model: a step of a generation, or anything else."""
+        """Serve a call of the model: by the current generation if there is one, else by the model's own forward."""
         served = self._served
         return forward(*args, **kwargs) if served is None else served.forward(forward, args, kwargs)
 
     @contextlib.contextmanager
     def _serving(self, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> Iterator[bool]:
-        """Let the model's steps go through graphs, if they can; yields whether they do."""
+        """Run the model's steps through graphs if that is possible; yields True if so."""
         if not self._may_serve(config, kwargs):
             yield False
             return
@@ -89,7 +89,7 @@ class GraphedGeneration(GraphedModel):
             self._busy.release()
 
     def _may_serve(self, config: Any, kwargs: Mapping[str, Any]) -> bool:
-        """True if graphs can serve the generation and serve no other; takes the lock then."""
+        """True if graphs can serve the generation and no other one is running; the lock is then held."""
         try:
             check_model(self.model)
             check_generation(config, kwargs)
@@ -111,19 +111,19 @@ def graph_generation(
     pool: GraphPool | None = None,
     fused_kernels: bool = True,
 ) -> GraphedGeneration:
-    """Let `model.generate(...)` decode through CUDA graphs from now on, without a compiler; results are the same.
+    """Make `model.generate(...)` decode through CUDA graphs from now on, without a compiler; results are the same.
 
-    The prefill runs as it does; from there on every step of greedy decoding or sampling replays a graph, on
-    a cache of fixed addresses that one generation at a time uses. Everything else about `generate` is as it
-    was: stopping criteria, streamers, logits processors, masks, and the cache that it returns. What graphs cannot
-    serve (beam search, a longer sequence, offloaded models) runs as before, with the reason in `report`.
+    The prefill runs eagerly. After it every step of greedy decoding or sampling replays a graph, on a cache of fixed
+    addresses that one generation at a time uses. All else about `generate` is unchanged: stopping criteria, streamers,
+    logits processors, masks, and the cache that it returns. Calls that graphs cannot serve (beam search, longer
+    sequences, offloaded models) run eagerly, with the reason in `report`.
 
         with graph_generation(model, max_batch_size=8, max_length=2048) as graphs:
             model.generate(**inputs, max_new_tokens=128)
             print(graphs.report())
 
-    Memory: keys and values of `max_batch_size` sequences of `max_length` tokens, from the first generation on.
-    Copies and pickles of the model are without graphs.
+    From the first generation on, keys and values of `max_batch_size` sequences of `max_length` tokens are allocated.
+    Copies and pickles of the model have no graphs.
 
     Args:
         model: a model of transformers that can generate, decoder-only or encoder-decoder.
@@ -131,19 +131,18 @@ def graph_generation(
         max_length: tokens of the longest sequence, prompt included.
         max_source_length: tokens of the longest encoder output; None takes the config's `max_source_positions`,
             or `max_length`.
-        capture_sizes: batch sizes to capture, which others are padded to; None doubles up to `max_batch_size`. The
-            cache has rows for the largest.
+        capture_sizes: batch sizes to capture, to which others are padded; None takes 1, 2, 4, ... up to
+            `max_batch_size`. The cache has rows for the largest.
         pool: graph memory to share with other wrappers; see `graph_pool`.
-        fused_kernels: let captured steps run kernels that do what several of the model's own do, where these are
-            known by their text: rotary embeddings and writes to the cache, which are exact to the bit, and RMS norms,
-            which are exact but for rounding: once, where the model's text in half precision rounds twice. False keeps
-            the model's text.
+        fused_kernels: True replaces parts of the model's code, if it is recognized, by fused kernels in captured steps.
+            Rotary embeddings and writes to the cache are exact to the bit; RMS norms round once, where the model's code
+            in half precision rounds twice. False runs the model's own code.
 
     Returns:
-        A handle with `report`, `stats` and `remove`; as a context manager it removes itself at the end.
+        A handle with `report`, `stats` and `remove`; as a context manager it calls `remove` at the end.
 
     Raises:
-        ConfigError: this is no such model, or a size is invalid.
+        ConfigError: `model` is no such model, or a size is invalid.
     """
     _check_generator(model, max_batch_size=max_batch_size, max_length=max_length)
     sizes = list(capture_sizes) if capture_sizes is not None else doubling(1, max_batch_size)
@@ -153,7 +152,7 @@ def graph_generation(
         capture_sizes=sizes,
         batch_dims=ROW_INPUTS,
         max_signatures=_MAX_SIGNATURES,
-        # generate copies the logits before its next step, but others who share the pool replay when they like.
+        # `generate` copies the logits before its next step, but other wrappers that share the pool replay at any time.
         outputs="static" if pool is None else "clone",
         progress=False,
     )
@@ -169,7 +168,7 @@ def _check_generator(model: Any, **sizes: int) -> None:
             "as AutoModelForCausalLM gives. Use simplegraph.wrap for other modules."
         )
     if isinstance(model, CudaGraphWrapper):
-        raise ConfigError("graph_generation got a model that is wrapped already; pass simplegraph.unwrap(model).")
+        raise ConfigError("graph_generation got a wrapped model; pass simplegraph.unwrap(model).")
     if not hasattr(GenerationMixin, "_sample"):
         raise ConfigError("this release of transformers has no GenerationMixin._sample; transformers 5 is supported.")
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Serves one generation: its prefill runs as it is, its steps of one token go through graphs."""
+"""Serves one generation: its prefill runs eagerly, its steps of one token go through graphs."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from simplegraph.errors import StaleGraphError
 from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder
 from simplegraph.reasons import CannotBind, Reason
 
-# Arguments that a step finds in the store instead.
+# Arguments that a step replaces by the store's.
 _CARRIED = frozenset({"past_key_values", "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"})
 
 
 class ServedGeneration:
     """Serves the steps of one generation, between its prefill and its end.
 
-    The generation's own cache stays what it was at the prefill, but for the length that its first layer shows;
-    `close` fills it with what was decoded. So whoever holds it finds in it what eager would have left.
+    During the generation its own cache stays as the prefill left it, except that its first layer shows the current
+    length. `close` fills it with the decoded tokens, so that the user finds in it what eager would have left.
 
     Args:
-        decoder: decodes; this generation is the only one that it serves meanwhile.
+        decoder: the decoder, which serves no other generation meanwhile.
         cache: the generation's `past_key_values`.
-        kept: whether anybody looks at the cache after the generation.
+        kept: True if the user can see the cache after the generation.
     """
 
     def __init__(self, decoder: FixedCacheDecoder, cache: Any, *, kept: bool) -> None:
         self._decoder, self._cache, self._kept = decoder, cache, kept
         self._own = getattr(cache, "self_attention_cache", cache)
-        self._store: Any = None  # of the decoder, which has the cache's tokens from the first step on
-        self._length = 0  # tokens in the store; 0 while the cache itself is in charge
+        self._store: Any = None  # the decoder's; has the cache's tokens from the first step on
+        self._length = 0  # tokens in the store; 0 while the generation's own cache is used
         self._rows = self._source = 0
         self._shown: Any = None
-        self._output: Any = None  # what the model's forward returns, once the prefill ran
+        self._output: Any = None  # the class of the forward's outputs; set by the prefill
         self._over = False
-        self._unserved = 0  # calls after the prefill that were no steps of one token
-        self._others = 0  # calls of this thread with another cache: by guidance, or since it went on with a new one
+        self._unserved = 0  # calls after the prefill that are no steps of one token
+        self._others = 0  # calls of this thread with another cache, by guidance or since the cache was replaced
         self._thread = threading.get_ident()
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,8 +80,8 @@ class ServedGeneration:
                 return self._compared_step(forward, kwargs, inputs)
         elif self._own.layers[self._store.first].keys is not self._shown:
             raise StaleGraphError(
-                "the generation's cache was changed between two steps, which decode graphs do not read it at. "
-                "Leave it alone until generate returns, or call remove() on the graphs of this model."
+                "the generation's cache was changed between two steps, but decode graphs read their own copy. "
+                "Do not change it until generate returns, or call remove() on the graphs of this model."
             )
         length = self._length
         logits = decoder.step(length, self._source, inputs)
@@ -89,7 +89,7 @@ class ServedGeneration:
         return self._output(logits=logits, past_key_values=self._cache)
 
     def _compared_step(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: dict[str, Any]) -> Any:
-        """Run a step both ways, to see if the model answers from a cache of fixed length as it does from its own."""
+        """Run a step on both caches, to check that the model gives the same logits on one of fixed length."""
         length = self._length
         self._restore()
         outputs = forward(**kwargs)
@@ -105,14 +105,14 @@ class ServedGeneration:
         self._shown = self._store.show_length(self._own, self._rows, length)
 
     def close(self) -> None:
-        """Fill the generation's cache with everything that was decoded, if anybody keeps it; count what was not."""
+        """Fill the generation's cache with the decoded tokens if the user can see it; count calls that ran eagerly."""
         served = bool(self._length)
         if self._kept:
             self._restore()
         if self._unserved and not served and not self._over:
-            self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token a row")
+            self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token per row")
         if self._others:
-            self._give_up(Reason.CACHE_KIND, f"{self._others} calls of a generation came with another cache")
+            self._give_up(Reason.CACHE_KIND, f"{self._others} calls of a generation had another cache")
 
     def _restore(self) -> None:
         if self._length:
@@ -121,7 +121,7 @@ class ServedGeneration:
 
 
 def _inputs(kwargs: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return the arguments of a step that a graph is passed or captured for.
+    """Return the arguments of a step that are passed to the graph or are part of its key.
 
     Raises:
         CannotBind: one is neither a number for each row nor a plain value.

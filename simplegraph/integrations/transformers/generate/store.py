@@ -1,8 +1,8 @@
 """Holds the keys and values that captured decode steps read, in one allocation for all batch sizes and lengths.
 
-A captured step reads addresses, so the cache it reads must stay where it is. There is one for the largest
-batch and the longest sequence; a step of fewer rows or tokens reads its first rows and positions. Rows of
-padding hold what an earlier batch left there, and rows do not see each other.
+A captured step reads fixed addresses, so its cache must not move. There is one for the largest batch and the
+longest sequence; a step of fewer rows or tokens reads its first rows and positions. Padding rows hold what an
+earlier batch left there, which is harmless, since rows do not see each other.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from simplegraph.reasons import CannotBind, Reason
 
 @dataclasses.dataclass(frozen=True)
 class LayerLayout:
-    """Describes what the memory of one layer's keys and values depends on.
+    """The properties that the memory of one layer's keys and values depends on.
 
     Attributes:
-        key: heads, elements and dtype of keys; value: the same of values, which autocast keeps in another dtype.
-        window: tokens that the layer's attention reaches back, where that is limited.
+        key: heads, elements and dtype of keys; value: the same of values, whose dtype differs under autocast.
+        window: tokens that the layer's attention reaches back; None if that is unlimited.
     """
 
     key: tuple[int, int, torch.dtype]
@@ -40,10 +40,10 @@ class LayerLayout:
 
     @classmethod
     def of(cls, layer: Any) -> LayerLayout | None:
-        """Read it off a layer of a `DynamicCache` that was filled; None for one that stayed empty.
+        """Derive it from a filled layer of a `DynamicCache`; None if the layer is empty.
 
         Raises:
-            CannotBind: it is a layer of another kind.
+            CannotBind: the layer is of another kind.
         """
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or getattr(layer, "record_past", False):
             raise CannotBind(Reason.CACHE_KIND, f"a {type(layer).__name__} in the cache")
@@ -56,10 +56,10 @@ class LayerLayout:
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Describes what a `CacheStore` is made for.
+    """The caches that a `CacheStore` is made for.
 
     Attributes:
-        layers, cross: the layers of self-attention and of cross-attention; None for one that is not used.
+        layers, cross: layouts of the layers of self-attention and of cross-attention; None for an unused layer.
         hidden: elements and dtype of an encoder's hidden states; None without an encoder.
     """
 
@@ -69,10 +69,10 @@ class CacheLayout:
 
     @classmethod
     def of(cls, own: Any, cross: Any, hidden: Tensor | None) -> CacheLayout:
-        """Read it off caches that a prefill filled; `cross` and `hidden` are None without an encoder.
+        """Derive it from caches that a prefill filled; `cross` and `hidden` are None without an encoder.
 
         Raises:
-            CannotBind: a layer is of another kind, or cross-attention is to something else than `hidden`.
+            CannotBind: a layer is of another kind, or the lengths of cross-attention and `hidden` differ.
         """
         layers = tuple(map(LayerLayout.of, own.layers))
         if hidden is None:
@@ -81,12 +81,12 @@ class CacheLayout:
         if any(
             used and layer.keys.shape[2] != hidden.shape[1] for used, layer in zip(crossed, cross.layers, strict=True)
         ):
-            raise CannotBind(Reason.CACHE_KIND, "keys of the encoder's outputs are of another length than these")
+            raise CannotBind(Reason.CACHE_KIND, "cross-attention keys differ in length from the encoder's outputs")
         return cls(layers, crossed, (hidden.shape[2], hidden.dtype))
 
     @property
     def first(self) -> int:
-        """The first layer of self-attention that is used."""
+        """Index of the first used layer of self-attention."""
         return next(index for index, layer in enumerate(self.layers) if layer is not None)
 
     @property
@@ -96,17 +96,17 @@ class CacheLayout:
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer of a cache of fixed length. Where it writes, and how long it is, is known on the device only.
+    """A layer of a cache of fixed length, whose write position and current length are known only on the device.
 
-    Layers with a window keep every position too: the mask hides what is out of reach, so that no step
-    depends on Python knowing how full the layer is.
+    Layers with a window keep every position as well: the mask hides those out of reach, so that no step needs to
+    know the current length in Python.
 
     Args:
-        keys, values: (rows, heads, length, elements), or None for a layer that is not used.
-        position: (1,) int64, where the next token goes.
-        triton: whether a kernel of Triton's may write.
-        seen: what `get_seq_length` returns, a tensor without dimensions on the device, or a number.
-        is_sliding: whether masks are those of a window.
+        keys, values: (rows, heads, length, elements), or None for an unused layer.
+        position: (1,) int64, the position of the next token.
+        triton: True if a Triton kernel may write to the layer.
+        seen: the result of `get_seq_length`: a zero-dimensional tensor on the device, or a number.
+        is_sliding: True if the layer's masks are those of a window.
     """
 
     is_compileable = True
@@ -130,10 +130,10 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = keys is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the memory is there."""
+        """Do nothing: the memory is already allocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token's keys and values, in the dtype that the prefill kept them in, and return all positions."""
+        """Write one token's keys and values, in the cache's dtype, and return those of all positions."""
         if self._triton and self._are_written_together(key_states, value_states):
             self._write_together(key_states, value_states)
         else:
@@ -142,7 +142,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def _are_written_together(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """True if keys and values are one token of each row, alike but for their numbers, and as they are kept."""
+        """True if one kernel can write both: one token per row, equal shapes and strides, and the cache's dtypes."""
         rows, heads, _, elements = self.keys.shape
         kept = (self.keys, self.values)
         return (
@@ -152,7 +152,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def _write_together(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write by a kernel, to which all heads of all rows are heads of one token, and the layer is one page."""
+        """Write by one kernel, for which all heads of all rows are heads of one token and the layer is one page."""
         from simplegraph.attention.kernels.pages import write_pages
 
         k, v = (state.flatten(0, 2).unsqueeze(0) for state in (key_states, value_states))
@@ -170,11 +170,11 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class CacheView(NamedTuple):
-    """Holds what a step of some rows, tokens and source tokens reads.
+    """The views of a `CacheStore` that a step of some rows, positions and source positions reads.
 
     Attributes:
-        cache: the model's `past_key_values`.
-        mask: (rows, span) int64, 1 for tokens to be seen; 0 from the next position on.
+        cache: passed to the model as `past_key_values`.
+        mask: (rows, span) int64, 1 for visible tokens; 0 from the next position on.
         source_mask: (rows, source) int64; hidden: (rows, source, elements). None without an encoder.
     """
 
@@ -184,22 +184,22 @@ class CacheView(NamedTuple):
     hidden: Tensor | None = None
 
 
-_Pairs = Sequence[tuple[Tensor, ...]]  # keys and values of each layer; () for one that is not used
+_Pairs = Sequence[tuple[Tensor, ...]]  # keys and values of each layer; () for an unused one
 
 
 class CacheStore:
-    """Keys, values and masks of fixed addresses.
+    """Keys, values and masks at fixed addresses.
 
     Args:
-        layout: what the layers look like.
+        layout: the layers.
         rows: of the largest batch; length: tokens of the longest sequence.
         source_length: tokens of the encoder's longest sequence; 0 without an encoder.
-        triton: whether steps may run Triton's kernels, which `triton_runs` knows.
+        triton: True if steps may run Triton kernels; see `triton_runs`.
 
     Attributes:
-        position: (1,) int64, where the next token goes.
-        first: the layer of self-attention that stands for all.
-        ran: True once a step's forward ran, as it does in every call that is not a replay.
+        position: (1,) int64, the position of the next token.
+        first: index of the layer of self-attention that shows the length to the model.
+        ran: set to True by a step's forward, which runs in every call that is not a replay.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class CacheStore:
         self.layout, self.triton, self.first = layout, triton, layout.first
         self.ran = False
         device = layout.first_layer.device
-        # Graphs write here inside and outside of inference mode, so these are no inference tensors.
+        # Not inference tensors: graphs write here inside and outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
             self._seen = self.position[0]
@@ -219,11 +219,11 @@ class CacheStore:
             elements, dtype = layout.hidden or (0, torch.float32)
             self._hidden = torch.zeros(rows, source_length, elements, dtype=dtype, device=device)
         self._views: dict[tuple[int, int, int], CacheView] = {}
-        # Of what is looked at between all steps; None if it has a window.
+        # The keys whose length models read between steps; None if that layer has a window.
         self._first_keys = self._pairs[self.first][0] if layout.first_layer.window is None else None
 
     def view(self, rows: int, span: int, source: int) -> CacheView:
-        """Show what a step reads: the first `rows` rows, `span` positions and `source` positions of the encoder."""
+        """Return the views of a step: the first `rows` rows, `span` positions and `source` encoder positions."""
         known = self._views.get((rows, span, source))
         if known is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -249,13 +249,13 @@ class CacheStore:
             layers.append(layer)
         return Cache(layers=layers)
 
-    # In and out.
+    # Copies from and to the generation's cache.
 
     def load(self, cache: Any, mask: Tensor | None, length: int) -> None:
-        """Take over what a prefill left in `cache`: `length` tokens, of which `mask` (rows, >= length) hides some.
+        """Copy the `length` tokens that a prefill left in `cache`; `mask` (rows, >= length) is 0 for hidden ones.
 
-        Positions after them are zeroed: a value that is hidden still counts if it is not finite. The cache's layers
-        then are views of this memory, so that the prefill's own is free; `hand_back` ends that.
+        Later positions are zeroed: a value that is not finite would show even if it is masked. The cache's layers
+        become views of this memory until `hand_back`, so that the prefill's own memory is freed.
         """
         rows = _copy(cache, self._pairs, length)
         self._mask[:rows, :length] = 1 if mask is None else mask[:, :length]
@@ -265,7 +265,7 @@ class CacheStore:
                 layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in pair)
 
     def load_source(self, cache: Any, mask: Tensor | None, hidden: Tensor) -> None:
-        """Take over the keys and values of the encoder's `hidden` (rows, source, elements); `mask` hides some."""
+        """Copy the encoder's `hidden` (rows, source, elements), its keys and values, and its `mask` (rows, source)."""
         rows, source = hidden.shape[:2]
         _copy(cache, self._cross, source)
         for tensor, known in ((self._source_mask, 1 if mask is None else mask), (self._hidden, hidden)):
@@ -273,17 +273,17 @@ class CacheStore:
             tensor[:rows, source:] = 0
 
     def show_length(self, cache: Any, rows: int, length: int) -> Any:
-        """Let the first layer say the length: it is the one that models ask between steps. Returns its keys."""
+        """Make the first layer show the length, since models ask that one between steps; returns its keys."""
         layer = cache.layers[self.first]
         if self._first_keys is None:
             layer.cumulative_length = length
         else:
-            # Values stay those of the prefill until `hand_back`: nobody asks them for a length, and a view costs time.
+            # Values stay those of the prefill until `hand_back`: models never read their length, and a view takes time.
             layer.keys = self._first_keys[:rows].narrow(2, 0, length)
         return layer.keys
 
     def hand_back(self, cache: Any, rows: int, length: int) -> None:
-        """Fill `cache` with the tokens up to `length`, as if every step had been its own."""
+        """Fill `cache` with the tokens up to `length`, as if every step had used it."""
         for pair, layout, layer in zip(self._pairs, self.layout.layers, cache.layers, strict=True):
             if layout is None:
                 continue
@@ -295,11 +295,11 @@ class CacheStore:
 
 
 def _copy(cache: Any, pairs: _Pairs, length: int) -> int:
-    """Copy what a cache holds up to `length`, and zero all other positions of its rows; returns how many rows."""
+    """Copy a cache's tokens up to `length` and zero all other positions of its rows; return the number of rows."""
     rows, targets, sources, rest = 0, [], [], []
     for pair, layer in zip(pairs, cache.layers, strict=True):
         for tensor, known in zip(pair, (layer.keys, layer.values), strict=bool(pair)):
-            # A layer with a window has kept the last tokens only; earlier ones are out of its reach.
+            # A layer with a window has only the last tokens; earlier ones are out of its reach.
             rows, start = known.shape[0], length - known.shape[2]
             targets.append(tensor[:rows, :, start:length])
             sources.append(known)

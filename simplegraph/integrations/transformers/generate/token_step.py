@@ -1,4 +1,4 @@
-"""Runs a model for one token a row as a module that can be captured: tensors in, logits out, the cache at hand."""
+"""A module that runs a model for one token per row and can be captured: tensors in, logits out, a fixed cache."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ ROW_INPUTS: Mapping[str, BatchDim] = dict.fromkeys(
 
 
 class TokenStep(ModelStep):
-    """Runs the model's forward for one token a row, on the caches and masks of a `CacheStore`.
+    """Runs the model's forward for one token per row, on the caches and masks of a `CacheStore`.
 
-    It reads and writes the store at `store.position` and moves nothing on, so that running it again changes nothing.
+    It reads and writes the store at `store.position` and does not advance it, so that running it twice is harmless.
 
     Args:
         model: the model.
-        fused_kernels: whether rotary embeddings and RMS norms are a kernel each.
+        fused_kernels: True to run rotary embeddings and RMS norms as one kernel each.
 
     Attributes:
-        store: what it decodes from; None until a generation brings its cache.
+        store: the store to decode from; None until a generation brings its cache.
     """
 
     def __init__(self, model: nn.Module, *, fused_kernels: bool) -> None:
@@ -43,12 +43,12 @@ class TokenStep(ModelStep):
         self._masks = _masks_taken(model)
 
     def forward(self, span: int, source: int, **inputs: Any) -> Tensor:
-        """Compute logits (rows, 1, vocabulary) of one token a row.
+        """Compute the logits, (rows, 1, vocabulary), of one token per row.
 
         Args:
             span: positions of the cache to attend to.
             source: positions of the encoder's outputs; 0 without an encoder.
-            **inputs: the model's own arguments but for masks, cache and encoder outputs.
+            **inputs: the model's own arguments except masks, cache and encoder outputs.
         """
         store: Any = self.store
         store.ran = True
@@ -69,14 +69,14 @@ class TokenStep(ModelStep):
 
 
 def _masks_taken(model: Any) -> dict[str, str]:
-    """Return which argument of the model takes which part of a `CacheView` as its mask."""
+    """Map the model's mask arguments to the attributes of a `CacheView` that they take."""
     if masks_source(model):
         return {"decoder_attention_mask": "mask", "attention_mask": "source_mask"}
     return {"decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask": "mask"}
 
 
 def masks_source(model: Any) -> bool:
-    """True if there is cross-attention with a mask, so that the encoder's outputs can be padded."""
+    """True if the model's cross-attention takes a mask, so that the encoder's outputs can be padded."""
     if not model.config.is_encoder_decoder:
         return False
     return "encoder_attention_mask" in inspect.signature(model.get_decoder().forward).parameters

@@ -1,1 +1,1 @@
-"""Holds what captured steps run in place of several of a model's operators; it knows no graphs and no `generate`."""
+"""Fused kernels that captured steps run instead of several of a model's operators. No graphs, no `generate`."""

@@ -1,8 +1,8 @@
-"""Attention of one query a row, without copies of keys and values for heads that share them.
+"""Attention of one query per row, without copies of keys and values for heads that share them.
 
-Where heads share keys and values, transformers (5.17, later ones less) copies these for every head, in every layer and
-step, and SDPA makes numbers of a mask of booleans in every layer. For one query the heads of a group can be rows of
-it instead, which gives the same sums, and the numbers are made once a step.
+For grouped heads transformers (5.17; later releases less often) copies keys and values for every head, in every layer
+and step, and SDPA converts a boolean mask to numbers in every layer. With a single query, the heads of a group can
+instead be treated as rows of one longer query, which gives the same sums, and the mask is converted once per step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from simplegraph.integrations.transformers.overrides import override_attention
 
-_CHANGES_SUMS = ("position_bias", "softcap", "s_aux", "cache")  # or the keys
-# A step's masks as numbers. Their booleans are kept, so that no other mask gets the id of one.
+_CHANGES_SUMS = ("position_bias", "softcap", "s_aux", "cache")  # arguments that change the sums or the keys
+# A step's masks as numbers, by the id of the boolean mask, which is kept alive so that its id is not reused.
 _NumericMasks = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
 
 
 class _ThreadStep(threading.local):
-    masks: _NumericMasks | None = None  # of the step that this thread is in
+    masks: _NumericMasks | None = None  # of this thread's current step; None outside a step
 
 
 _STEP = _ThreadStep()
@@ -32,7 +32,7 @@ _STEP = _ThreadStep()
 
 @contextlib.contextmanager
 def grouped_heads() -> Iterator[None]:
-    """Let this thread's calls of transformers' `sdpa` attention with one query a row copy no keys and values."""
+    """Make this thread's calls of transformers' `sdpa` attention with one query per row copy no keys and values."""
     before, _STEP.masks = _STEP.masks, {}
     try:
         with override_attention("sdpa", sdpa_attention_forward, _attend):
@@ -44,7 +44,7 @@ def grouped_heads() -> Iterator[None]:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Attend as `sdpa` does; threads that are in no step get what transformers has there."""
+    """Attend as `sdpa` does; threads outside a step call transformers' function."""
     known = _STEP.masks
     if known is None or args or not _can_group(module, query, key, attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
@@ -55,7 +55,7 @@ def _attend(
         mask = _additive(known, mask, query.dtype, 1 if shared == heads else shared)
     if shared == heads:
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-    # Heads become rows of the batch, and the queries of a group its sequence: so the output needs no copy, either.
+    # Key heads become rows of the batch, and the query heads of a group its sequence, so the output needs no copy.
     output = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(rows * shared, 1, heads // shared, elements),
         key.flatten(0, 1).unsqueeze(1),
@@ -68,7 +68,7 @@ def _attend(
 
 
 def _additive(known: _NumericMasks, mask: Tensor, dtype: torch.dtype, heads: int) -> Tensor:
-    """Make (rows * heads, 1, 1, length) numbers to be added to scores, from (rows or 1, 1, 1, length) booleans."""
+    """Convert a boolean mask (rows or 1, 1, 1, length) to (rows * heads, 1, 1, length) numbers to add to scores."""
     key = id(mask), dtype, heads
     if key not in known:
         rows, _, _, length = mask.shape
@@ -78,7 +78,7 @@ def _additive(known: _NumericMasks, mask: Tensor, dtype: torch.dtype, heads: int
 
 
 def _can_group(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
-    """True if it is one query a row, heads in groups as the module says, and a mask of booleans for all heads alike."""
+    """True for one query per row, heads grouped as the module declares, and one boolean mask for all heads."""
     rows, heads, length, _ = query.shape
     return (
         length == 1

@@ -1,7 +1,7 @@
-"""RMS norms as one kernel, Triton's or torch's own, for those that are written as seven operators or more.
+"""Runs RMS norms that are written as seven or more operators as one kernel, Triton's or torch's own.
 
-A model writes its norm as a module of its own, and most are copies of a few texts. A norm is known by its forward
-being, instruction for instruction, a text below: whatever else it is called or does stays as it is.
+Models define their own norm modules, most of them copies of a few sources. A norm is recognized if its forward equals,
+instruction for instruction, one of the functions below; any other module is left unchanged.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Normalize = Callable[[Tensor, Tensor, float, float], Tensor]
 
 
 class Norm(NamedTuple):
-    """Tells norms of known texts apart, which all divide by the root of the mean of squares.
+    """The parameters of a recognized RMS norm.
 
     Attributes:
-        eps: the attribute that is added to the mean; offset: what is added to the weights.
+        eps: name of the attribute that is added to the mean of squares; offset: number that is added to the weights.
     """
 
     eps: str = "variance_epsilon"
@@ -65,15 +65,15 @@ def _part_of_gemma(self: Any, x: Any) -> Any:
 
 
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
-    """List the norms below a model that one kernel can stand in for."""
-    # One with a part of its own is no copy of the text.
+    """List the norms of a model that one kernel can replace."""
+    # An instance with its own `_norm` is no copy of the source.
     return {module: norm for module, norm in recognize(model, _known).items() if "_norm" not in vars(module)}
 
 
 def norm_forwards(model: nn.Module, *, triton: bool = False) -> dict[nn.Module, Forward]:
-    """Make forwards of one kernel each for the known norms below a model: Triton's, where that runs.
+    """Make forwards of one kernel each for the recognized norms of a model, by Triton if `triton`, else by torch.
 
-    They round once, where the text in half precision may round twice: results differ by a unit in the last place.
+    In half precision they round once, where the original may round twice: results differ by a unit in the last place.
     """
     normalize = _by_triton if triton else _by_torch
     return {module: functools.partial(_normed, normalize, module, norm) for module, norm in rms_norms(model).items()}
@@ -89,7 +89,7 @@ def _normed(normalize: Normalize, module: Any, norm: Norm, *args: Any, **kwargs:
 def _by_torch(hidden_states: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     if not offset:
         return nn.functional.rms_norm(hidden_states, weight.shape, weight, eps)
-    # Half precision has no room for an offset and a small weight.
+    # In half precision the sum of the offset and a small weight would lose the weight.
     exact = nn.functional.rms_norm(hidden_states.float(), weight.shape, weight.float() + offset, eps)
     return exact.type_as(hidden_states)
 
@@ -103,10 +103,10 @@ def _by_triton(hidden_states: Tensor, weight: Tensor, eps: float, offset: float)
 
 
 def _fits_norm(hidden_states: Tensor, weight: Tensor) -> bool:
-    """True if one kernel gives what the text gives.
+    """True if one kernel gives the same result as the original operators.
 
-    Autocast, or a weight of another dtype, would change the dtype; the text computes in float32 even in float64. A
-    tensor of another class, such as a DTensor, may have the operators of the text only.
+    Autocast, or a weight of another dtype, would change the dtype; the original computes in float32 even for float64.
+    A tensor subclass, such as DTensor, may not support the kernel.
     """
     if type(hidden_states) is not Tensor or type(weight) not in (Tensor, nn.Parameter):
         return False
@@ -116,7 +116,7 @@ def _fits_norm(hidden_states: Tensor, weight: Tensor) -> bool:
 
 
 def _known(kind: Any) -> Norm | None:
-    """Return what the norms of a class do; None for whatever else it is."""
+    """Return the parameters of a class of norms; None if the class is not recognized."""
     part = getattr(kind, "_norm", None)
     functions = (kind.forward,) if part is None else (kind.forward, part)
     if any(getattr(function, "__globals__", {}).get("torch") is not torch for function in functions):

@@ -1,7 +1,7 @@
-"""Rotary embeddings of queries and keys together: one kernel on a GPU, six operators elsewhere, rather than ten.
+"""Rotary embeddings of queries and keys together: one kernel on a GPU, six operators elsewhere, instead of ten.
 
-Models have the embedding as a function of the module that their attention is in, and most are copies of one text. It
-is known by being, instruction for instruction, the text below: whatever else is called so stays as it is.
+Models define the embedding as a function in the module of their attention, and most are copies of one source. It is
+recognized if it equals the function below, instruction for instruction; any other function is left unchanged.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: Any 
 
 
 def rotary_attentions(model: nn.Module) -> list[nn.Module]:
-    """List the modules below a model that call a rotary embedding of the known text."""
+    """List the modules of a model whose forward calls the recognized rotary embedding."""
     return list(recognize(model, _calls_known_text))
 
 
 def rotary_forwards(model: nn.Module, rotate: Rotate) -> dict[nn.Module, Forward]:
-    """Make forwards that embed by `rotate`, to the same bits, for the modules below a model that embed."""
+    """Make forwards that embed by `rotate`, exact to the bit, for the modules that `rotary_attentions` lists."""
     attentions = rotary_attentions(model)
     functions: set[Any] = {type(module).forward for module in attentions}
     changed = {function: _with_rotate(function, rotate) for function in functions}
@@ -50,7 +50,7 @@ def rotary_forwards(model: nn.Module, rotate: Rotate) -> dict[nn.Module, Forward
 
 
 def rotation(*, triton: bool) -> Rotate:
-    """Return what embeds queries and keys: the kernel where Triton runs, else fewer of torch's operators."""
+    """Return the function that embeds queries and keys: the Triton kernel if `triton`, else `rotate_both`."""
     if not triton:
         return rotate_both
     from simplegraph.integrations.transformers.kernels.triton_kernels import rotate
@@ -59,12 +59,12 @@ def rotation(*, triton: bool) -> Rotate:
 
 
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the text on heads of queries and keys at once, in torch's operators.
+    """Embed queries and keys at once with torch's operators.
 
     Args:
         q: (rows, heads, tokens, elements).
-        k: as `q`, of as many heads as there are.
-        cos: (rows or 1, tokens, elements).
+        k: as `q`, with any number of heads.
+        cos: (rows or 1, tokens, elements), the dtype of `q`.
         sin: as `cos`.
     """
     both = torch.cat((q, k), dim=1)
@@ -84,7 +84,7 @@ def _with_rotate(forward: FunctionType, rotate: Rotate) -> FunctionType:
 
 
 def _fits_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """True if whole heads are turned, in one dtype, without a gradient."""
+    """True if whole heads are rotated, in one dtype, without gradients."""
     tensors = (q, k, cos, sin)
     if any(type(tensor) is not Tensor for tensor in tensors) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3):
         return False

@@ -1,4 +1,4 @@
-"""Knows functions by their instructions, and copies them with names that mean something else."""
+"""Recognizes functions by their instructions, and copies them with some global names replaced."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Found = TypeVar("Found")
 
 
 def recognize(model: nn.Module, known: Callable[[Any], Found | None]) -> dict[nn.Module, Found]:
-    """List the modules below a model whose class `known` returns something true for, with what it returned."""
+    """Map the modules of a model to the result of `known` for their class, if that result is true."""
     modules = list(model.modules())
     found = {kind: known(kind) for kind in set(map(type, modules))}
     return {module: what for module in modules if (what := found[type(module)])}
 
 
 def instructions(function: Any) -> tuple[Any, ...]:
-    """Return what a function does, whatever its name, lines and docstring are; () for what is no plain function."""
+    """Return a function's signature and instructions, without names, lines and docstring; () if it is no function."""
     if not isinstance(function, FunctionType):
         return ()
     code = function.__code__
@@ -31,7 +31,7 @@ def instructions(function: Any) -> tuple[Any, ...]:
 
 
 def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """Copy a function, and the names of its module, of which some mean something else in the copy only."""
+    """Copy a function with some of its global names replaced; the original keeps its own."""
     known = {**function.__globals__, **names}
     changed = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__

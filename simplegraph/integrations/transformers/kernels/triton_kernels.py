@@ -1,6 +1,6 @@
 """Two Triton kernels: an RMS norm, and the rotary embedding of queries and keys.
 
-Imported only where Triton is.
+Imported only if Triton is installed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_COLUMNS = 16384  # that a program holds
+MAX_COLUMNS = 16384  # the most that one program can hold
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -31,13 +31,16 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Compute `torch.nn.functional.rms_norm` over the last dimension, in float32 and rounded once.
 
-    For few rows it takes less time than torch's.
+    For few rows it is faster than torch's.
 
     Args:
-        x: (..., columns), of at most `MAX_COLUMNS`.
-        weight: (columns,), of the same dtype.
-        eps: what is added to the mean of squares.
-        offset: what is added to the weights.
+        x: (..., columns), at most `MAX_COLUMNS`; float32, bfloat16 or float16.
+        weight: (columns,), the dtype of `x`.
+        eps: added to the mean of squares.
+        offset: added to the weights.
+
+    Returns:
+        (..., columns), the dtype of `x`.
     """
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)
@@ -58,7 +61,7 @@ def _sum_of_products(a, b, c, d, dtype: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(x_ptr, cos_ptr, sin_ptr, out_ptr, half, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Turn the first half of one head of one token against its second."""
+    """Rotate one head of one token: its first half against its second."""
     low = tl.arange(0, BLOCK)
     inside = low < half
     high = low + half
@@ -73,7 +76,7 @@ def _turn(x_ptr, cos_ptr, sin_ptr, out_ptr, half, BLOCK: tl.constexpr):  # type:
     tl.store(out_ptr + high, _sum_of_products(x2, cos2, x1, sin2, dtype), inside)
 
 
-# Not by any whole number: one variant for all shapes of a dtype and head size, so that no capture meets a new one.
+# No integer is specialized: there is one variant for each dtype and head size, so that no capture has to compile one.
 @triton.jit(do_not_specialize=list(range(6, 17)))  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]
     q_ptr,
@@ -111,19 +114,22 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Embed queries and keys, rounded where the models' text rounds.
+    """Embed queries and keys, rounding where the models' code rounds.
 
     Args:
-        q: (rows, heads, tokens, elements), of an even number of elements.
-        k: as `q`, of as many heads as there are.
-        cos: (rows or 1, tokens, elements), of the same dtype.
+        q: (rows, heads, tokens, elements), an even number of elements; float32, bfloat16 or float16.
+        k: as `q`, with any number of heads.
+        cos: (rows or 1, tokens, elements), the dtype of `q`.
         sin: as `cos`.
+
+    Returns:
+        Embedded queries and keys, in the shapes of `q` and `k`.
     """
     q, k = (tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in (q, k))
     if cos.stride() != sin.stride() or cos.stride(2) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     rows, heads, tokens, elements = q.shape
-    # Heads of a token one after the other, as the text's results are for what a projection gave.
+    # The heads of a token are contiguous, as in the original's results for the outputs of a projection.
     q_out, k_out = (x.new_empty(rows, tokens, x.shape[1], elements) for x in (q, k))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
         _rotate[(rows * tokens, heads + k.shape[1])](
@@ -142,6 +148,6 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             cos.stride(1),
             BLOCK=triton.next_power_of_2(elements // 2),
             num_warps=1,
-            enable_fp_fusion=False,  # a fused product is not rounded, which the text's is
+            enable_fp_fusion=False,  # a fused multiply-add does not round the product, as the models' code does
         )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)

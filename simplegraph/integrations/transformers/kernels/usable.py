@@ -15,9 +15,9 @@ _log = logging.getLogger("simplegraph")
 
 @functools.cache
 def triton_runs(device: torch.device, dtype: torch.dtype, elements: int) -> bool:
-    """True if the kernels of a step, for heads of so many elements, compile, run and answer; else logs why.
+    """True if the kernels of a step, for heads of `elements` elements, compile, run and are correct; else logs why.
 
-    Triton needs a C compiler, and knows some GPUs only.
+    Triton needs a C compiler, and supports only some GPUs.
     """
     if device.type != "cuda" or dtype not in DTYPES or elements % 2:
         return False
@@ -27,22 +27,22 @@ def triton_runs(device: torch.device, dtype: torch.dtype, elements: int) -> bool
         found = f"{type(error).__name__}: {error}"
     if found is not None:
         _log.warning(
-            "Triton's kernels do not run on %s, so that decode steps have more of torch's own: %s", device, found
+            "Triton's kernels do not run on %s, so decode steps run torch's operators instead: %s", device, found
         )
     return found is None
 
 
 def _wrong(device: torch.device, dtype: torch.dtype, elements: int) -> str | None:
-    """Say what is wrong with a kernel; None if nothing."""
+    """Say what is wrong with a kernel; None if all are correct."""
     with torch.no_grad():
-        # From numbers that are not random: nobody's generator is to move.
+        # Not random numbers: the user's generators must not advance.
         numbers = torch.arange(4 * elements, device=device).reshape(4, elements)
         rows = torch.cos(1.7 * numbers + 0.3).to(dtype)
         if not _rotates(rows):
-            return "products of the rotary embedding's are not rounded as torch's are"
+            return "the rotary embedding's products are not rounded as torch's are"
         if not _normalizes(rows):
-            return "the norm's answers are not torch's"
-        return None if _writes(rows) else "the cache's are not the keys and values that were written"
+            return "the norm's results differ from torch's"
+        return None if _writes(rows) else "the cache does not hold the keys and values that were written"
 
 
 def _rotates(rows: Tensor) -> bool:

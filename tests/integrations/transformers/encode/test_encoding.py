@@ -122,7 +122,7 @@ def test_no_message_advises_a_setting_that_graph_encoder_does_not_have(
         model(**batch(5, 10, device))
         assert graphs.stats.eager[Reason.OPAQUE_ARGUMENT] == 2
         said = caplog.text + str(graphs.report())
-    assert "an argument is one that graphs of this model do not take (labels was given)" in said
+    assert "graphs of this model do not support an argument (labels was given)" in said
     assert "(tags is a set)" in said
     assert "5 rows, the largest is 4: raise max_batch_size, or capture_sizes where given" in said
     offered = inspect.signature(graph_encoder).parameters
