@@ -22,6 +22,7 @@ from simplegraph.graph.escapes import KEPT_REMEDY, kept_by
 from simplegraph.graph.generators import drew, random_states
 from simplegraph.graph.memory import copy_limit
 from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
@@ -30,9 +31,10 @@ from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
 from simplegraph.module.effects import ModuleState
 from simplegraph.module.inputs import InputSet
+from simplegraph.module.left import WithLeft
 from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators
 from simplegraph.module.outside import MemoryInUse
-from simplegraph.module.plan import Plan
+from simplegraph.module.plan import Plan, make_plan
 from simplegraph.module.signature import CallReader, ConstantArg
 from simplegraph.module.snapshot import has_address, tensors_in
 from simplegraph.module.state import CapturedState
@@ -90,7 +92,6 @@ class GraphBuilder:
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
         key = (call.binding.signature, None) if call.padding else call.key
         result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs, key)
-        outputs, spec = flatten(result)
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
             if not call.padding:
@@ -98,7 +99,7 @@ class GraphBuilder:
         # What eager breaks write, no capture sees: they do not run in one.
         call.binding.note_written(observer, memory)
         self.keep_external(call.module, [observer], set(memory.values()))
-        call.binding.learn_outputs(call.batch, outputs, spec)
+        call.binding.learn_run(call.batch, result)
         if call.binding.unsupported is None:  # else the run may have given arguments other shapes
             self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.called = True
@@ -156,7 +157,7 @@ class GraphBuilder:
             raise ReplayError("a program exists without the state it reads; call reset_graphs().")
         table = self.manager.table
         guards = self.seen.guards(call)
-        plan = Plan(call, table, table.graphs[call.key], self.inputs_of[call.key], self.state, guards)
+        plan = make_plan(call, table, table.graphs[call.key], self.inputs_of[call.key], self.state, guards)
         if not plan.unproven:
             call.layout.plans[call.plan_key] = plan
         return plan
@@ -264,10 +265,10 @@ class GraphBuilder:
             graph = self.manager.table.graphs.get(job.key)
             if graph is not None:
                 self.inputs_of[job.key] = inputs
-                call.binding.learn_outputs(job.descriptor.num_tokens, graph.program.outputs, graph.program.spec)
+                _learn_program(call, job, graph.program)
         if self.state is None:
             self.state = CapturedState(call.module)
-        self.state.take(self.seen.read)
+        self.state.take(self.seen.read, call.binding.counted.left.links)
 
     def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
@@ -290,7 +291,7 @@ class GraphBuilder:
         except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
             logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
         else:
-            binding.learn_outputs(other, *flatten(result))
+            binding.learn_run(other, result)
             self.reader.learn(other, leaves, call.spec)
             if trace is not None:
                 binding.note_trace(other, trace)
@@ -321,7 +322,7 @@ def _capture_jobs(
         CaptureJob(
             (call.binding.signature, *kind),
             *kind,
-            _forward(builder.manager, call, inputs, kind[1], builder.reader),
+            _forward(builder.manager, call, inputs, kind, builder.reader),
             generators,
             described,
             lambda tensor: Survey(call.module).name_of(tensor),
@@ -331,9 +332,14 @@ def _capture_jobs(
 
 
 def _forward(
-    manager: CudaGraphManager, call: Call, inputs: InputSet, descriptor: BatchDescriptor, reader: CallReader
+    manager: CudaGraphManager,
+    call: Call,
+    inputs: InputSet,
+    kind: tuple[CudaGraphMode, BatchDescriptor],
+    reader: CallReader,
 ) -> Callable[[], Any]:
-    """Make the forward on the static inputs of a size."""
+    """Make the forward on the static inputs of a size; captured, it also returns what it leaves below the module."""
+    mode, descriptor = kind
     module, counted, state_key = call.module, call.binding.counted, manager.config.state_key
 
     def refuse() -> None:
@@ -348,11 +354,25 @@ def _forward(
         refuse()  # the run before may have left the static inputs in another shape
         args, kwargs = call.spec.unflatten(leaves)  # in new containers: a run before may have changed the last ones
         is_captured = manager.device.is_capturing()
-        watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
-        with bypassed(Reason.NESTED), torch.no_grad(), watched:
+        # A break would read what the replay before left.
+        leave = mode is not CudaGraphMode.PIECEWISE
+        captured = functools.partial(counted.captured_run, state_key=state_key, may_leave=leave)
+        watched = captured(module) if is_captured else counted.eager_run(module)
+        with bypassed(Reason.NESTED), torch.no_grad(), watched as watch:
             limit = 0 if is_captured else copy_limit(manager.device.free_memory())
             result = invoke_watched(call, reader, args, kwargs, limit)
         refuse()
-        return result
+        key = call.binding.signature, *kind
+        label = f"batch size {descriptor.num_tokens}"
+        return result if watch is None else counted.left.take(key, label, watch, result, (args, kwargs))
 
     return run
+
+
+def _learn_program(call: Call, job: CaptureJob, program: Program) -> None:
+    """Learn how the outputs of a new program, and what it leaves below the module, follow the batch size."""
+    leaves, spec, rows = program.outputs, program.spec, job.descriptor.num_tokens
+    if spec.type is WithLeft:
+        spec = spec.children[0]
+        call.binding.counted.left.learn_captured(job.key, rows, program.result().left)
+    call.binding.learn_outputs(rows, leaves[: spec.num_leaves], spec)

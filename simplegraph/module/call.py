@@ -16,8 +16,8 @@ from simplegraph.context import CALLS
 from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key
-from simplegraph.module.counted import CountedState
 from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
+from simplegraph.module.left import CountedState
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import (
     Arg,
@@ -118,6 +118,11 @@ class Binding:
     def note_made(self, observer: MemoryObserver, outputs: Sequence[Any]) -> None:
         """Remember which outputs of a capture it made, rather than found."""
         self.made |= {at for at, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and observer.made(leaf)}
+
+    def learn_run(self, size: int, result: Any) -> None:
+        """Remember how what an eager run returned, and left below the module, looks at a size."""
+        self.learn_outputs(size, *flatten(result))
+        self.counted.left.learn(size)
 
     def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""

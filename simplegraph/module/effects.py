@@ -12,7 +12,7 @@ from torch import nn
 
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.escapes import PythonState
-from simplegraph.module.counted import CountedState
+from simplegraph.module.left import CountedState
 from simplegraph.module.snapshot import Snapshot, holds_graph_memory
 
 

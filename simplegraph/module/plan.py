@@ -12,6 +12,7 @@ from simplegraph.errors import StaleGraphError
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.call import Call
 from simplegraph.module.inputs import InputSet, Spans, StaticInput, overlap, overlaps_itself, slot
+from simplegraph.module.left import WithLeft
 from simplegraph.module.sharing import SharedOutputs
 from simplegraph.module.signature import PLAIN_TENSORS, memory_order
 from simplegraph.module.snapshot import holds_graph_memory
@@ -53,10 +54,8 @@ class Plan:
         state: CapturedState,
         guards: Sequence[tuple[int, Spans]],
     ) -> None:
-        self.state = state
-        self.table = table
-        self.graph = graph
-        self.program = graph.program
+        self.state, self.table = state, table
+        self.graph, self.program = graph, graph.program
         self.device = table.device
         self.pool = table.pool
         self.is_capturing = table.device.is_capturing
@@ -87,7 +86,7 @@ class Plan:
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
         if not self._static:
             clone |= self._ours
-        self.outputs = call.binding.outputs.cut(program.outputs, self.rows, self.padded)
+        self.outputs = self._real_rows(call)
         self._clone = sorted(clone)
         passed = inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(program.outputs, passed, self.outputs, self.slots, clone)
@@ -96,6 +95,10 @@ class Plan:
         self._spec = program.spec
         single = len(self.outputs) == 1 and not program.spec.children and program.spec.type is None
         self._single = single and not self._shares
+
+    def _real_rows(self, call: Call) -> list[Any]:
+        """View the real rows of what a replay writes. Raises CannotBind."""
+        return call.binding.outputs.cut(self.program.outputs, self.rows, self.padded)
 
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
         """View the padding rows, and prepare what goes into them."""
@@ -243,11 +246,14 @@ class Plan:
         ours = {id(leaves[index]): self.outputs[index] for index in self._ours}
         for index in self._ours:
             output = self.outputs[index]
-            once = tuple(
-                slice(0, size if stride else 1) for size, stride in zip(output.shape, output.stride(), strict=True)
-            )
+            pairs = zip(output.shape, output.stride(), strict=True)
+            once = tuple(slice(0, size if stride else 1) for size, stride in pairs)
             output[once].copy_(leaves[index][once])  # not what `expand` repeats: elements share that memory
         return self._spec.unflatten(ours.get(id(leaf), leaf) for leaf in leaves)
+
+    def whole(self, result: Any) -> Any:
+        """Return what eager's result is compared as with a replay's outputs."""
+        return result
 
     # With `debug`.
 
@@ -271,6 +277,38 @@ class Plan:
                 f"after a replay of {self.graph.counters.label}, {', '.join(kept)} holds memory of the graph, which "
                 "the next replay overwrites: an eager break stored a tensor it was passed. Store a clone."
             )
+
+
+class LeavingPlan(Plan):
+    """Serves calls whose forward leaves tensors below the module: replays leave theirs there."""
+
+    def _real_rows(self, call: Call) -> list[Any]:
+        left = call.binding.counted.left
+        self._left = left.of(call.key)
+        rows, padded, program = self.rows, self.padded, self.program
+        result, others = program.spec.children
+        begin = result.num_leaves
+        outputs = call.binding.outputs.cut(program.outputs[:begin], rows, padded)
+        try:
+            return outputs + left.cut(call.key, program.outputs[begin:], others.children, rows, padded)
+        except CannotBind as error:
+            call.binding.refuse_padding(error.again())
+            raise
+
+    def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
+        return self._left.bind(super().replay(leaves, copies))
+
+    def handed_out(self, result: Any) -> Any:
+        return self._left.bind(super().handed_out(self.whole(result))) if self._static else result
+
+    def whole(self, result: Any) -> Any:
+        return self._left.gather(result)
+
+
+def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
+    """Make the plan by which calls like this are served by a graph; see `Plan`. Raises CannotBind."""
+    kind = LeavingPlan if graph.program.spec.type is WithLeft else Plan
+    return kind(call, table, graph, *more)
 
 
 def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:

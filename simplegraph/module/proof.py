@@ -79,7 +79,7 @@ class _CallProof:
         proof = ReplayProof(self._table, plan.graph, memory, self._where.generators())
         found = None
         try:
-            result, observer = proof.run_eager(self._run)
+            _, observer = proof.run_eager(self._run)
             unknown = self._ranks.any(f"unknown memory that {self._label} writes", self._learn(proof, observer))
             if not unknown:
                 found = self._compare(proof)
@@ -91,13 +91,14 @@ class _CallProof:
             plan.graph.tries += 1
             if plan.graph.tries == _TRIES:
                 self._leave_unverified("it keeps writing to other memory")
-            return result
+            return self._result
         self._note(found)
-        return result if found is not None else plan.handed_out(result)
+        return self._result if found is not None else plan.handed_out(self._result)
 
     def _run(self) -> Any:
         with bypassed(Reason.NESTED):
-            return invoke(self._call.module, self._call.args, self._call.kwargs)
+            self._result = invoke(self._call.module, self._call.args, self._call.kwargs)
+        return self._plan.whole(self._result)
 
     def _learn(self, proof: ReplayProof, observer: MemoryObserver) -> bool:
         """Note what the forward wrote; True if it is more than was known, so that a replay could not be undone."""

@@ -97,9 +97,16 @@ class CapturedState(Watcher):
         self._modules: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}
         self._names: set[str] = set()
         self._generators: dict[str, torch.Generator] = {}
+        self._ways: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
 
-    def take(self, read: MemoryRead) -> None:
-        """Remember what more graphs read; where earlier ones read something else, that has moved."""
+    def take(self, read: MemoryRead, ways: Iterable[tuple[Any, Any, Any]] = ()) -> None:
+        """Remember what more graphs read; where earlier ones read something else, that has moved.
+
+        Args:
+            read: all that graphs were seen to read.
+            ways: (holder, key, value) on the way to where they leave tensors, as far as no module's dicts tell of it.
+        """
+        self._ways |= {(id(holder), key): (holder, key, value) for holder, key, value in ways}
         count, survey = self.count, self._survey()
         moved = bool(self._modules) and bool(self._differences(survey))
         self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
@@ -141,6 +148,7 @@ class CapturedState(Watcher):
         links += [(holder, key, value) for holder in unwatched for key, value in holder.items()]
         links += [(holder, -1, holder[-1]) for holder, _, _ in links if isinstance(holder, list)]  # it may grow
         links += [(value, 0, value.before) for value in self._values.values()]
+        links += self._ways.values()
         unique = {(id(holder), key): (holder, key, value) for holder, key, value in links}
         self._links: tuple[tuple[Any, ...], ...] = tuple(zip(*unique.values(), strict=True))  # holders, keys, values
         self.watches_plain = bool(unique)
@@ -210,6 +218,7 @@ class CapturedState(Watcher):
         names += [
             f"{survey.name_of(tensor) or 'a CPU tensor from elsewhere'} (changed on the CPU)" for tensor in values
         ]
+        names += [f"{key} (replaced)" for holder, key, value in self._ways.values() if not _holds(holder, key, value)]
         before, after = self._generators, survey.generators
         drawn = [name for name in before | after if before.get(name) is not after.get(name)]
         names += [f"{name} (random generator, replaced)" for name in drawn]
@@ -230,6 +239,13 @@ class CapturedState(Watcher):
 def any_requires_grad(leaves: Iterable[Any]) -> bool:
     """True if eager would build an autograd graph for one of these."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def _holds(holder: Any, key: Any, value: Any) -> bool:
+    try:
+        return holder[key] is value
+    except LookupError:
+        return False
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:

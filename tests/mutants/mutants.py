@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "what every run changes in Python is frozen",
-        "module/counted.py",
+        "module/left.py",
         "if complete or names:",
         "if False:",
         FAULTS,
