@@ -97,6 +97,13 @@ def release_locals(error: BaseException) -> None:
             _ = frame.f_locals
 
 
+def release_frames(error: BaseException) -> None:
+    """Let an error that is kept, and not raised again, go without tracebacks: callers' frames hold their arguments."""
+    release_locals(error)
+    for link in _chain(error):
+        link.__traceback__ = None
+
+
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 

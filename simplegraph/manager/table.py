@@ -17,7 +17,7 @@ from simplegraph.distributed.ranks import RankGroup, SingleRank
 from simplegraph.errors import CaptureError
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.device import GraphDevice, GraphPool
-from simplegraph.graph.failures import release_locals
+from simplegraph.graph.failures import release_frames
 from simplegraph.graph.host.constants import FrozenConstants
 from simplegraph.graph.program import Program
 from simplegraph.manager.hooks import GraphHooks
@@ -175,7 +175,7 @@ class ProgramTable:
         if self.config.on_capture_failure == "raise":
             return
         for error in failed.values():
-            release_locals(error)
+            release_frames(error)
         for labels, message in merged_failures(new):
             run = f"{labels[0].upper()}{labels[1:]} now run{'s' if labels in new else ''} eagerly"
             said = self.stats.name, message, run, outcome, Reason.CAPTURE_FAILED.link

@@ -9,6 +9,8 @@ INPUTS = ("tests/module/test_static_inputs.py", "tests/module/test_inputs.py", "
 FAULTS = ("tests/manager/test_failures.py", "tests/module/test_fault_matrix.py", "tests/module/test_effects.py")
 ESCAPES = ("tests/module/test_escapes.py",)
 PROOFS = ("tests/module/test_proofs.py",)
+HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
+EAGER = ("tests/module/test_eager_plans.py",)
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
 
 
@@ -246,5 +248,54 @@ MUTANTS = [
         "if found is not None:",
         "if False:",
         PROOFS,
+    ),
+    Mutant(
+        "torch's switch for lifting is left on",
+        "graph/host/modes.py",
+        "        _set_lifting(before)\n",
+        "        pass\n",
+        HOST,
+    ),
+    Mutant(
+        "values on the CPU are not watched",
+        "module/state.py",
+        "links += [(value, 0, value.before) for value in self._values.values()]",
+        "pass",
+        ("tests/module/test_watched_bytes.py", *HOST),
+    ),
+    Mutant(
+        "a constant of another value is served",
+        "graph/host/constants.py",
+        "return tensor.dtype, tuple(tensor.shape), tensor.stride(), value",
+        "return tensor.dtype, tuple(tensor.shape), tensor.stride()",
+        HOST,
+    ),
+    Mutant(
+        "random numbers on the CPU are captured",
+        "graph/host/capture.py",
+        "if on_host and torch.Tag.nondeterministic_seeded in func.tags",
+        "if False and torch.Tag.nondeterministic_seeded in func.tags",
+        HOST,
+    ),
+    Mutant(
+        "calls run eagerly for a reason that is gone",
+        "module/eager_plan.py",
+        "return self._owner.lessons == self._number",
+        "return True",
+        EAGER,
+    ),
+    Mutant(
+        "a call that no graph serves is taken for one of another argument",
+        "module/eager_plan.py",
+        "if not arg.holds(leaf):",
+        "if False:",
+        EAGER,
+    ),
+    Mutant(
+        "errors that are remembered keep the arguments of calls",
+        "reasons.py",
+        "        return CannotBind(self.reason, self.detail, self.size)\n",
+        "        return self\n",
+        ("tests/module/test_lifetimes.py",),
     ),
 ]
