@@ -205,7 +205,7 @@ class GraphCapture:
             self._announce(job)
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
                 program = self._recorded(session, job, trace, host, observed)
-            program.constants = host.served
+            program.use_host(host.served, host.draws)
             try:
                 _check_breaks(self.table, job, program)
                 self.table.add(job, program)

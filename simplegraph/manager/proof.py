@@ -216,7 +216,8 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
         raise InputError(f"state has {memory.nbytes} bytes; at most {limit} can be copied for a proof.")
     with ranks.together(), CAPTURE_LOCK:
         table.stats.ran_eagerly(Reason.PROOF, size=graph.descriptor.num_tokens)
-        proof = ReplayProof(table, graph, memory, (default_generator(table.device.torch_device),))
+        generators = {default_generator(table.device.torch_device), torch.default_generator}
+        proof = ReplayProof(table, graph, memory, tuple(generators))
         try:
             result, observer = proof.run_eager(run)
             unknown = {key for key in observer.written if key not in memory}

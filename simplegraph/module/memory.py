@@ -62,8 +62,10 @@ class ModuleMemory:
         return found
 
     def generators(self) -> tuple[torch.Generator, ...]:
-        """Find the generators that the forward may draw from."""
-        return default_generator(self._table.device.torch_device), *held_generators(self._call)
+        """Find the generators that the forward may draw from, the CPU's among them."""
+        own = default_generator(self._table.device.torch_device)
+        found = (own, torch.default_generator, *held_generators(self._call))
+        return tuple({id(generator): generator for generator in found}.values())
 
 
 def held_generators(call: Call) -> tuple[torch.Generator, ...]:

@@ -177,7 +177,8 @@ def test_pinned_memory_is_read_at_every_replay() -> None:
     [
         (lambda m, x: (m.steps.add_(1), x * 2)[1], "steps is on the CPU and the forward writes to it"),
         (lambda m, x: x + m.table.to(x.device)[:4], "table is on the CPU and has 800 bytes"),
-        (lambda m, x: (torch.rand(()), x * 2)[1], "random numbers are drawn on the CPU"),
+        (lambda m, x: (torch.rand(()), x * 2), "random numbers are drawn on the CPU"),
+        (lambda m, x: x * torch.rand(()).item(), "random numbers are drawn on the CPU"),
     ],
 )
 def test_what_a_replay_would_not_do_is_refused_with_the_line(function: Any, cause: str) -> None:
@@ -191,6 +192,16 @@ def test_what_a_replay_would_not_do_is_refused_with_the_line(function: Any, caus
     (message,) = model.graph_stats.failures.values()
     assert cause in message
     assert "test_cuda_constants.py" in message
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+def test_cpu_random_numbers_that_nothing_reads_are_drawn_at_every_replay(verify: int) -> None:
+    model = wrapped(lambda m, x: (torch.rand([]), x * 2)[1], verify=verify)
+    torch.manual_seed(1)
+    found = [(model(rows()), torch.rand(()).item())[1] for _ in range(8)]
+    torch.manual_seed(1)
+    assert found == torch.rand(16)[1::2].tolist()
+    assert (model.graph_stats.failures, model.graph_stats.replays >= 4) == ({}, True)
 
 
 def test_cpu_random_numbers_are_drawn_at_every_call_and_no_others() -> None:

@@ -125,6 +125,55 @@ def test_an_attribute_that_changes_at_every_call_ends_in_eager_runs_with_the_rea
     assert model.graph_stats.eager[Reason.STALE_TOO_OFTEN] > 0
 
 
+def _skips_a_layer(m: Any, x: Tensor) -> Tensor:
+    """Layer drop, as speech models do it: in evaluation mode nobody reads what was drawn."""
+    for _ in range(3):
+        drawn = torch.rand([])
+        if not (m.training and drawn < 0.1):
+            x = x * 2
+    return x
+
+
+def test_the_next_random_number_of_the_cpu_is_eagers_where_the_forward_reads_none() -> None:
+    model, twin = wrapped(_skips_a_layer), Held(_skips_a_layer).eval()
+    found: list[list[float]] = []
+    for one in (model, twin):
+        torch.manual_seed(3)
+        found.append([(one(x()), torch.rand(()).item())[1] for _ in range(8)])
+    assert found[0] == found[1]
+    assert model.graph_stats.failures == {}
+    assert model.graph_stats.replays >= 5
+
+
+def test_captures_at_once_draw_what_their_warmup_draws_and_no_more() -> None:
+    model = wrapped(_skips_a_layer, capture_sizes=[1, 2, 4])
+    torch.manual_seed(3)
+    assert model.capture_graphs(x(4)).captured == 3
+    after = torch.rand(())
+    torch.manual_seed(3)
+    torch.rand(3)
+    assert torch.equal(after, torch.rand(()))
+    torch.manual_seed(3)
+    model(x())
+    assert model.graph_stats.replays == 1
+    assert torch.equal(torch.rand(()), after)
+
+
+def test_draws_that_may_follow_the_batch_are_not_padded() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        torch.rand(len(x))
+        return x * 2
+
+    model, twin = wrapped(forward, capture_sizes=[2, 4], padding=True), Held(forward).eval()
+    found: list[list[float]] = []
+    for one in (model, twin):
+        torch.manual_seed(3)
+        found.append([(one(x(rows)), torch.rand(()).item())[1] for rows in (2, 2, 2, 4, 4, 4, 3, 1, 3, 2, 4)])
+    assert found[0] == found[1]
+    assert model.graph_stats.replays >= 4
+    assert model.graph_stats.eager[Reason.RANDOM_PADDING] == 3
+
+
 @pytest.mark.parametrize(
     ("function", "cause"),
     [

@@ -45,6 +45,10 @@ class MetaDevice:
 
     def __init__(self) -> None:
         self.capturing = False
+        self.drawing_stream = 0
+
+    def recorded(self) -> tuple[int, int] | None:
+        return None
 
     def new_pool(self) -> GraphPool:
         return GraphPool(self, None, 0)  # type: ignore[arg-type]
@@ -55,6 +59,9 @@ class MetaDevice:
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
         yield
+
+    def own_allocations(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def current_stream(self) -> int:
         return 0
@@ -111,7 +118,7 @@ def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GraphRunner, "_builder_for", builder_for)
     generator = torch.Generator()
-    for home in ("graph.session", "module.memory"):
+    for home in ("graph.breaks.recorder", "module.memory"):
         monkeypatch.setattr(f"simplegraph.{home}.default_generator", lambda device: generator)
     enabled = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": kind != "meta" and enabled(kind))

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import HostError
+from simplegraph.graph.breaks.operators import ACTIVE
 from simplegraph.graph.failures import BREAK
 from simplegraph.graph.host.constants import LARGEST_BYTES, SERVING, WATCHED_BYTES, content, is_watchable, span
+from simplegraph.graph.host.draws import UnreadDraws
 from simplegraph.graph.host.modes import HostMode, is_list, reads_no_value, strided_tensors, target, target_device
-from simplegraph.graph.operators import written_args
+from simplegraph.graph.operators import is_higher_order, written_args
 from simplegraph.graph.tensors import storage_key
 
 
@@ -26,6 +28,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         name: names a CPU tensor for messages, such as by the attribute that holds it.
 
     Attributes:
+        draws: functions that draw on the CPU again what the capture drew there, and read nothing of.
         served: the copies that the graph reads; whoever replays it must own them.
         reads: CPU tensors from before that the capture read, by their place: a replay is right while they hold what
             they held.
@@ -43,6 +46,11 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         self._error: HostError | None = None
         self._served: dict[int, Tensor] = {}
         self.reads: dict[tuple[Any, ...], Tensor] = {}
+        self._draws = UnreadDraws()
+
+    @property
+    def draws(self) -> list[Callable[[], object]]:
+        return self._draws.again
 
     @property
     def served(self) -> list[Tensor]:
@@ -52,6 +60,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
     def following(self) -> Iterator[None]:
         """Follow the capture in here, but for what is done for breaks."""
         SERVING.active, before = True, SERVING.active
+        self._draws.begin()
         try:
             with super().following():
                 yield
@@ -61,16 +70,33 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             raise error from self._error  # which TorchScript tells nobody
         finally:
             SERVING.active = before
+            self._draws.end()
 
     def check_refused(self) -> None:
         """Raise what was refused, even if the forward swallowed it and went on."""
+        if self._error is None and self._draws.refused is not None:
+            self._refuse_draw(self._draws.refused)
         if self._error is not None:
             raise self._error
 
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, as `HostMode` does; random numbers that nothing reads are drawn for the capture alone."""
+        # With breaks, a replay would draw them behind those that the breaks draw.
+        follows = not self._emulated and ACTIVE.recorder is None and self._recorder is None
+        if not follows or not _draws_on_cpu(func, kwargs) or not self._draws.can_draw(func, args, kwargs):
+            return super().run(func, args, kwargs)
+        drawn = self._draws.draw(func, args, kwargs)
+        self._note_made(drawn, known=False)
+        self.met_host = True
+        return drawn
+
+    def _refuse_draw(self, where: str) -> NoReturn:
+        drawn = f"random numbers are drawn on the CPU {where}, and a replay would draw no others"
+        self._refuse(drawn, f"Draw them on the device, or {BREAK}.")
+
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_host: bool) -> None:
-        if on_host and torch.Tag.nondeterministic_seeded in func.tags and target_device(kwargs) == "cpu":
-            drawn = f"random numbers are drawn on the CPU ({func.overloadpacket}), and a replay would draw no others"
-            self._refuse(drawn, f"Draw them on the device, or {BREAK}.")
+        if on_host and _draws_on_cpu(func, kwargs):
+            self._refuse_draw(f"({func.overloadpacket})")
         host = [tensor for tensor in strided_tensors((*args, *kwargs.values())) if tensor.is_cpu]
         if on_host and torch.Tag.inplace_view not in func.tags:
             for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
@@ -81,6 +107,9 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         if reads_no_value(func):
             return
         for tensor in host:
+            drawn = self._draws.drawn_at(tensor)
+            if drawn is not None:
+                self._refuse_draw(drawn)
             known = self._made.get(storage_key(tensor))
             if known is None:
                 self._note_read(tensor)
@@ -140,3 +169,9 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             )
         self._served[id(copy)] = copy
         return copy
+
+
+def _draws_on_cpu(func: Any, kwargs: dict[str, Any]) -> bool:
+    return (
+        not is_higher_order(func) and torch.Tag.nondeterministic_seeded in func.tags and target_device(kwargs) == "cpu"
+    )
