@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplegraph.errors import HostError
 from simplegraph.graph.device import GraphDevice
-from simplegraph.graph.operators import OperatorMode, may_draw, written_args
+from simplegraph.graph.failures import BREAK, current_user_location
+from simplegraph.graph.operators import OperatorMode, calls_eigensolver, is_composite, may_draw, written_args
 from simplegraph.graph.tensors import storage_key
 
 _LIFTED = torch.ops.aten.lift_fresh.default
@@ -31,6 +33,7 @@ class MemoryObserver(OperatorMode):
         written: storage keys of external memory that an operator wrote to.
         may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
         unseen: the kind of the device, if the capture recorded work of no operator, such as Triton's.
+        refused: why the run cannot be captured, if it uses an operator that a capture would break for good.
         left: storage key -> which eager break made that memory and did not return it.
         found: that break -> what the forward did with such memory nevertheless.
     """
@@ -44,6 +47,7 @@ class MemoryObserver(OperatorMode):
         self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
         self.may_draw = False
+        self.refused: HostError | None = None
         self.left: dict[int, int] = {}
         self.found: dict[int, str] = {}
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
@@ -83,8 +87,21 @@ class MemoryObserver(OperatorMode):
             if number is not None:
                 self.found.setdefault(number, use)
 
+    def _refuse(self, func: Any) -> None:
+        """Note an operator that a capture may not come to, and raise it in a capture."""
+        cause = f"cuSOLVER waits for the device ({func}), and would fail from then on if that happened in a capture"
+        if self._device is None:  # else the error's own traceback tells
+            cause += f"; it is called at {current_user_location()}"
+        self.refused = HostError(cause, f"{BREAK[0].upper()}{BREAK[1:]}.")
+        if self._device is not None:
+            raise self.refused
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and note what it reads, writes and makes."""
+        if calls_eigensolver(func) and self._made_inside is None:
+            if is_composite(func):  # under inference_mode it comes whole, and may not come to one
+                return self.take_apart(func, args, kwargs)
+            self._refuse(func)
         self.may_draw = self.may_draw or may_draw(func)
         if self._device is not None:
             self._look_for_unseen(self._device)

@@ -128,6 +128,25 @@ def is_collective(func: Any) -> bool:
     return func.namespace in ("c10d", "_c10d_functional")
 
 
+_EIGEN = frozenset({"aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_eigvals", "aten::_linalg_eigvals"})
+_MADE_OF_EIGEN = frozenset({"linalg_eigh", "linalg_eigvalsh", "linalg_matrix_rank", "linalg_pinv"})  # may be
+
+
+@functools.lru_cache(maxsize=4096)
+def calls_eigensolver(func: Any) -> bool:
+    """True if the operator computes eigenvalues, or is made of others that may."""
+    if is_higher_order(func):
+        return False
+    return func._schema.name in _EIGEN or func._schema.name.removeprefix("aten::") in _MADE_OF_EIGEN
+
+
+@functools.lru_cache(maxsize=4096)
+def is_composite(func: Any) -> bool:
+    """True if the operator is only made of others. Under inference_mode it is dispatched whole."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
+
+
 @functools.lru_cache(maxsize=4096)
 def may_draw(func: Any) -> bool:
     """True if the operator draws random numbers, or is not torch's own and may do so unsaid."""

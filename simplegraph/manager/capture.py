@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -200,6 +201,8 @@ class GraphCapture:
         """Capture a job into the table; return what went wrong on any rank."""
         failed = None
         try:
+            for refused in filter(None, (observer.refused for observer in self.observers)):
+                raise capture_error(refused, job.label)
             trace = self._trace(job)
             host = HostCapture(self.table.device.torch_device, self.table.constants.copies(job.key), job.name)
             self._announce(job)
@@ -227,7 +230,7 @@ class GraphCapture:
                 generators=job.generators,
                 trace=trace,
                 state=self.state,
-                observed=self._observed,
+                observed=functools.partial(_tensors_of, self.observers),
                 search=observed,
                 wait=False,  # the driver instantiates it while the next one is captured
             )
@@ -253,11 +256,6 @@ class GraphCapture:
         host.check_refused()
         self.observers += [observer] if observed else []
         return outputs
-
-    def _observed(self) -> Iterator[Tensor]:
-        """Yield the tensors that observers own."""
-        for observer in self.observers:
-            yield from (*observer.external.values(), *observer.passed.values())
 
     def _announce(self, job: CaptureJob) -> None:
         """Let the hooks get ready; this comes last before the capture."""
@@ -344,3 +342,9 @@ def _shared_settings(table: ProgramTable, settings: dict[str, Any], num_warmups:
     names = [field.name for field in dataclasses.fields(config) if field.name != "progress"]
     more = {"support": support, **settings, "warmups": num_warmups, "torch": torch.__version__}
     return {name: repr(getattr(config, name)) for name in names} | {name: str(more[name]) for name in more}
+
+
+def _tensors_of(observers: Sequence[MemoryObserver]) -> Iterator[Tensor]:
+    """Yield the tensors that observers own."""
+    for observer in observers:
+        yield from (*observer.external.values(), *observer.passed.values())

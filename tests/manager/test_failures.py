@@ -487,3 +487,36 @@ def test_segments_before_a_break_are_dropped_although_the_error_is_kept(device: 
         manager.capture(forward)
     graphs.release_pool(manager.pool)  # refused while the pool has graphs
     assert "read back" in str(error.value)
+
+
+EIGENVALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "eigh": lambda x: torch.linalg.eigh(x @ x.mT).eigenvalues,
+    "eigvalsh": lambda x: torch.linalg.eigvalsh(x @ x.mT),
+    "eigvals": lambda x: torch.linalg.eigvals(x @ x.mT).abs(),
+    "eig": lambda x: torch.linalg.eig(x @ x.mT).eigenvalues.abs(),
+    "matrix_rank": lambda x: torch.linalg.matrix_rank(x @ x.mT, hermitian=True),
+}
+
+
+@pytest.mark.parametrize("name", EIGENVALUES)
+@pytest.mark.parametrize("upfront", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_eigenvalues_are_refused_before_a_capture_breaks_the_solver(
+    device: torch.device, name: str, upfront: bool, mode: Any
+) -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return EIGENVALUES[name](x)
+
+    model: Any = sg.wrap(Spectrum().eval(), capture_sizes=[2, 4, 8], padding=False, progress=False)
+    with mode():
+        if upfront:
+            assert len(model.capture_graphs(torch.randn(8, 5, 6, device=device)).failed) == 3
+        for _ in range(3):
+            x = torch.randn(4, 5, 6, device=device)
+            torch.testing.assert_close(model(x), EIGENVALUES[name](x))
+    assert model.graph_stats.replays == 0
+    failures = model.graph_stats.failures.values()
+    assert all("cuSOLVER waits for the device" in message for message in failures)
+    assert all("test_failures.py:" in message for message in failures)
+    assert failures

@@ -27,7 +27,7 @@ from torch.utils import _python_dispatch
 
 from simplegraph.graph.breaks.operators import ACTIVE
 from simplegraph.graph.host.constants import is_watchable
-from simplegraph.graph.operators import OperatorMode, is_higher_order, written_args
+from simplegraph.graph.operators import OperatorMode, is_composite, is_higher_order, written_args
 from simplegraph.graph.tensors import storage_key
 
 _operators: Any = _python_dispatch  # typed loosely because torch leaves it untyped
@@ -85,7 +85,7 @@ class HostMode(OperatorMode):
             result = func(*args, **kwargs)
             self._note_made(result, known=False)
             return defined(result)
-        if host and _is_composite(func):  # under inference_mode it comes whole
+        if host and is_composite(func):  # under inference_mode it comes whole
             return self.take_apart(func, args, kwargs)
         if host and func in _COPIES and self._copies_pinned(func, args, kwargs):
             return func(*args, **kwargs)
@@ -227,13 +227,6 @@ def target_device(kwargs: dict[str, Any]) -> str:
 def is_list(tensor: Tensor) -> bool:
     """True if Python data is more than a number, which an operator can take along by itself."""
     return tensor.dim() > 0 and tensor.numel() > 0
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_composite(func: Any) -> bool:
-    """True if the operator is only made of others. Under inference_mode it is dispatched whole."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
 @functools.lru_cache(maxsize=4096)
