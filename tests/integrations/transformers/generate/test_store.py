@@ -114,5 +114,5 @@ def test_an_encoder_whose_outputs_are_pooled_before_attention_is_refused(device:
         part.update(keys, keys, 0)
     own, cross = cache.self_attention_cache, cache.cross_attention_cache
     assert CacheLayout.of(own, cross, hidden[:, :5]).hidden == (64, torch.float32)
-    with pytest.raises(CannotBind, match="another length"):
+    with pytest.raises(CannotBind, match="differ in length"):
         CacheLayout.of(own, cross, hidden)
