@@ -1,4 +1,4 @@
-"""``python -m bench``: how soon is a model ready? `bench.startup` says how."""
+"""``python -m bench``: measures the time until a model is ready; see `bench.startup`."""
 
 import sys
 

@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """GPU, driver, torch, commit and libraries beside what pytest-benchmark notes itself."""
+    """Add GPU, driver, torch, commit and libraries to pytest-benchmark's machine info."""
     machine_info.update(environment.describe())
 
 
@@ -88,13 +88,13 @@ def _ledger(config: pytest.Config) -> dict[str, Result]:
 
 @pytest.fixture(scope="session")
 def ledger(request: pytest.FixtureRequest) -> dict[str, Result]:
-    """Results so far, by label."""
+    """Return the results so far, by label."""
     return _ledger(request.config)
 
 
 @pytest.fixture(scope="session")
 def plan(request: pytest.FixtureRequest) -> runs.StartupPlan:
-    """This machine's plan with the command line's changes."""
+    """Return this machine's plan with the command line's changes."""
     given = {name: request.config.getoption(f"--startup-{name}") for name, _, _ in OPTIONS}
     changes = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name != "arms"}
     return dataclasses.replace(default_plan(changes.get("device")), **changes)
@@ -102,13 +102,13 @@ def plan(request: pytest.FixtureRequest) -> runs.StartupPlan:
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> CompileCaches:
-    """The compile caches of this session."""
+    """Make the compile caches of this session."""
     return CompileCaches(Path(tmp_path_factory.mktemp("compile-caches")))
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The GPU where there is one."""
+    """Return the GPU if there is one, else the CPU."""
     return device_of()
 
 

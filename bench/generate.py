@@ -1,6 +1,6 @@
-"""``python -m bench.generate --prompt ... --model DIR``: text from a checkpoint, through the engine.
+"""``python -m bench.generate --prompt ... --model DIR``: generates text from a checkpoint, through the engine.
 
-With the folder's tokenizer where it has one; else the prompt is token ids, and so is the output.
+It uses the folder's tokenizer if there is one; otherwise prompt and output are token ids.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Generate; 1 if the model or a prompt does not fit."""
+    """Generate and print; return 1 if the model or a prompt is invalid."""
     options = _parser().parse_args(arguments)
     device = device_of()
     try:
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer; None where it has none."""
+    """Load the folder's tokenizer; None if it has none."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -85,7 +85,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def encode(prompt: str, tokenizer: Any) -> list[int]:
-    """Token ids of a prompt.
+    """Convert a prompt to token ids.
 
     Raises:
         ValueError: there is no tokenizer, and the prompt is no row of numbers.
@@ -102,7 +102,7 @@ def encode(prompt: str, tokenizer: Any) -> list[int]:
 
 
 def stop_tokens(config: Any) -> list[int]:
-    """What ends a text, by the model's config."""
+    """Return the tokens that end a text, from the model's config."""
     found = getattr(config, "eos_token_id", None)
     return [found] if isinstance(found, int) else list(found or ())
 

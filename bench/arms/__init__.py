@@ -1,4 +1,4 @@
-"""The ways to run the Llama that are compared, each loaded only when it runs; not those of other models."""
+"""The arms: ways to run the Llama that are compared, each imported only when it runs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ARMS = {
 # Measured twice: with an empty compile cache, and with the one the first run left.
 COMPILED = ("compiled-full", "compiled-piecewise")
 
-# Those of a model that several ranks run together.
+# Arms of a model that several ranks run together.
 OF_RANKS = ("eager-dtensor", "simplegraph-dtensor")
 ALONE = tuple(name for name in ARMS if name not in OF_RANKS)
 
 
 def load_arm(name: str) -> type[Arm]:
-    """The class of an arm.
+    """Import the class of an arm.
 
     Raises:
         KeyError: no arm has this name.

@@ -1,4 +1,4 @@
-"""What an arm is: one way to make a model ready for batches of several sizes."""
+"""The base class of arms: ways to make a model ready for batches of several sizes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from simplegraph import RankGroup
 
 
 class NotAvailable(RuntimeError):
-    """This arm cannot run here; the message says why. That is no failure."""
+    """This arm cannot run here; the message says why. It does not count as a failure."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What every arm is given.
+    """The inputs of every arm.
 
     Args:
-        model: built, on its device.
+        model: the model, on its device.
         workload: makes its batches.
-        ranks: those that run the model together with this one.
+        ranks: the ranks that run the model together.
     """
 
     model: Llama
@@ -36,7 +36,7 @@ class Setup:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self.workload.device
 
     @property
@@ -46,17 +46,17 @@ class Setup:
 
     @property
     def segments(self) -> int:
-        """Graphs that one step becomes where it breaks once in every layer, at attention."""
+        """Graph segments of a step that breaks at the attention of every layer."""
         return self.model.config.num_hidden_layers + 1
 
     @functools.cached_property
     def largest(self) -> Batch:
-        """A batch of the largest size, made once, before any clock runs."""
+        """A batch of the largest size, made once, before any timing starts."""
         return self.batch(self.sizes[0])
 
     @functools.cached_property
     def on_dtensors(self) -> Llama:
-        """The model as `parallelize_module` makes it, on the same weights and caches; made once, before any clock runs.
+        """The model by `parallelize_module`, on the same weights and caches; made once, before any timing starts.
 
         Raises:
             NotAvailable: there is one rank.
@@ -70,7 +70,7 @@ class Setup:
         return with_dtensors(self.model, init_device_mesh(self.device.type, (self.ranks.size,)))
 
     def batch(self, count: int, **options: Any) -> Batch:
-        """One decode step of `count` requests; options as `Workload.batch` takes."""
+        """Make one decode step of `count` requests; options as for `Workload.batch`."""
         return self.workload.batch(count, self.model.config.vocab_size, **options)
 
 
@@ -80,7 +80,7 @@ class Arm(abc.ABC):
     Attributes:
         exact: outputs of a captured size must equal eager's, or differ by the dtype's rounding alone.
         compiles: the arm has a compile cache, and is measured with a cold and a warm one.
-        restartable: a second start in the same process tells something: the cost without the libraries' own.
+        restartable: a second start in the same process is measured, without the cost of loading libraries.
     """
 
     name: ClassVar[str]
@@ -94,37 +94,37 @@ class Arm(abc.ABC):
 
     @classmethod
     def check_available(cls, device: torch.device) -> None:
-        """Raise `NotAvailable` where this arm cannot run; most run anywhere."""
+        """Raise `NotAvailable` if this arm cannot run here; most can run anywhere."""
         return None
 
     @classmethod
     def load(cls, setup: Setup) -> None:
-        """Load libraries that every process of such an arm loads, before any clock runs."""
+        """Load the libraries that this arm needs, before any timing starts."""
         return None
 
     @abc.abstractmethod
     def start(self, first: Batch, timeline: Timeline) -> None:
-        """Get ready in this arm's natural order.
+        """Prepare all sizes, in this arm's natural order.
 
-        Marks ``first_output`` when the output of `first`, a batch of one request, is there, and
+        Marks ``first_output`` when the output of `first`, a batch of one request, is computed, and
         ``ready`` when every size is.
         """
 
     @abc.abstractmethod
     def __call__(self, *batch: Tensor) -> Tensor:
-        """The model's output for a batch; may be overwritten by the next call."""
+        """Compute the model's output for a batch; the next call may overwrite it."""
 
     def graphs(self) -> str:
-        """What the arm replays: ``CUDA graphs``, ``emulator`` or ``none``."""
+        """Return the kind of graphs that the arm replays: ``CUDA graphs``, ``emulator`` or ``none``."""
         return "none"
 
     def details(self) -> dict[str, Any]:
-        """What else the arm knows about itself, for the JSON."""
+        """Return further figures of the arm, for the JSON."""
         return {}
 
 
 class OnDTensors(Arm):
-    """An arm whose model is as torch's own tensor parallelism makes it, on the same weights."""
+    """An arm whose model uses torch's own tensor parallelism, on the same weights."""
 
     @classmethod
     def load(cls, setup: Setup) -> None:
@@ -132,7 +132,7 @@ class OnDTensors(Arm):
 
     @property
     def model(self) -> Llama:
-        """What runs."""
+        """The model that runs."""
         return self.setup.on_dtensors
 
 

@@ -1,4 +1,4 @@
-"""The package breakable-cuda-graphs: a capture per size that its `no_graph` functions break into segments."""
+"""The package breakable-cuda-graphs: one capture per size, split into segments by its `no_graph` functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGE = "breakable_cuda_graphs"
 
 
 class Breakable(PlainLoop):
-    """As its README's quick start: three warmups and a capture per size, attention in `no_graph`."""
+    """Follows its README's quick start: three warmups and a capture per size, attention in `no_graph`."""
 
     name = "breakable"
     warmups = 3
@@ -47,18 +47,18 @@ class Breakable(PlainLoop):
         return Captured(graph, inputs, output)
 
     def _check_broken(self) -> None:
-        """A graph that holds the attention would be measured as something it is not."""
+        """Refuse graphs that contain the attention: the figures would be of another arm."""
         steps = {len(captured.graph._segments) for captured in self.captured.values()}
         expected = 2 * self.setup.segments - 1
         if steps != {expected}:
-            raise RuntimeError(f"captures are of {steps} steps; expected {expected}, a break between any two segments.")
+            raise RuntimeError(f"captures have {steps} steps; expected {expected}, a break between any two segments.")
 
     def details(self) -> dict[str, Any]:
         return super().details() | {"segments": [self.setup.segments]}
 
 
 class BreakableLean(Breakable):
-    """The least that its README offers: one pool for all sizes, and one warmup."""
+    """The leanest use that its README shows: one pool for all sizes, and one warmup."""
 
     name = "breakable-lean"
     warmups = 1
@@ -66,7 +66,7 @@ class BreakableLean(Breakable):
 
 
 def package() -> ModuleType:
-    """The package.
+    """Import the package.
 
     Raises:
         NotAvailable: it is not installed.
@@ -79,4 +79,4 @@ def package() -> ModuleType:
 
 
 def _nothing(*args: Tensor) -> None:
-    """In place of attention while its neighbours are captured."""
+    """Replace attention while its neighbours are captured."""

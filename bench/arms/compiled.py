@@ -22,12 +22,12 @@ from bench.tools.measure import Timeline, say
 Replay = Callable[[], Tensor]
 
 CPP_COMPILERS = (os.environ.get("CXX") or "g++", "clang++")
-# As this machine has it: some packages turn it down to one when they are imported.
+# This machine's own number: some packages set it to one when they are imported.
 COMPILE_THREADS = torch._inductor.config.compile_threads
 
 
 def without_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keep no guard: one compilation serves every size, also 1, which Dynamo would compile again."""
+    """Drop all guards: one compilation serves every size, even 1, which Dynamo would compile separately."""
     return [False] * len(guards)
 
 
@@ -46,14 +46,14 @@ class Compiling(Arm, abc.ABC):
 
     @abc.abstractmethod
     def compile(self, model: torch.nn.Module) -> Callable[..., Tensor]:
-        """The compiled model; compilation itself may wait for the first call."""
+        """Return the compiled model; the compilation itself may happen at the first call."""
 
     def run(self, batch: Batch) -> Tensor:
-        """What was compiled, on this batch."""
+        """Run the compiled model on this batch."""
         return self._compiled(*batch)
 
     def compile_and_run(self, first: Batch, timeline: Timeline) -> None:
-        """Compile with the largest batch, then answer the first one."""
+        """Compile with the largest batch, then run the first one."""
         for tensor in self._static:
             torch._dynamo.mark_dynamic(tensor, 0)
         self.run(self._static)
@@ -64,7 +64,7 @@ class Compiling(Arm, abc.ABC):
 
 
 class Compiled(Compiling):
-    """On a GPU captured per size after it was compiled."""
+    """A compiled model; on a GPU each size is captured after compilation."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -79,7 +79,7 @@ class Compiled(Compiling):
 
     @abc.abstractmethod
     def capture(self, lean: LeanCapture, views: Batch) -> Replay:
-        """Capture one size; returns what replays it and gives its output."""
+        """Capture one size; return a callable that replays it and returns its output."""
 
     def start(self, first: Batch, timeline: Timeline) -> None:
         if self._lean is None:

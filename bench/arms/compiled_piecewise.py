@@ -16,7 +16,7 @@ from bench.tools.pieces import Pieces
 
 
 class CompiledPiecewise(Compiled):
-    """What engines call piecewise: attention runs eagerly between graphs of compiled pieces."""
+    """Runs attention eagerly between graphs of compiled pieces, which engines call piecewise."""
 
     name = "compiled-piecewise"
 
@@ -37,7 +37,7 @@ class CompiledPiecewise(Compiled):
         if self._pieces is None:
             raise RuntimeError("the model was not compiled before its capture.")
         if not can_alias():
-            self.notes.append("this torch cannot alias memory: pieces own what they hand on")
+            self.notes.append("this torch cannot alias memory: pieces own their outputs")
         with self._pieces.recording(lean) as steps:
             output = alias(self._compiled(*views))
         return _PiecewiseReplay(steps, output)

@@ -1,4 +1,4 @@
-"""Whether an arm computes what eager computes, on fresh tokens of the text."""
+"""Compares an arm's outputs with eager's, on new tokens of the text."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from bench.arms.base import Arm, Setup
 
-# Relative to eager, in the norm of the whole output: what a model of few layers may differ by.
+# Largest error of a model of few layers: the norm of the difference over the norm of eager's output.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4, torch.float64: 1e-9}
 # The same for exact arms, in units of the dtype's epsilon.
 EXACT_EPSILONS = 2
-# Deep models with random weights amplify rounding: eager then differs from eager in another batch by
-# more than that, and an arm may by this many times as much; exact ones compute in eager's own order.
+# Deep models with random weights amplify rounding: eager then differs from itself in another batch by
+# more than that, and an arm may differ by this many times as much; exact arms compute in eager's own order.
 NOISE_FACTOR, EXACT_NOISE_FACTOR = 3.0, 2.0
 # Bytes of the text between one compared batch and the next, so that no two see the same tokens.
 STRIDE = 997
 
 
 class Mismatch(RuntimeError):
-    """An arm's output is not eager's; its times must not count."""
+    """An arm's output differs from eager's, so its times must not count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Comparison:
 
     Args:
         count: requests in the batch.
-        captured: whether this very size is one of the arm's, so that nothing was padded.
+        captured: True if the arm has this exact size, so that nothing was padded.
         error: norm of the difference over norm of eager's output.
-        equal: bit for bit.
+        equal: True if equal bit for bit.
     """
 
     count: int
@@ -45,7 +45,7 @@ def compare_with_eager(arm: Arm, setup: Setup, counts: list[int]) -> list[Compar
     """Compare full contexts and mixed ones, at every count.
 
     Raises:
-        Mismatch: an output is off by more than rounding.
+        Mismatch: an output differs by more than rounding.
     """
     noise = eager_noise(setup)
     comparisons = [
@@ -59,7 +59,7 @@ def compare_with_eager(arm: Arm, setup: Setup, counts: list[int]) -> list[Compar
 
 
 def eager_noise(setup: Setup) -> float:
-    """How much eager differs from itself when the same requests come in another batch: rounding alone.
+    """Measure how much eager differs from itself, by rounding, when the same requests are in another batch.
 
     Kernels are chosen by batch size, and add in another order.
     """
@@ -70,7 +70,7 @@ def eager_noise(setup: Setup) -> float:
 
 
 def counts_to_compare(sizes: list[int]) -> list[int]:
-    """Smallest, largest and middle size, and a padded batch just below each of these."""
+    """Choose the smallest, largest and middle size, and a padded batch just below each of these."""
     picked = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
     return sorted(picked | {size - 1 for size in picked if size > 1})
 
@@ -85,7 +85,7 @@ def _compare(arm: Arm, setup: Setup, count: int, *, start: int, mixed: bool) -> 
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over norm of what was expected, in float64."""
+    """Compute the norm of the difference over the norm of the expected tensor, in float64."""
     expected = expected.double()
     return float(torch.linalg.vector_norm(found.double() - expected) / torch.linalg.vector_norm(expected))
 
@@ -94,13 +94,13 @@ def _check(arm: Arm, comparison: Comparison, dtype: torch.dtype, noise: float) -
     allowed = allowed_error(dtype, noise, exact=arm.exact and comparison.captured)
     if not comparison.error <= allowed:  # also refuses NaN
         raise Mismatch(
-            f"{arm.name}: batch {comparison.count} is off from eager by {comparison.error:.2e} relative; {allowed:.2e} "
+            f"{arm.name}: batch {comparison.count} differs from eager by {comparison.error:.2e} relative, {allowed:.2e} "
             f"is allowed in {str(dtype).removeprefix('torch.')}, where eager itself varies by {noise:.2e}."
         )
 
 
 def allowed_error(dtype: torch.dtype, noise: float, *, exact: bool) -> float:
-    """What an output may differ by, relative; `exact` where it was computed in eager's own order."""
+    """Return the largest allowed relative error; `exact` for outputs that are computed in eager's own order."""
     if exact:
         return max(EXACT_EPSILONS * torch.finfo(dtype).eps, EXACT_NOISE_FACTOR * noise)
     return max(TOLERANCE[dtype], NOISE_FACTOR * noise)

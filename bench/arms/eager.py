@@ -1,4 +1,4 @@
-"""The model as it is, plain or on DTensors."""
+"""The unchanged model, on plain tensors or on DTensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Eager(Arm):
 
     @property
     def model(self) -> Llama:
-        """What runs."""
+        """The model that runs."""
         return self.setup.model
 
     def start(self, first: Batch, timeline: Timeline) -> None:

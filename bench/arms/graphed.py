@@ -1,4 +1,4 @@
-"""This library: one graph per size, captured up front or as the sizes come."""
+"""This library: one graph per size, captured up front or at the first calls of each size."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Upfront(Arm):
 
     @property
     def model(self) -> Llama:
-        """What is captured."""
+        """The model that is captured."""
         return self.setup.model
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Around the captures: how the model runs in them."""
+        """Context of the captures, in which the model's variant is set."""
         yield
 
     def start(self, first: Batch, timeline: Timeline) -> None:
@@ -81,14 +81,14 @@ class Upfront(Arm):
         return counted | ({} if summary is None else {"capture_s": summary.seconds, "capture_bytes": summary.bytes})
 
     def _check_captured(self) -> None:
-        """A size that runs eagerly would be measured as something it is not."""
+        """Refuse sizes that run eagerly: their figures would be of another arm."""
         captures, sizes = self.graphed.graph_stats.captures, len(self.setup.sizes)
         if captures != sizes:
             raise RuntimeError(f"{captures} of {sizes} sizes were captured:\n{self.graphed.graph_report()}")
 
 
 class Lazy(Upfront):
-    """A size is captured after its first call; ready when every size came often enough."""
+    """Each size is captured after its first call; ready when every size was called often enough."""
 
     name = "simplegraph-lazy"
     capture = "lazy"
@@ -103,7 +103,7 @@ class Lazy(Upfront):
         self._check_captured()
 
     def _call_until_captured(self, batch: Batch) -> None:
-        """Two calls at most: one to warm up, one in case the size asks for another."""
+        """Call a size until it is captured: once to warm up, and a second time if the size needs another."""
         for _ in range(2):
             captures = self.graphed.graph_stats.captures
             self(*batch)
@@ -118,14 +118,14 @@ class DTensors(OnDTensors, Upfront):
 
 
 class Piecewise(Upfront):
-    """As `Upfront`, but every attention runs eagerly between two graphs: the operator's tag is what splits."""
+    """As `Upfront`, but every attention runs eagerly between two graphs, split by the operator's tag."""
 
     name = "simplegraph-piecewise"
     mode = "PIECEWISE"
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        # Eager arms call the function behind the operator, at less cost; a tag is only seen at the operator.
+        # Eager arms call the operator's Python function, which is cheaper; the tag needs a call of the operator.
         with attention.routed(torch.ops.bench.paged_attention.default):
             yield
 
@@ -145,7 +145,7 @@ class Piecewise(Upfront):
 
 
 class _Fused(Upfront):
-    """Layers of FlashInfer's fused operators, whose order of rounding is not that of the plain ones."""
+    """Layers of FlashInfer's fused operators, which round in another order than the plain ones."""
 
     exact = False
 
@@ -156,7 +156,7 @@ class _Fused(Upfront):
 
     @classmethod
     def load(cls, setup: Setup) -> None:
-        """Compile the kernels that FlashInfer's cache does not have."""
+        """Compile the kernels that are not in FlashInfer's cache yet."""
         with fused(setup.model, flashinfer()):
             setup.model(*setup.batch(1))
 
@@ -179,7 +179,7 @@ class PiecewiseFused(_Fused, Piecewise):
 
 
 def flashinfer() -> ModuleType:
-    """FlashInfer.
+    """Import FlashInfer.
 
     Raises:
         NotAvailable: it is not installed.

@@ -1,4 +1,4 @@
-"""Inductor's own answer: its graph partition around attention, with the graphs of reduce-overhead."""
+"""Inductor's graph partition around attention, with the CUDA graphs of reduce-overhead."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class InductorPartition(Compiling):
         return super().run(batch)
 
     def _check_recorded(self) -> None:
-        """Without graphs this would be another arm under this one's name."""
+        """Raise `NotAvailable` if Inductor recorded no graphs: the figures would be of another arm."""
         skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
         if skips:
             raise NotAvailable(f"Inductor skipped its CUDA graphs {skips} times (TORCH_LOGS=perf_hints says why)")

@@ -1,4 +1,4 @@
-"""What people write today: a loop of `torch.cuda.graph`, one warmup per size."""
+"""A plain loop of `torch.cuda.graph` with one warmup per size, as users write it today."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PlainLoop(Arm):
         timeline.mark("first_output")
 
     def _capture(self, size: int, pool: Any, side: torch.cuda.Stream) -> Captured:
-        """As the PyTorch notes on CUDA graphs show it: a warmup on a side stream, then the capture."""
+        """Capture one size as in the PyTorch notes on CUDA graphs: a warmup on a side stream, then the capture."""
         inputs: Batch = tuple(tensor[:size].clone() for tensor in self.setup.largest)  # type: ignore[assignment]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -10,7 +10,7 @@ from bench.models.workload import INPUT_NAMES, PAD_VALUES, Batch
 
 
 def padded_size(sizes: list[int], count: int) -> int:
-    """The smallest of the ascending sizes that holds `count` requests.
+    """Return the smallest of the ascending sizes that holds `count` requests.
 
     Raises:
         ValueError: none does.
@@ -31,5 +31,5 @@ def fill(static: Batch, batch: tuple[Tensor, ...]) -> None:
 
 
 def rows(batch: Batch, count: int) -> Batch:
-    """The first rows of every input, as views."""
+    """Return the first rows of every input, as views."""
     return tuple(tensor[:count] for tensor in batch)  # type: ignore[return-value]

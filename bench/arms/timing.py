@@ -1,4 +1,4 @@
-"""How long an arm takes to start and to run, and what it then ran."""
+"""Measures an arm's start, its steps and its memory, and describes the model it ran."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ A = TypeVar("A", bound=Arm)
 
 
 def start(arm_class: type[A], setup: Setup) -> tuple[A, Figures]:
-    """A started arm, with its seconds from the built model on, and the memory that it keeps and peaked at."""
+    """Start an arm; return it with the seconds since the model was built, and the memory kept and at its peak."""
     gc.collect()
     first = setup.batch(1)
-    _ = setup.largest  # made before the clock
+    _ = setup.largest  # made before the timing starts
     before = DeviceMemory.now(setup.device)
     if before:
         torch.cuda.reset_peak_memory_stats(setup.device)
@@ -35,7 +35,7 @@ def start(arm_class: type[A], setup: Setup) -> tuple[A, Figures]:
 
 
 def speeds(arm: Arm, setup: Setup, steps: int) -> Figures:
-    """Step times in ms by batch, and on a GPU microseconds of host time per call at batch 1."""
+    """Measure step times in ms by batch, and on a GPU microseconds of host time per call at batch 1."""
     step_ms = {}
     for count in STEP_BATCHES:
         if count <= setup.workload.max_batch:
@@ -48,7 +48,7 @@ def speeds(arm: Arm, setup: Setup, steps: int) -> Figures:
 
 
 def shape(setup: Setup) -> Figures:
-    """What was run: the model, the sizes, the attention."""
+    """Describe the model, the sizes and the attention that ran."""
     weight = next(setup.model.parameters())
     return {
         "model": setup.workload.model,

@@ -1,4 +1,4 @@
-"""A small continuous-batching engine on simplegraph's public API, to read and to copy; nothing here measures it.
+"""A small continuous-batching engine on simplegraph's public API, to read and to copy. Contains no measurements.
 
 Example:
     >>> engine = Engine(model, EngineConfig(max_num_seqs=64, num_pages=2000))

@@ -1,4 +1,4 @@
-"""What an engine can hold and how it runs, with the cache and the attention that follow from it."""
+"""The engine's configuration, and the cache and attention that follow from it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine can hold, and how it runs.
+    """The limits of an engine, and how it runs.
 
     Args:
         mode: of the graphs, by name; "NONE" runs everything eagerly.
-        attention: a name in `BACKENDS`; "auto" takes the first that works here.
+        attention: a name in `BACKENDS`; "auto" takes the first that works on this machine.
         max_num_seqs: requests that run at once.
         max_num_tokens: tokens of a step: all its requests' prompts and decodes together.
         max_model_len: tokens of a request, prompt and output.
         num_pages: of the KV cache, one of them for padding; page_size: tokens in a page.
         capture_sizes: in tokens; the library's default ones up to `max_num_seqs` for decoding, and up to 512 for mixed
             steps.
-        overlap: plan and launch a step before the one before it has ended.
-        fused: whether layers run on fused operators; by default where these are.
-        compiled: whether plain layers run through torch.compile, split at attention, in place of those: the baseline.
-        progress: a progress bar while capturing.
+        overlap: plan and launch a step before the previous one has ended.
+        fused: True to run layers on fused operators; by default if these are installed.
+        compiled: True to run plain layers through torch.compile, split at attention, instead: the baseline.
+        progress: show a progress bar while capturing.
 
     Raises:
         EngineError: a number is too small.
@@ -76,7 +76,7 @@ class EngineConfig:
         require(not (self.compiled and self.fused), "fused", self.fused, "None or False where compiled is True")
 
     def cache(self, layers: int, shape: Attention, weight: Tensor) -> PagedKVCache:
-        """Keys and values of so many layers with such heads, where the weight is and in its dtype."""
+        """Make the KV cache of `layers` layers, on the weight's device and in its dtype."""
         return PagedKVCache(
             layers,
             self.num_pages,
@@ -88,7 +88,7 @@ class EngineConfig:
         )
 
     def metadata(self, max_num_tokens: int, max_model_len: int, device: torch.device) -> BatchMetadata:
-        """A step's requests, for attention."""
+        """Make the metadata of a step's requests, for attention."""
         return BatchMetadata(
             max_num_tokens=max_num_tokens,
             max_num_reqs=self.max_num_seqs,
@@ -98,10 +98,10 @@ class EngineConfig:
         )
 
     def backend(self, cache: PagedKVCache, metadata: BatchMetadata, num_heads: int) -> AttentionBackend:
-        """The backend that `attention` names; for "auto" the first that works here.
+        """Make the backend that `attention` names; for "auto" the first that works on this machine.
 
         Raises:
-            EngineError: none does.
+            EngineError: no backend works.
         """
         problems = []
         for name in BACKENDS if self.attention == "auto" else (self.attention,):
@@ -113,10 +113,10 @@ class EngineConfig:
 
 
 def require(fine: bool, name: str, value: object, expected: str) -> None:
-    """Refuse a setting.
+    """Refuse a setting that is not `fine`.
 
     Raises:
-        EngineError: it is not fine.
+        EngineError: `fine` is False.
     """
     if not fine:
         raise EngineError(f"{name} is {value!r}; expected {expected}.")

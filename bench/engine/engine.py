@@ -26,7 +26,7 @@ from simplegraph import RankGroup
 
 
 class Output(NamedTuple):
-    """One token of one request; `finished` says why it was the last.
+    """One token of one request; `finished` is the reason why it is the last, or None.
 
     A cancelled request has a last output without a token.
     """
@@ -40,12 +40,12 @@ class Engine:
     """A model that serves requests.
 
     Args:
-        llama: on its device, with lm_head; see `bench.models.llama.build_llama`.
-        config: what it can hold, and how it runs.
-        ranks: those that run the model together; each has an engine and is given the same requests.
+        llama: the model, on its device, with lm_head; see `bench.models.llama.build_llama`.
+        config: the limits, and how the engine runs.
+        ranks: the ranks that run the model together; each has an engine and is given the same requests.
 
     Attributes:
-        runner: model, cache and graphs; scheduler: who runs and who waits.
+        runner: model, cache and graphs; scheduler: the running and the waiting requests.
 
     Raises:
         EngineError: the model or the machine cannot do what the config says.
@@ -57,7 +57,7 @@ class Engine:
         self._begin(llama, Scheduler)
 
     def _begin(self, llama: Llama, scheduler: type[Scheduler]) -> None:
-        """Begin without requests; the config and the runner are known."""
+        """Set up an engine without requests, after the config and the runner are set."""
         pages = PageAllocator(self.config.num_pages, self.config.max_num_seqs, self.runner.metadata.max_blocks)
         self.scheduler = scheduler(pages, self.config)
         self._vocab_size = llama.config.vocab_size
@@ -66,17 +66,17 @@ class Engine:
         self._cancelled: list[Request] = []
 
     def capture(self) -> Any:
-        """Capture the graphs; a summary of what was captured."""
+        """Capture the graphs and return a summary."""
         return self.runner.capture()
 
     @property
     def lookahead(self) -> int:
-        """Places in the cache that a request needs beyond its tokens."""
+        """Slots in the cache that a request needs beyond its tokens."""
         return 0
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing left to do."""
+        """True if there is nothing left to do."""
         return self.scheduler.idle and self._under_way is None and not self._cancelled
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
@@ -93,7 +93,7 @@ class Engine:
         unknown = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
         if unknown is not None:
             raise RequestError(f"the prompt has token id {unknown}; expected 0 to {self._vocab_size - 1}.")
-        # The last token of an output is never computed, so it needs no place.
+        # The last token of an output is never run through the model, so it needs no slot in the cache.
         needed, most = len(tokens) + params.max_tokens - 1, self.config.max_model_len
         if needed > most:
             raise RequestError(
@@ -114,13 +114,13 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request where it is; without effect if it has ended. Its last output comes with the next step."""
+        """End a request now, unless it has ended already. Its last output comes with the next step."""
         if request.finished is None:
             self.scheduler.finish(request, FinishReason.CANCELLED)
             self._cancelled.append(request)
 
     def step(self) -> list[Output]:
-        """Launch the next step, and give the tokens of the one before it (of this one, without overlap)."""
+        """Launch the next step, and return the tokens of the previous one (of this one, without overlap)."""
         plan = self.scheduler.schedule()
         before, self._under_way = self._under_way, None
         try:
@@ -140,7 +140,7 @@ class Engine:
         return outputs
 
     def stream(self) -> Iterator[Output]:
-        """Tokens as they come, until every request has ended; requests may be added meanwhile."""
+        """Yield tokens as they come, until every request has ended; requests may be added meanwhile."""
         while not self.idle:
             yield from self.step()
 
@@ -151,15 +151,15 @@ class Engine:
         *,
         progress: bool = False,
     ) -> list[list[int]]:
-        """The tokens generated for each prompt.
+        """Generate and return the tokens of each prompt's output.
 
         Args:
             prompts: token ids.
-            params: of all prompts, or of each.
-            progress: show a bar.
+            params: sampling parameters of all prompts, or of each.
+            progress: show a progress bar.
 
         Raises:
-            RequestError: a prompt cannot be served; none is queued then.
+            RequestError: a prompt cannot be served; then none is queued.
         """
         prompts = list(prompts)
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -179,14 +179,14 @@ class Engine:
         return [request.output for request in requests]
 
     def _collect(self, launched: Launched) -> list[Output]:
-        """Read a step's tokens, and end the requests that are done."""
+        """Read a step's tokens, and end the requests that are finished."""
         plan, outputs = launched.plan, []
         for request, token, samples in zip(plan.requests, launched.wait(), plan.samples, strict=True):
             if not samples:
                 continue
             request.pending -= 1
             if request.finished is not None:
-                continue  # it ended while this step was under way
+                continue  # the request ended while this step was running
             request.output.append(token)
             reason = self._reason_to_end(request, token)
             if reason is not None:

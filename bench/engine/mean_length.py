@@ -1,4 +1,4 @@
-"""An acceptance that is set, for timing where drafts mean nothing."""
+"""A fixed acceptance rate, for timing with drafts of random weights."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from simplegraph.spec_decode import Accepted
 
 
 class MeanLength:
-    """As many tokens a round as asked for on average, whatever the drafts are; on the device, and safe in graphs.
+    """Accepts a given average number of tokens per round, regardless of the drafts; on the device, safe in graphs.
 
     Args:
-        mean_length: tokens a round, the target's own included.
+        mean_length: tokens per round, the target's own included.
         max_num_seqs: requests that run at once.
         device: where.
     """
 
     def __init__(self, mean_length: float, max_num_seqs: int, device: torch.device) -> None:
         self._extra = mean_length - 1
-        # What each slot has to its credit; begun apart, so that requests do not grow in step.
+        # Each slot's fraction of a token that is due; they start apart, so that requests do not grow in lockstep.
         self._due = torch.arange(max_num_seqs + 1, device=device) * 0.618 % 1
 
     def accept(self, drafts: Tensor, targets: Tensor, slots: Tensor) -> Accepted:
-        """A round.
+        """Accept drafts in one round.
 
         Args:
             drafts: (R, K) int64.

@@ -1,7 +1,7 @@
-"""Runs planned steps: buffers, graphs, attention, sampling. Nothing here waits for the device.
+"""Runs planned steps: buffers, graphs, attention, sampling, without synchronizing.
 
-A uniform decode step in a full graph takes its tokens where the step before left them, and chooses the
-next ones greedily, all inside the graph. Everything else samples after it.
+A uniform decode step in a full graph reads its tokens where the previous step left them, and chooses the
+next ones greedily, all inside the graph. All other steps sample after the graph.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from simplegraph.attention import attending
 
 
 class Sampled(NamedTuple):
-    """What a decode graph returns: logits, (T, vocab_size), and each row's likeliest token, (T,) int64."""
+    """The outputs of a decode graph: logits, (T, vocab_size), and each row's most likely token, (T,) int64."""
 
     logits: Tensor
     tokens: Tensor
 
 
 class Launched(NamedTuple):
-    """A step on its way: its plan, and where its tokens arrive."""
+    """A launched step: its plan, and the host memory that receives its tokens."""
 
     plan: StepPlan
     tokens: Tensor
     done: Any
 
     def wait(self) -> list[int]:
-        """One token for each request of the plan; waits for the device."""
+        """Wait for the device, and return one token for each request of the plan."""
         if self.done is not None:
             self.done.synchronize()
         return self.tokens.tolist()
 
 
 class _Inputs:
-    """A step's tokens, positions and rows at addresses that stay; one copy a step brings all of them.
+    """A step's tokens, positions and rows at fixed addresses, filled by one copy per step.
 
     Attributes:
         ids, positions: (max_num_tokens,) int64.
@@ -59,8 +59,8 @@ class _Inputs:
         self.ids, self.positions, self.slots, self.last = self._words.split(self._sizes)
 
     def load(self, plan: StepPlan) -> None:
-        """Bring a plan's numbers to the device."""
-        # From the allocator of pinned memory each time: it gives none out whose copy is still under way.
+        """Copy a plan's numbers to the device."""
+        # A new pinned tensor each time: the allocator does not reuse memory whose copy is still running.
         host = torch.zeros(len(self._words), dtype=torch.int64, pin_memory=self._words.is_cuda)
         parts = [part.numpy() for part in host.split(self._sizes)]
         parts[2].fill(self._scratch_slot)
@@ -72,19 +72,19 @@ class _Inputs:
 
 
 class ModelRunner:
-    """A model ready to run steps.
+    """Runs the model's steps.
 
     Args:
         llama: on its device, with lm_head.
-        config: what it must hold.
-        ranks: those that run the model together with this one.
+        config: the engine's limits.
+        ranks: the ranks that run the model together.
 
     Attributes:
         manager: of the graphs; cache: keys and values; backend: attention.
-        observe: sees each step's plan and logits, (requests, vocab_size), which the next step may overwrite.
+        observe: called with each step's plan and logits, (requests, vocab_size), which the next step may overwrite.
 
     Raises:
-        EngineError: no attention backend works here, or the model has no lm_head.
+        EngineError: no attention backend works on this machine, or the model has no lm_head.
     """
 
     def __init__(self, llama: Llama, config: EngineConfig, ranks: RankGroup | None = None) -> None:
@@ -118,14 +118,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self) -> Any:
-        """Compile, where asked for, and capture every graph; the manager's summary."""
+        """Compile if `compiled` is set, capture every graph, and return the manager's summary."""
         if self.config.compiled:
             most = self.config.max_num_tokens
             self.forward(CudaGraphMode.PIECEWISE, BatchDescriptor(most, min(most, self.config.max_num_seqs)))
         return self.manager.capture(self.forward)
 
     def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor | Sampled:
-        """The model on the step's inputs: hidden states, or in a full decode graph what was chosen, too."""
+        """Run the model on the step's inputs; return hidden states, or in a full decode graph logits and tokens."""
         rows = descriptor.num_tokens
         ids = self._inputs.ids[:rows]
         ids = torch.where(ids < 0, self._last_tokens[(-1 - ids).clamp_(min=0)], ids)

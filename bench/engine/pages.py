@@ -1,4 +1,4 @@
-"""Which pages of the KV cache are whose."""
+"""Assigns pages of the KV cache to requests."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import numpy.typing as npt
 
 
 class PageAllocator:
-    """Pages of the cache, and the table of who owns which, by the slot of a running request.
+    """The free pages of the cache, and the table of the pages that each running request's slot owns.
 
     Args:
-        num_pages: of the cache; page 0 is left to padding.
+        num_pages: of the cache; page 0 is reserved for padding.
         num_slots: requests that can run at once.
         max_blocks: pages a request can have.
 
@@ -25,11 +25,11 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns."""
+        """The number of free pages."""
         return len(self._free)
 
     def grow(self, slot: int, owned: int, needed: int) -> bool:
-        """Give a slot pages up to `needed`, all or none of them."""
+        """Give a slot pages up to `needed`; False, without giving any, if there are too few."""
         more = needed - owned
         if more > len(self._free):
             return False
@@ -38,10 +38,10 @@ class PageAllocator:
         return True
 
     def free(self, slot: int, owned: int) -> None:
-        """Take a slot's pages back."""
+        """Free all pages of a slot."""
         self.shrink(slot, owned, 0)
 
     def shrink(self, slot: int, owned: int, kept: int) -> None:
-        """Take back what a slot has beyond its first pages."""
+        """Free a slot's pages beyond its first `kept`."""
         self._free.extend(self.table[slot, kept:owned][::-1].tolist())
         self.table[slot, kept:owned] = 0

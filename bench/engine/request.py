@@ -1,4 +1,4 @@
-"""What a caller asks for, and what the engine knows of it."""
+"""Requests: the caller's parameters, and the engine's record of their progress."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from simplegraph import SimpleGraphError
 
 
 class EngineError(SimpleGraphError):
-    """The engine cannot do what was asked."""
+    """The engine cannot be built or run with these settings."""
 
 
 class RequestError(EngineError):
-    """One request cannot be served; the others go on."""
+    """One request cannot be served; the others continue."""
 
 
 class FinishReason(str, enum.Enum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = "stop"  # a stop token
     LENGTH = "length"  # max_tokens, or the model's limit
@@ -33,14 +33,14 @@ class FinishReason(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen, and when to stop.
+    """The parameters by which tokens are chosen and a request ends.
 
     Args:
         max_tokens: the most tokens to generate.
-        temperature: 0 takes the likeliest token always.
+        temperature: 0 always takes the most likely token.
         top_k: only the k likeliest tokens; 0 for all.
         top_p: only the likeliest tokens that together have this probability.
-        seed: makes a request's tokens its own, whatever runs beside it; None draws from torch's generator.
+        seed: makes a request's tokens reproducible, whatever else runs; None draws from torch's generator.
         stop_token_ids: tokens that end the request; the token itself is part of the output.
 
     Raises:
@@ -67,7 +67,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken always."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0
 
 
@@ -82,13 +82,13 @@ def _require(fine: bool, name: str, value: object, expected: str) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One request on its way.
+    """One request and its progress.
 
     Attributes:
         prompt, output: token ids.
-        num_computed: tokens whose keys and values are in the cache, or will be when the steps under way are done.
-        pending: tokens being sampled by steps under way, whose values the host does not know yet.
-        slot: its row in the engine's tables while it runs.
+        num_computed: tokens whose keys and values are in the cache, or will be after the launched steps.
+        pending: tokens that launched steps sample, whose values the host does not know yet.
+        slot: the request's row in the engine's tables while it runs.
         num_pages: pages it owns.
     """
 
@@ -106,12 +106,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output, those under way included."""
+        """Tokens of prompt and output, pending ones included."""
         return len(self.prompt) + len(self.output) + self.pending
 
     @property
     def num_left(self) -> int:
-        """Tokens not computed yet; 0 where all that may be sampled is."""
+        """Tokens not computed yet; 0 if the output has all its tokens."""
         if len(self.output) + self.pending >= self.params.max_tokens:
             return 0
         return self.num_tokens - self.num_computed

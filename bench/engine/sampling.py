@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, and bringing them to the host."""
+"""Chooses tokens from logits, and copies them to the host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from bench.engine.request import SamplingParams
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]) -> Tensor:
-    """One token a row.
+    """Choose one token per row.
 
     Args:
         logits: (num_reqs, vocab_size).
-        params: of each row.
-        generators: of each row; None draws from torch's own.
+        params: sampling parameters of each row.
+        generators: random generator of each row; None for torch's own.
 
     Returns:
         (num_reqs,) int64.
@@ -40,7 +40,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
 
 
 def keep_likeliest(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Scores, (n, vocab_size), with -inf where `top_k` or `top_p` leave a token out."""
+    """Set scores, (n, vocab_size), to -inf for tokens that `top_k` or `top_p` exclude."""
     vocab_size = scores.shape[-1]
     ordered, order = scores.sort(dim=-1, descending=True)
     most = torch.tensor([one.top_k or vocab_size for one in params], device=scores.device)
@@ -48,14 +48,14 @@ def keep_likeliest(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     ordered = ordered.masked_fill(out, -torch.inf)
     probabilities = ordered.softmax(dim=-1)
     mass = torch.tensor([one.top_p for one in params], device=scores.device)
-    # What comes before a token decides, so that the likeliest one always stays.
+    # The sum of the tokens before it decides, so that the most likely token always stays.
     before = probabilities.cumsum(dim=-1) - probabilities
     ordered = ordered.masked_fill((before >= mass[:, None]) & (mass[:, None] < 1), -torch.inf)
     return torch.empty_like(scores).scatter_(-1, order, ordered)
 
 
 def to_host(tokens: Tensor) -> tuple[Tensor, Any]:
-    """Tokens on their way to the host, and the event that says that they arrived; None where they have."""
+    """Start copying tokens to the host; return them and the event of the copy, None if it is complete."""
     if not tokens.is_cuda:
         return tokens.clone(), None
     arrived = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)

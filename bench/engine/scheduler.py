@@ -1,7 +1,7 @@
-"""What the next step computes: who decodes, whose prompt goes on, who must wait.
+"""Plans the next step: the requests that decode, the prompts that continue, and the requests that wait.
 
-Steps are planned ahead of their results: a token that a step under way will sample has its place in the
-request already (`Request.pending`), and its value goes from sampler to next step on the device.
+Steps are planned before earlier results are known: a token that a launched step will sample is counted in the
+request already (`Request.pending`), and its value is passed from sampler to next step on the device.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class StepPlan:
     """One step.
 
     Attributes:
-        requests: who takes part.
+        requests: the requests that take part.
         query_lens: tokens of each in this step.
-        samples: whether a request's last token of the step gives it a new one; False within a prompt.
+        samples: True if a new token is sampled after the request's last token of the step; False within a prompt.
         slots: (num_reqs,) int64; seq_lens: (num_reqs,) int64, this step's tokens included.
-        ids: (num_tokens,) int64, token ids; -1 - slot where the token is the last one sampled for that slot.
+        ids: (num_tokens,) int64, token ids; -1 - slot stands for the last token sampled for that slot.
         positions: (num_tokens,) int64.
         block_table: (num_reqs, n) int32.
     """
@@ -44,15 +44,15 @@ class StepPlan:
 
     @property
     def uniform_query_len(self) -> int | None:
-        """1 if every request has one token."""
+        """1 if every request has one token, else None."""
         return 1 if len(self.ids) == len(self.requests) else None
 
 
 class Scheduler:
-    """First come, first served; running requests before waiting ones; the youngest gives way when pages run out.
+    """First come, first served; running requests before waiting ones; the youngest is preempted if pages run out.
 
     Args:
-        pages: the cache's.
+        pages: the cache's pages.
         config: of the engine.
     """
 
@@ -63,15 +63,15 @@ class Scheduler:
         self._page_size = config.page_size
         self._max_num_tokens = config.max_num_tokens
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._ahead = 0  # tokens that get a place beyond those of the step
+        self._ahead = 0  # tokens beyond those of the step that get pages
 
     @property
     def idle(self) -> bool:
-        """Whether no request is left."""
+        """True if no request is left."""
         return not self.waiting and not self.running
 
     def schedule(self) -> StepPlan | None:
-        """The next step, its tokens counted as computed; None if there is nothing to compute now."""
+        """Plan the next step and count its tokens as computed; None if there is nothing to compute now."""
         taken: list[tuple[Request, int]] = []
         left = self._max_num_tokens
         running = list(self.running)
@@ -93,11 +93,11 @@ class Scheduler:
         return self._plan(taken) if taken else None
 
     def _scheduled_elsewhere(self, request: Request) -> bool:
-        """Whether a subclass runs this request in steps of another kind."""
+        """True if a subclass runs this request in steps of another kind."""
         return False
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request; its pages may be given to others at once, whose steps come later on the same stream."""
+        """End a request; its pages are free at once, since the steps of others come later on the same stream."""
         request.finished = reason
         if request.slot is None:
             self.waiting.remove(request)
@@ -106,13 +106,13 @@ class Scheduler:
             self.running.remove(request)
 
     def undo(self, plan: StepPlan) -> None:
-        """Take back a step that was not run."""
+        """Undo the plan of a step that was not run."""
         for request, count, samples in zip(plan.requests, plan.query_lens, plan.samples, strict=True):
             request.num_computed -= count
             request.pending -= samples
 
     def _make_room(self, request: Request, count: int) -> bool:
-        """Pages for `count` more tokens of a running request, taken from younger ones if need be."""
+        """Get pages for `count` more tokens of a running request, from younger ones if necessary."""
         while not self._grow(request, count):
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -129,7 +129,7 @@ class Scheduler:
         return True
 
     def _admit(self, request: Request, count: int) -> bool:
-        """Let a waiting request run; not while a token of it is under way from before it was preempted."""
+        """Start a waiting request, unless a token from before its preemption is still pending."""
         if not self._slots or request.pending:
             return False
         request.slot = self._slots.pop()
@@ -140,7 +140,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Back to the front of the queue; what it had computed is computed again."""
+        """Move a request back to the front of the queue; its tokens will be computed again."""
         self.running.remove(request)
         self._release(request)
         request.num_computed = 0
@@ -170,7 +170,7 @@ class Scheduler:
 
 
 def _token_ids(request: Request, count: int) -> list[int]:
-    """The next tokens of a request; -1 - slot for one that only the device knows."""
+    """Return the next tokens of a request; -1 - slot for one that only the device knows."""
     first, prompt = request.num_computed, len(request.prompt)
     unknown = -1 - (request.slot or 0)
     if first >= prompt:

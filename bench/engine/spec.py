@@ -25,17 +25,17 @@ from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from simplegraph.graph.device import GraphPool
 
-# In a third of the time that the class itself takes: a round of a large batch makes a hundred.
+# Three times faster than calling the class: a round of a large batch makes a hundred of them.
 _output = functools.partial(tuple.__new__, Output)
 
 
 @dataclasses.dataclass
 class Acceptance:
-    """What became of the drafts.
+    """Counts drafted and accepted tokens.
 
     Attributes:
-        draft_tokens: tokens drafted, of all requests; width: the most of one round.
-        rounds: how many rounds gave so many tokens, the target's own included.
+        draft_tokens: drafted tokens of all requests; width: the most drafts per request in a round.
+        rounds: number of tokens, the target's own included -> number of rounds that gave as many.
     """
 
     draft_tokens: int = 0
@@ -46,7 +46,7 @@ class Acceptance:
         """Add a round.
 
         Args:
-            drafted: tokens for each request; lengths: what each was given, one more than were taken.
+            drafted: drafts for each request; lengths: new tokens of each, one more than its accepted drafts.
         """
         self.draft_tokens += drafted * len(lengths)
         self.width = max(self.width, drafted)
@@ -54,46 +54,46 @@ class Acceptance:
 
     @property
     def drafts(self) -> int:
-        """Rounds of all requests."""
+        """Number of rounds, summed over requests."""
         return self.rounds.total()
 
     @property
     def accepted(self) -> int:
-        """Drafts that were taken."""
+        """Number of accepted drafts."""
         return sum((length - 1) * rounds for length, rounds in self.rounds.items())
 
     @property
     def per_position(self) -> list[int]:
-        """How often the draft in each place was taken."""
+        """For each position in a round, how often its draft was accepted."""
         places = range(1, self.width + 1)
         return [sum(rounds for length, rounds in self.rounds.items() if length > place) for place in places]
 
     @property
     def mean_length(self) -> float:
-        """Tokens a round, the target's own included; 0 before the first."""
+        """Average tokens per round, the target's own included; 0 before the first round."""
         return 1 + self.accepted / self.drafts if self.rounds else 0.0
 
     @property
     def rates(self) -> list[float]:
-        """The share of rounds in which the draft in each place was taken."""
+        """For each position in a round, the share of its drafts that were accepted."""
         return [taken / self.drafts for taken in self.per_position]
 
 
 class SpecEngine(Engine):
-    """An engine whose requests grow by several tokens a round.
+    """An engine whose requests grow by several tokens per round.
 
     Args:
         llama: the target, on its device, with lm_head.
-        draft: made for it; see `bench.models.eagle`.
-        config: what it can hold, and how it runs.
+        draft: its draft model; see `bench.models.eagle`.
+        config: the limits, and how the engine runs.
         pool: memory to share with other engines of this process, whose steps then never run at the same time.
 
     Attributes:
-        acceptance: what became of the drafts.
+        acceptance: counts of drafted and accepted tokens.
         num_draft_tokens: K of the next rounds; one of the config's.
 
     Raises:
-        EngineError: the models or the machine cannot do what the config says.
+        EngineError: the models or the machine do not support the config.
     """
 
     config: SpecConfig
@@ -126,14 +126,14 @@ class SpecEngine(Engine):
 
     @property
     def lookahead(self) -> int:
-        """Verified and drafted tokens behind a request's last."""
+        """Slots for verified and drafted tokens after a request's last one."""
         return 2 * max(self.config.drafts)
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
         """Queue a request; see `Engine.add`.
 
         Raises:
-            RequestError: also where a request samples in a way that rounds cannot.
+            RequestError: as `Engine.add`, or the sampling parameters are not supported in rounds.
         """
         params = params or SamplingParams()
         if not params.greedy:
@@ -144,7 +144,7 @@ class SpecEngine(Engine):
         return super().add(prompt, params)
 
     def step(self) -> list[Output]:
-        """One step of prompts if there is any, else a round; its tokens."""
+        """Run one step of prompts if there are any, else a round; return its tokens."""
         outputs = [Output(request, None, FinishReason.CANCELLED) for request in self._cancelled]
         self._cancelled = []
         plan = self.scheduler.schedule()
@@ -183,7 +183,7 @@ class SpecEngine(Engine):
         return self._grow(grown)
 
     def _grow(self, grown: list[tuple[Request, list[int]]]) -> list[Output]:
-        """Give requests their tokens, up to where each ends."""
+        """Append each request's new tokens, up to its end."""
         outputs: list[Output] = []
         for request, tokens in grown:
             params, output = request.params, request.output
@@ -196,7 +196,7 @@ class SpecEngine(Engine):
         return outputs
 
     def _end(self, request: Request, tokens: list[int], outputs: list[Output]) -> None:
-        """Give a request that may end its tokens, up to there."""
+        """Append the new tokens of a request that may end in this round, up to its end."""
         for token in tokens:
             request.output.append(token)
             reason = self._reason_to_end(request, token)
@@ -206,5 +206,5 @@ class SpecEngine(Engine):
                 return
 
     def capture(self) -> Any:
-        """Capture the graphs; summaries of what was captured."""
+        """Capture the graphs and return summaries."""
         return self.runner.capture()

@@ -1,4 +1,4 @@
-"""What steps of speculative decoding bring to the device, and what they bring back: one copy each way."""
+"""Buffers of speculative decoding's steps, with one copy to the device and one back per step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from bench.engine.scheduler import Int64s
 
 
 class StepInputs:
-    """A step's numbers at addresses that stay.
+    """A step's inputs at fixed addresses.
 
     Attributes:
         slots: (max_num_seqs,) int64; padding has the scratch slot.
-        tokens: (max_num_seqs,) int64, of a round: each request's last token.
-        grown: (max_num_seqs,) int64, of a round: how much longer each request is than the metadata on the device say;
-            0 where the host has set them.
+        tokens: (max_num_seqs,) int64, for a round: each request's last token.
+        grown: (max_num_seqs,) int64, for a round: tokens by which each request is longer than the device's metadata;
+            0 if the host has set them.
         ids, positions: (max_num_tokens,) int64; a round writes its own on the device; -1 for no draft.
-        shifted: (max_num_tokens,) int64, of prompts: the token after each, where the host knows it.
-        last: (max_num_seqs,) int64, of prompts: each request's last row.
-        samples: (max_num_seqs,) int64, 1 where the step gives a prompt its first token.
+        shifted: (max_num_tokens,) int64, for prompts: the token after each, if the host knows it.
+        last: (max_num_seqs,) int64, for prompts: each request's last row.
+        samples: (max_num_seqs,) int64, 1 for prompts whose first new token this step gives.
     """
 
     def __init__(self, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> None:
@@ -40,35 +40,35 @@ class StepInputs:
         self.forget()
 
     def forget(self) -> None:
-        """Let a warmup's drafts be nobody's, and no request longer."""
+        """Make a warmup write its drafts to the scratch slot, and grow no request."""
         self.slots.fill_(self._scratch_slot)
         self.grown.zero_()
 
     def keep(self, tokens: Tensor, counts: Tensor) -> None:
-        """Begin the next round on the device, of the same requests.
+        """Set the inputs of the next round of the same requests, on the device.
 
         Args:
-            tokens: (R, width) int64, what each has been given; counts: (R,) int64, the last one's place.
+            tokens: (R, width) int64, each request's new tokens; counts: (R,) int64, the index of its last one.
         """
         reqs = counts.shape[0]
         torch.gather(tokens, 1, counts[:, None], out=self.tokens[:reqs, None])
         torch.mul(counts + 1, self.slots[:reqs] != self._scratch_slot, out=self.grown[:reqs])
 
     def load_round(self, slots: Int64s, tokens: Int64s) -> None:
-        """Bring a round's slots and last tokens to the device."""
+        """Copy a round's slots and last tokens to the device."""
         self._write(slots, tokens)
         self._send(*self._of_rounds)
 
     def load_prompts(
         self, slots: Int64s, ids: Int64s, positions: Int64s, shifted: Int64s, last: Int64s, samples: Int64s
     ) -> None:
-        """Bring a step of prompts to the device."""
+        """Copy a step of prompts to the device."""
         self._write(slots, slots[:0], slots[:0], ids, positions, shifted, last, samples)
         self._send(self._words, self._host)
 
     def _write(self, slots: Int64s, *others: Int64s) -> None:
         if self._copied is not None:
-            self._copied.synchronize()  # memory whose copy is under way is not written to
+            self._copied.synchronize()  # do not write to memory whose copy is still running
         self._arrays[0][len(slots) :] = self._scratch_slot
         for array, value in zip(self._arrays, (slots, *others), strict=False):
             array[: len(value)] = value
@@ -80,20 +80,20 @@ class StepInputs:
 
 
 class Arriving(NamedTuple):
-    """A step's tokens on their way to the host."""
+    """A step's tokens that are being copied to the host."""
 
     tokens: Int64s
     done: Any
 
     def wait(self) -> Int64s:
-        """(num_reqs, n) int64, -1 after each request's last; waits for the device."""
+        """Wait for the device, and return (num_reqs, n) int64 tokens, -1 after each request's last."""
         if self.done is not None:
             self.done.synchronize()
         return self.tokens
 
 
 class RoundResults:
-    """What rounds give, and the memory on the host that it is read from: a round's until the next one is sent.
+    """The tokens of rounds, and the host memory that they are read from, valid until the next round is sent.
 
     Attributes:
         tokens: (max_num_seqs, width) int64, -1 after each request's last.
@@ -107,7 +107,7 @@ class RoundResults:
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor, Arriving]] = {}
 
     def send(self, reqs: int, width: int) -> Arriving:
-        """Put the first rows on their way to the host; the first `width` tokens of each are the round's."""
+        """Start copying the first `reqs` rows to the host, of each the first `width` tokens."""
         copy = self._copies.get((reqs, width))
         if copy is None:
             host = self._host[:reqs]
@@ -121,5 +121,5 @@ class RoundResults:
 
 
 def last_rows(query_lens: list[int]) -> Int64s:
-    """(num_reqs,), where each request's last token is in a step."""
+    """Return the row of each request's last token in a step, (num_reqs,) int64."""
     return np.cumsum(query_lens) - 1

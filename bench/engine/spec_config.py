@@ -1,4 +1,4 @@
-"""What an engine that drafts can hold, and how it runs."""
+"""The configuration of an engine with speculative decoding."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from bench.engine.config import EngineConfig, require
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpecConfig(EngineConfig):
-    """An engine that drafts. Its `capture_sizes` are in requests, of rounds.
+    """The limits of an engine that drafts, and how it runs. Its `capture_sizes` are requests in a round.
 
     Args:
-        num_draft_tokens: K, or several, among which an engine can change at run time; the first is where it begins.
-        draft_mode: of the draft's graphs, by name; the target's mode by default.
+        num_draft_tokens: K, or several values that an engine can switch between at run time; it starts with the first.
+        draft_mode: mode of the draft's graphs, by name; the target's mode by default.
         mixed_capture_sizes: in tokens, of piecewise graphs: steps of prompts, and rounds in mode PIECEWISE; the
             library's default ones up to 512.
-        acceptance: "greedy" takes the target's likeliest tokens; "rejection" samples with each request's temperature.
-        seed: of what is sampled.
-        mean_length: for benchmarks: in place of acceptance, so many tokens a round on average, the target's own
-            included, whatever the drafts are.
+        acceptance: "greedy" takes the target's most likely tokens; "rejection" samples at each request's temperature.
+        seed: of sampling.
+        mean_length: for benchmarks: replaces acceptance by a given average of tokens per round, the target's own
+            included, regardless of the drafts.
 
     Raises:
         EngineError: a number is out of range.
@@ -53,6 +53,6 @@ class SpecConfig(EngineConfig):
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """Every K, the first one first."""
+        """All values of K, starting with the first."""
         given = self.num_draft_tokens
         return tuple(given) if isinstance(given, Sequence) else (given,)

@@ -1,4 +1,4 @@
-"""The graphs of speculative decoding: a target's and a draft's for each K, all in one pool."""
+"""The graphs of speculative decoding: the target's and the draft's for each K, all in one pool."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from simplegraph.spec_decode import EagleDrafter, Proposals
 def target_managers(
     config: SpecConfig, backend: AttentionBackend, pool: GraphPool | None
 ) -> dict[int, CudaGraphManager]:
-    """Of the target's graphs, by K; prompts run in the first one's.
+    """Make the managers of the target's graphs, by K; prompts run in those of the first K.
 
     Args:
         config: of the engine.
         backend: the target's attention.
-        pool: memory to share with other engines.
+        pool: graph memory to share with other engines.
     """
     managers: dict[int, CudaGraphManager] = {}
     for count in config.drafts:
@@ -55,14 +55,14 @@ def drafters(
     proposals: Proposals,
     managers: Mapping[int, CudaGraphManager],
 ) -> dict[int, EagleDrafter]:
-    """Of the draft's graphs, by K.
+    """Make the drafters, by K.
 
     Args:
         config: of the engine.
-        draft: the model.
+        draft: the draft model.
         backends: its attention in the prefill, and in its decode steps.
-        proposals: where drafts go.
-        managers: the target's, whose pool is shared.
+        proposals: receives the drafts.
+        managers: the target's managers, whose pool is shared.
     """
     prefill, decode = backends
     return {
@@ -83,6 +83,6 @@ def drafters(
 
 
 def _mode(name: str, *, first: bool) -> CudaGraphMode:
-    """Prompts run in the first K's graphs, so the others need none for mixed batches."""
+    """Choose the mode of one K: prompts run in the first K's graphs, so the others need none for mixed batches."""
     mode = CudaGraphMode.parse(name)
     return CudaGraphMode.FULL_DECODE_ONLY if mode is CudaGraphMode.FULL_AND_PIECEWISE and not first else mode

@@ -1,7 +1,7 @@
 """Runs the steps of speculative decoding: prompts, and rounds that verify drafts and make new ones.
 
-A round is three graphs: the target over the last token and the drafts of every request, acceptance included; the
-draft's prefill over the same; the draft's decode steps. What was accepted goes to the host while the draft runs.
+A round runs three graphs: the target over the last token and the drafts of every request, acceptance included; the
+draft's prefill over the same; the draft's decode steps. Accepted tokens are copied to the host while the draft runs.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from simplegraph.spec_decode import (
 
 
 class Computed(NamedTuple):
-    """What the target gives outside a graph of a whole round: its final states, and the draft's input."""
+    """The target's outputs in steps that are not a whole round: its final states, and the draft's input."""
 
     hidden: Tensor
     states: Tensor
 
 
 class RoundShape(NamedTuple):
-    """How a round of so many requests runs: the target's graph, and the shape that holds draft and target."""
+    """The target's graph for a number of requests, and the padded shape that fits both draft and target."""
 
     batch: Dispatch
     padding: dict[str, int]
 
 
 class SpecRunner:
-    """A target and its draft, ready to run steps.
+    """Runs the steps of a target and its draft.
 
     Args:
         llama: the target, on its device, with lm_head.
-        draft: made for it.
-        config: what they must hold.
+        draft: its draft model.
+        config: the engine's limits.
         pool: memory to share with other engines, whose steps then never run at the same time.
 
     Attributes:
-        managers: of the target's graphs, by K; drafters: by K; all share one pool.
+        managers: of the target's graphs, by K; drafters: by K. All share one pool.
         cache, draft_cache: keys and values.
-        waited: seconds in which the host waited for tokens.
+        waited: seconds that the host has waited for tokens.
 
     Raises:
-        EngineError: no attention backend works here, or the model has no lm_head.
+        EngineError: no attention backend works on this machine, or the model has no lm_head.
     """
 
     def __init__(self, llama: Llama, draft: Eagle | Eagle3, config: SpecConfig, pool: GraphPool | None = None) -> None:
@@ -79,7 +79,7 @@ class SpecRunner:
         self.device = weight.device
         most = max(config.drafts)
         shape, small = llama.model.layers[0].self_attn, draft.layers[0].self_attn
-        # Verified and drafted tokens may lie beyond a request's limit; nobody gets to see them.
+        # Verified and drafted tokens may lie beyond a request's limit; such tokens are never returned.
         self.metadata, self._decode_metadata = (
             config.metadata(tokens, config.max_model_len + 2 * most, self.device)
             for tokens in (config.max_num_tokens, config.max_num_seqs)
@@ -109,9 +109,9 @@ class SpecRunner:
 
     @torch.inference_mode()
     def capture(self) -> list[Any]:
-        """Capture every graph; the managers' summaries."""
+        """Capture every graph and return the managers' summaries."""
         self._inputs.forget()
-        self._ran = None  # what the device knew of the last round
+        self._ran = None  # the device's state of the last round is overwritten
         summaries = [manager.capture(self._forwards[count]) for count, manager in self.managers.items()]
         for drafter in self.drafters.values():
             summaries += drafter.capture()
@@ -119,7 +119,7 @@ class SpecRunner:
 
     @torch.inference_mode()
     def launch_prompts(self, plan: StepPlan) -> Arriving:
-        """Put a step of prompts, or parts of some, on the device's queue; drafts for those that are through."""
+        """Launch a step of prompts or parts of prompts, and draft for those that are complete."""
         count, tokens, reqs = self.config.drafts[0], len(plan.ids), len(plan.requests)
         manager, drafter = self.managers[count], self.drafters[count]
         batch = manager.dispatch(tokens, reqs)
@@ -149,22 +149,22 @@ class SpecRunner:
 
     @torch.inference_mode()
     def launch_round(self, plan: RoundPlan) -> Arriving:
-        """Put a round on the device's queue: verify the drafts, and make new ones."""
+        """Launch a round: verify the drafts, and make new ones."""
         count, reqs = plan.num_draft_tokens, len(plan.requests)
         query_len, drafter = count + 1, self.drafters[count]
         batch, padding = self._round_shape(count, reqs)
         lengths, ran, self._ran = plan.starts + query_len, self._ran, None
         if ran == (plan.follows, self.metadata.batch.version):
-            # Lengths, slots, last tokens: the device knows them from the round before.
+            # The device has lengths, slots and last tokens from the previous round.
             self.metadata.advance(lengths, ahead=count - 1)
         else:
             ahead = int(np.minimum.reduce(plan.reach - lengths))
             self.metadata.set(query_len, lengths, plan.block_table, ahead=ahead, **padding)
             self._inputs.load_round(plan.slots, plan.last_tokens)
         if self.config.acceptance == "rejection":
-            # Outside the graph and in one shape, so that every mode and padding sees the same numbers.
+            # Drawn outside the graph and in one shape, so that every mode and padding uses the same numbers.
             self._noise.uniform_(generator=self._generator)
-        # A piecewise graph begins after this, and ends before acceptance.
+        # A piecewise graph covers neither this nor acceptance.
         if batch.descriptor.uniform_query_len is None:
             self._write_round(count, reqs)
         found = self.managers[count].run(batch, self._forwards[count])
@@ -179,7 +179,7 @@ class SpecRunner:
         return arriving
 
     def wait(self, arriving: Arriving) -> Int64s:
-        """A step's tokens; see `Arriving.wait`."""
+        """Wait for a step's tokens; see `Arriving.wait`."""
         started = time.perf_counter()
         tokens = arriving.wait()
         self.waited += time.perf_counter() - started
@@ -204,7 +204,7 @@ class SpecRunner:
 
     @staticmethod
     def _padding(drafter: EagleDrafter, reqs: int, target: Dispatch, draft: Dispatch) -> dict[str, int]:
-        """The shape that a step is set in, so that the target and all of the draft's steps can read it."""
+        """Return the padded shape of a step that the target and all of the draft's steps can read."""
         shapes = [batch.descriptor for batch in (target, draft)]
         return {
             "num_tokens": max(shape.num_tokens for shape in shapes),
@@ -212,7 +212,7 @@ class SpecRunner:
         }
 
     def forward(self, count: int, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Computed | None:
-        """The target on the step's inputs; a whole round ends with what was accepted, in the buffers."""
+        """Run the target on the step's inputs; a whole round also accepts drafts, into the buffers."""
         rows, whole = descriptor.num_tokens, descriptor.uniform_query_len == count + 1
         if whole:
             self._write_round(count, rows // (count + 1))
@@ -232,7 +232,7 @@ class SpecRunner:
         return None
 
     def _write_round(self, count: int, reqs: int) -> None:
-        """Write each request's last token and its drafts, and their positions, to where the target reads them."""
+        """Write each request's last token and drafts, and their positions, to the target's inputs."""
         query_len = count + 1
         rows, inputs = reqs * query_len, self._inputs
         drafts = self.proposals.tokens.index_select(0, inputs.slots[:reqs])[:, :count]
@@ -261,6 +261,6 @@ class SpecRunner:
 
 
 def _token_after(request: Request) -> int:
-    """The token after those that are computed, where the host knows it."""
+    """Return the token after the computed ones, if the host knows it."""
     known = request.prompt + request.output
     return known[request.num_computed] if request.num_computed < len(known) else 0

@@ -1,4 +1,4 @@
-"""Which requests a round of drafting and verification is of."""
+"""Plans rounds of drafting and verification."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from bench.engine.request import Request
 from bench.engine.scheduler import Int64s, Scheduler, StepPlan
 from bench.engine.spec_config import SpecConfig
 
-_SPARE_TOKENS = 64  # of each request, that pages are taken for at once where there are plenty
+_SPARE_TOKENS = 64  # further tokens of each request that get pages at once if there are plenty
 
 
 class RoundPlan(NamedTuple):
-    """A round of requests whose prompts are computed, K drafts each.
+    """A round of requests whose prompts are computed, with K drafts each.
 
     Attributes:
         num_draft_tokens: K.
         starts: (num_reqs,) int64, tokens in the cache.
         slots: (num_reqs,) int64.
         block_table: (num_reqs, n) int32.
-        reach: (num_reqs,) int64, tokens that each has pages for at least.
-        number: of this plan; follows: of the one before, of the same requests, pages and K, that was run to its end.
+        reach: (num_reqs,) int64, tokens that each request has pages for, at least.
+        number: of this plan; follows: number of the plan before it, if that had the same requests, pages and K and ran.
     """
 
     requests: list[Request]
@@ -38,15 +38,15 @@ class RoundPlan(NamedTuple):
 
     @property
     def last_tokens(self) -> Int64s:
-        """(num_reqs,) int64, each request's last token, which is not in the cache yet."""
+        """Return each request's last token, (num_reqs,) int64, which is not in the cache yet."""
         return np.array([request.output[-1] for request in self.requests], np.int64)
 
 
 class SpecScheduler(Scheduler):
-    """Prompts as the base class schedules them, and rounds of the requests whose prompts are computed.
+    """Schedules prompts as the base class does, and rounds of the requests whose prompts are computed.
 
     Args:
-        pages: the cache's.
+        pages: the cache's pages.
         config: of the engine.
 
     Attributes:
@@ -56,14 +56,14 @@ class SpecScheduler(Scheduler):
     def __init__(self, pages: PageAllocator, config: SpecConfig) -> None:
         super().__init__(pages, config)
         self.drafted: set[Request] = set()
-        # Drafts are written behind what is verified.
+        # Drafts are written after the verified tokens.
         self._ahead = max(config.drafts) - 1
         self._needed = max(config.drafts) + 1 + self._ahead  # tokens that a round may add, at most
         self._next: RoundPlan | None = None
         self._numbers = itertools.count()
 
     def schedule(self) -> StepPlan | None:
-        """The next step of prompts; None, without a look at any request, where everyone who runs has drafts."""
+        """Plan the next step of prompts; None at once if all running requests have drafts."""
         if len(self.drafted) == len(self.running) and not (self.waiting and self._slots):
             return None
         return super().schedule()
@@ -72,7 +72,7 @@ class SpecScheduler(Scheduler):
         return request in self.drafted
 
     def schedule_round(self, num_draft_tokens: int) -> RoundPlan | None:
-        """A round of everyone who has drafts; None if there is nobody."""
+        """Plan a round of all requests that have drafts; None if there are none."""
         count = num_draft_tokens + 1 + self._ahead
         drafted, known, self._next = self.drafted, self._next, None
         requests = [request for request in self.running if request in drafted]
@@ -91,12 +91,12 @@ class SpecScheduler(Scheduler):
         return self._round(requests, num_draft_tokens)
 
     def ran(self, plan: RoundPlan, counts: list[int]) -> None:
-        """Expect the same round again, each request longer by its count; whatever happens meanwhile may forget that."""
+        """Prepare the same round again, each request longer by its count; other events may discard it."""
         starts = plan.starts + np.array(counts, np.int64)
         self._next = plan._replace(starts=starts, number=next(self._numbers), follows=plan.number)
 
     def _round(self, requests: list[Request], num_draft_tokens: int) -> RoundPlan:
-        # Three lists are quicker to read into arrays than one of tuples.
+        # Reading three lists into arrays is faster than one list of tuples.
         slots = np.array([request.slot for request in requests], np.int64)
         starts = np.array([request.num_computed for request in requests], np.int64)
         owned = np.array([request.num_pages for request in requests], np.int64)
@@ -105,7 +105,7 @@ class SpecScheduler(Scheduler):
         return RoundPlan(requests, num_draft_tokens, starts, slots, table, reach, number)
 
     def _take_pages_ahead(self, request: Request, count: int) -> None:
-        """Pages for rounds to come, while there are plenty and nobody waits: most rounds then change none."""
+        """Take pages for later rounds if many are free and no request waits: most rounds then change no pages."""
         pages = self.pages
         end = min(len(request.prompt) + request.params.max_tokens + count, pages.table.shape[1] * self._page_size)
         more = min(count + _SPARE_TOKENS, end - request.num_computed)
@@ -116,7 +116,7 @@ class SpecScheduler(Scheduler):
         return super()._grow(request, count) or (self._give_back() and super()._grow(request, count))
 
     def _give_back(self) -> bool:
-        """Take the pages back that were for rounds to come; whether there were any."""
+        """Free the pages that were taken for later rounds; True if there were any."""
         before = self.pages.num_free
         for request in self.drafted:
             kept = -(-(request.num_computed + self._needed) // self._page_size)

@@ -1,1 +1,1 @@
-"""What a call and an agreement of ranks cost the host; no model, and nothing that keeps a device busy."""
+"""Host time of a call and of an agreement between ranks, on modules too small to keep a device busy."""

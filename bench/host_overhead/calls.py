@@ -1,4 +1,4 @@
-"""What one call costs the host above a bare graph replay, on a module so small that nothing else shows."""
+"""Host time of one call compared with a bare graph replay, on a module too small for device time to show."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ class Refused(FourInputs):
 
 
 def inputs(device: torch.device) -> tuple[Tensor, ...]:
-    """Four tensors of (SIZE, WIDTH)."""
+    """Make four tensors of (SIZE, WIDTH)."""
     return tuple(torch.randn(SIZE, WIDTH, device=device) for _ in range(4))
 
 
 def calls(device: torch.device, sizes: list[int]) -> dict[str, Call]:
-    """The calls to compare, their results checked against eager.
+    """Make the calls to compare, and check their results against eager.
 
     ``in place``: static outputs, inputs already in the static buffers. ``copied``: static outputs,
     inputs elsewhere. ``bare``: `replay` of an equal graph; on a GPU only. ``refused``: a wrapped module
     whose capture failed, so that it runs eagerly. ``eager``: the same module without a wrapper.
 
     Raises:
-        RuntimeError: a call's result is not eager's.
+        RuntimeError: a call's result differs from eager's.
     """
     module, given = FourInputs().eval(), inputs(device)
-    # Two of them: one that has handed out its buffers must look for inputs that overlap these.
+    # Two wrappers: one whose buffers are known to callers must check for inputs that overlap them.
     graphed, copying = (
         wrap(module, capture_sizes=sizes, outputs="static", capture="upfront", verify=0, progress=False)
         for _ in range(2)
@@ -87,7 +87,7 @@ def refused_calls(given: tuple[Tensor, ...], sizes: list[int]) -> dict[str, Call
 
 
 def bare_replay(module: nn.Module, given: tuple[Tensor, ...]) -> Call:
-    """`CUDAGraph.replay` of the module's graph, with nothing around it."""
+    """Capture the module and return its bare `CUDAGraph.replay`."""
     graph = torch.cuda.CUDAGraph()
     module(*given)
     with torch.cuda.graph(graph):
@@ -114,7 +114,7 @@ def sampled(device: torch.device, sizes: list[int], rounds: int, tell: Callable[
 
 
 class _Bare:
-    """A replay, and the tensors its graph reads and writes kept alive."""
+    """A replay that keeps the tensors of its graph alive."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, alive: object) -> None:
         self._replay, self._alive = graph.replay, alive
@@ -124,14 +124,14 @@ class _Bare:
 
 
 class Samples:
-    """Microseconds per call of several calls, taken in turn so that a drift of the clock hits all alike."""
+    """Microseconds per call of several calls, measured in turn so that clock drift affects all alike."""
 
     def __init__(self, device: torch.device, compared: dict[str, Call]) -> None:
         self._device, self.calls = device, compared
         self.seconds: dict[str, list[float]] = {name: [] for name in compared}
 
     def take(self) -> None:
-        """One block of `CALLS` of each."""
+        """Measure one block of `CALLS` calls of each."""
         for name, call in self.calls.items():
             synchronize(self._device)
             start = time.perf_counter()

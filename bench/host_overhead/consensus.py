@@ -1,4 +1,4 @@
-"""``python -m bench.host_overhead.consensus``: cost of agreeing on a step's shape, a step, on ranks of this host."""
+"""``python -m bench.host_overhead.consensus``: time per step to agree on its shape, between ranks of this host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS, WARMUP = 5000, 200
 
 
 def measure(size: int, steps: int = STEPS) -> Figures:
-    """Median and p99 microseconds of a step's agreement, on the slowest of `size` ranks.
+    """Measure the median and p99 microseconds of a step's agreement, on the slowest of `size` ranks.
 
     Raises:
         RuntimeError: a rank failed; its traceback is on stderr.
@@ -64,7 +64,7 @@ def _rank(rank: int, size: int, port: int, steps: int, queue: Any) -> None:
 
 
 def render(results: dict[int, Figures]) -> str:
-    """A row for every number of ranks."""
+    """Format the figures as a table, with a row for every number of ranks."""
     rows = [(size, *(f"{value:.1f}" for value in figures.values())) for size, figures in results.items()]
     return grid([("ranks", "median us", "p99 us"), *rows])
 

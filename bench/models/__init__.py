@@ -1,1 +1,1 @@
-"""The Llama and its drafts in every form that the benchmarks run, with its batches; nothing that is timed."""
+"""The Llama and its drafts in every form that the benchmarks run, and their batches. Contains no measurements."""

@@ -1,6 +1,6 @@
-"""Paged attention as one operator, so that every arm runs, and compilers split at, the same thing.
+"""Paged attention as one operator, which every arm runs and at which compilers split.
 
-The first page of a cache is scratch: what padding rows write lands there and is never read by a
+The first page of a cache is scratch: padding rows write there, and it is never read by a
 live row. Live requests own pages 1 and up.
 """
 
@@ -60,13 +60,13 @@ def paged_attention(
         run_flash(flash, q, k_cache, v_cache, out, seq_lens, block_table, query_start_loc, scale, max_query_len=1)
 
 
-# What the model calls where nothing compiles it; see `routed`.
+# The function that the model calls unless it is compiled; see `routed`.
 attend: Callable[..., None] = paged_attention
 
 
 @contextlib.contextmanager
 def routed(function: Callable[..., None]) -> Iterator[None]:
-    """Let models in here call `function` for `paged_attention`: for arms that must see the call to break at it."""
+    """Make models in this context call `function` instead of `paged_attention`, for arms that break at that call."""
     global attend
     before, attend = attend, function
     try:
@@ -76,7 +76,7 @@ def routed(function: Callable[..., None]) -> Iterator[None]:
 
 
 def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Put this step's keys and values where `slots` says."""
+    """Write this step's keys and values to their `slots`."""
     k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
@@ -94,10 +94,10 @@ def run_flash(
     *,
     max_query_len: int,
 ) -> None:
-    """FlashAttention-3 of requests with up to `max_query_len` tokens each, causal within a request.
+    """Run FlashAttention-3 on requests of up to `max_query_len` tokens each, causal within a request.
 
     Args:
-        flash: as `flash_attention` gives it.
+        flash: the module that `flash_attention` returns.
         q, out: (T, num_heads, head_dim), the requests' tokens one after the other.
         seq_lens: (num_reqs,) int32, tokens in each request's cache, this step's included.
         block_table: (num_reqs, max_blocks) int32.
@@ -117,7 +117,7 @@ def run_flash(
         )
         out.copy_(result[0] if isinstance(result, tuple) else result)
         return
-    # vLLM's build schedules itself from the lengths on the device, also in a replay.
+    # vLLM's build computes its schedule from the lengths on the device, in a replay as well.
     flash.flash_attn_varlen_func(
         q,
         k_cache,
@@ -132,13 +132,13 @@ def run_flash(
 
 
 def attention_name(device: torch.device, dtype: torch.dtype) -> str:
-    """Which implementation `paged_attention` takes for tensors of this device and dtype."""
+    """Name the implementation that `paged_attention` uses for tensors of this device and dtype."""
     flash = flash_attention(torch.empty(0, device=device, dtype=dtype))
     return "SDPA over gathered pages" if flash is None else f"FlashAttention-3 ({flash.__name__})"
 
 
 def flash_attention(q: Tensor) -> ModuleType | None:
-    """The FlashAttention-3 module for these queries, or None where there is none to use."""
+    """Return the FlashAttention-3 module for these queries, or None if none can be used."""
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         return None
     return _flash_module(q.device)
@@ -155,21 +155,21 @@ def _flash_module(device: torch.device) -> ModuleType | None:
 
 
 def _import_flash(name: str, device: torch.device) -> ModuleType | None:
-    """The module if it can be imported and serves version 3 on this device."""
+    """Import the module; None unless that works and it has version 3 for this device."""
     try:
         module = importlib.import_module(name)
     except (ImportError, OSError, RuntimeError):  # absent, or built for another torch
         return None
     if torch.cuda.get_device_capability(device)[0] != 9:
         return None
-    # Asked for by flag: the kernels' own question needs the rest of vLLM installed.
+    # Checked by its flag: the kernels' own check needs the rest of vLLM installed.
     return module if getattr(module, "FA3_AVAILABLE", True) else None
 
 
 def _num_splits(q: Tensor, k_cache: Tensor) -> int:
-    """The bound of FlashAttention's split-KV: enough splits to give every multiprocessor four pieces of work.
+    """Return the most splits of FlashAttention's split-KV: enough for four pieces of work per multiprocessor.
 
-    It follows from shapes alone, so that capture and replay agree: unequal bounds read out of bounds.
+    It depends on shapes alone, so that capture and replay agree: with different bounds the kernel reads out of bounds.
     The kernel allocates that many float32 outputs.
     """
     tiles = q.shape[0] * k_cache.shape[2]
@@ -184,14 +184,14 @@ def _multiprocessors(device: torch.device) -> int:
 def _gathered_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, seq_lens: Tensor, block_table: Tensor, scale: float
 ) -> None:
-    """Plain attention over the pages of each request, for any device; no shape depends on the lengths."""
+    """Compute plain attention over the pages of each request, on any device; no shape depends on the lengths."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     keys = _gather(k_cache, block_table)
     # Clamped to one key: a row of no keys would be a softmax over nothing, which is NaN.
     lengths = seq_lens.clamp(min=1)
     mask = torch.arange(keys.shape[2], device=q.device) < lengths[:, None]
-    # The query heads that share a key head sit beside each other as if they were a longer query.
+    # The query heads that share a key head are laid out as the tokens of one longer query.
     grouped = (num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     result = F.scaled_dot_product_attention(
         q.reshape(grouped), keys, _gather(v_cache, block_table), attn_mask=mask[:, None, None, :], scale=scale
@@ -200,18 +200,18 @@ def _gathered_attention(
 
 
 def _gather(cache: Tensor, block_table: Tensor) -> Tensor:
-    """The pages of each request in a row: (T, num_kv_heads, max_blocks * page_size, head_dim)."""
+    """Gather the pages of each request: (T, num_kv_heads, max_blocks * page_size, head_dim)."""
     pages = cache.index_select(0, block_table.flatten())
     return pages.view(block_table.shape[0], -1, *cache.shape[2:]).transpose(1, 2)
 
 
 def unsafe_tags() -> tuple[torch.Tag, ...]:
-    """Told to Inductor: do not take this operator into one of its own CUDA graphs."""
+    """Return the tags by which Inductor keeps this operator out of its own CUDA graphs."""
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
     return () if tag is None else (tag,)
 
 
-# Defined by hand, not by `custom_op`: its checks would cost every layer of the eager arm tens of microseconds.
+# Not defined by `custom_op`, whose checks would cost every layer of the eager arm tens of microseconds.
 _library = torch.library.Library("bench", "FRAGMENT")
 _library.define(_SCHEMA, tags=unsafe_tags())
 for _key in ("CPU", "CUDA"):

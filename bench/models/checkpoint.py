@@ -1,4 +1,4 @@
-"""Weights from safetensors files, single or sharded, under the names Hugging Face gives them."""
+"""Loads weights from safetensors files, single or sharded, with Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LISTED = 5
 
 
 class CheckpointError(ValueError):
-    """A checkpoint does not fit the model; the message names the tensors."""
+    """A checkpoint does not match the model; the message names the tensors."""
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether the folder holds safetensors weights."""
+    """True if the folder holds safetensors weights."""
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
@@ -32,12 +32,12 @@ def load_checkpoint(model: nn.Module, folder: Path | str, shard: Shard = WHOLE) 
     """Copy a checkpoint's tensors into the model's parameters, on their device and in their dtype.
 
     Args:
-        model: whole, or the part of it that `shard` says.
+        model: the whole model, or the part that `shard` describes.
         folder: with safetensors files.
-        shard: the part.
+        shard: this rank's share of the model.
 
     Raises:
-        CheckpointError: no or unreadable files; tensors missing, unexpected or of another shape.
+        CheckpointError: files are missing or unreadable; tensors are missing, unexpected or of another shape.
     """
     folder = Path(folder)
     files = _files(folder)
@@ -50,7 +50,7 @@ def load_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], folder
     """Copy named tensors, which came from `folder`, into the model's parameters.
 
     Raises:
-        CheckpointError: tensors missing, unexpected or of another shape.
+        CheckpointError: tensors are missing, unexpected or of another shape.
     """
     targets = dict(model.named_parameters(remove_duplicate=False))
     missing, extra, misshaped = set(targets), [], []
@@ -68,10 +68,10 @@ def load_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], folder
 
 
 def read_checkpoint(folder: Path | str) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, on the CPU: from safetensors files, or from a pickled state dict.
+    """Read all tensors of a checkpoint to the CPU, from safetensors files or a pickled state dict.
 
     Raises:
-        CheckpointError: there are neither, or they are unreadable.
+        CheckpointError: the folder has neither, or they are unreadable.
     """
     folder = Path(folder)
     if has_checkpoint(folder) or not (folder / PICKLED).is_file():
@@ -86,7 +86,7 @@ def read_checkpoint(folder: Path | str) -> dict[str, Tensor]:
 
 
 def _files(folder: Path) -> list[str]:
-    """The checkpoint's file names: the index's, where there is one."""
+    """Return the checkpoint's file names, from the index if there is one."""
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())
         if not isinstance(index.get("weight_map"), dict):
@@ -111,13 +111,13 @@ def _tensors(folder: Path, files: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _untied(missing: set[str], targets: dict[str, nn.Parameter]) -> list[str]:
-    """What is missing and does not share its memory with a parameter that was there."""
+    """List missing parameters that do not share memory with one that was loaded."""
     loaded = {id(parameter) for name, parameter in targets.items() if name not in missing}
     return sorted(name for name in missing if id(targets[name]) not in loaded)
 
 
 def _unexpected(extra: list[str], model: nn.Module) -> list[str]:
-    """What the model has no place for and cannot do without saying so."""
+    """List extra tensors that the model does not use, except those that may be ignored."""
     headless = getattr(model, "lm_head", None) is None
     return [name for name in extra if not ((headless and name == "lm_head.weight") or name.endswith("inv_freq"))]
 

@@ -1,7 +1,7 @@
-"""The tensor parallel Llama as torch's own: `parallelize_module`, on DTensors over the same weights.
+"""The Llama with torch's own tensor parallelism: `parallelize_module`, on DTensors over the same weights.
 
-Users shard like this. The layers are column- then row-parallel as in `bench.models.shard`; torch makes the sums,
-as functional collectives, which copy what they sum.
+Users shard like this. The layers are column- then row-parallel as in `bench.models.shard`; torch computes the sums
+by functional collectives, which copy their inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def with_dtensors(llama: Llama, mesh: DeviceMesh) -> Llama:
-    """A rank's part of a Llama as a model of DTensors that share its weights and caches.
+    """Make a model of DTensors from a rank's part of a Llama; it shares the part's weights and caches.
 
     Joined projections stay joined: a rank's heads of queries, keys and values, and its columns of gate and up, are one
     shard of one weight, so that there are as many GEMMs as before.
@@ -47,7 +47,7 @@ def with_dtensors(llama: Llama, mesh: DeviceMesh) -> Llama:
 
 
 def _linear(part: nn.Linear | Joined, mesh: DeviceMesh, dim: int) -> nn.Linear:
-    """A linear layer of all ranks, of whose weight `part` has this rank's slice of a dimension."""
+    """Make a linear layer over all ranks; `part` has this rank's slice of the weight."""
     with torch.device("meta"):
         whole = nn.Linear(1, 1, bias=part.bias is not None)
     whole.weight = _distributed(part.weight, mesh, Shard(dim))
@@ -58,5 +58,5 @@ def _linear(part: nn.Linear | Joined, mesh: DeviceMesh, dim: int) -> nn.Linear:
 
 
 def _distributed(local: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    # The ranks' parts are even, so nothing need be asked of the others.
+    # The ranks' parts have equal shapes, so no communication is needed.
     return nn.Parameter(DTensor.from_local(local.detach(), mesh, [placement], run_check=False), requires_grad=False)

@@ -1,6 +1,6 @@
 """EAGLE and EAGLE-3 draft heads over simplegraph's paged attention: one decoder layer on the target's hidden states.
 
-Weights carry the names of the public checkpoints. Embedding and, for EAGLE, lm_head are the target's own.
+Weights have the names of the public checkpoints. The embedding and, for EAGLE, lm_head are the target's.
 
 Source: Li et al., EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840); where states are taken and normed as in
 vLLM's ``llama_eagle`` and ``llama_eagle3``.
@@ -37,11 +37,11 @@ _NO_CACHE = CacheShape(1, 1)  # the layers' own caches are not used: the backend
 
 
 class Draft(nn.Module, abc.ABC):
-    """What both kinds share: a layer on its own rotary positions.
+    """Base of both kinds: a decoder layer with its own rotary positions.
 
     Args:
         config: of the draft: one layer of the target's hidden size.
-        target: whose tokens are drafted; what the draft has not of its own is the target's.
+        target: the target model, which provides the weights that the draft lacks.
     """
 
     def __init__(self, config: LlamaConfig, target: Llama) -> None:
@@ -49,12 +49,12 @@ class Draft(nn.Module, abc.ABC):
         _check_target(config, target)
         self.config, self.hidden_size = config, config.hidden_size
         self.rotary_emb = RotaryEmbedding(config)
-        self._target = (target,)  # a tuple: not registered, it is no part of the draft
+        self._target = (target,)  # in a tuple, so that it is not registered as a submodule
         self._table: Tensor | None = None
         self._earlier: list[Tensor | None] = []  # graphs of other engines read them
 
     def tabulate(self, max_positions: int) -> None:
-        """Look cosines and sines up from now on: one kernel a step in place of ten.
+        """Use a table of cosines and sines from now on: one kernel per step instead of ten.
 
         Args:
             max_positions: positions are below this.
@@ -67,14 +67,14 @@ class Draft(nn.Module, abc.ABC):
         self._table = torch.stack(self.rotary_emb(positions, weight.dtype), dim=1)  # (positions, 2, 1, head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What `choose` reads, and the states to hand on."""
+        """Run one step; return the input of `choose`, and the states for the next step."""
         if self._table is None:
             return self.run(input_ids, hidden, ServingStep(*self.rotary_emb(positions, hidden.dtype)))
         return self.run(input_ids, hidden, ServingStep(*self._table.index_select(0, positions).unbind(1)))
 
     @abc.abstractmethod
     def run(self, input_ids: Tensor, hidden: Tensor, step: LlamaStep) -> tuple[Tensor, Tensor]:
-        """As a call, with any attention."""
+        """Run one step, with any attention."""
 
 
 class Eagle(Draft):
@@ -83,7 +83,7 @@ class Eagle(Draft):
     Args:
         config: of the draft: one layer of the target's hidden size.
         target: whose tokens are drafted; its embedding and lm_head are used.
-        fc_bias: whether the layer that joins the two has a bias.
+        fc_bias: True if the layer that joins the two has a bias.
     """
 
     def __init__(self, config: LlamaConfig, target: Llama, *, fc_bias: bool = False) -> None:
@@ -100,26 +100,26 @@ class Eagle(Draft):
         return ()
 
     def fuse(self, states: Tensor) -> Tensor:
-        """The target's states as they are."""
+        """Return the target's states unchanged."""
         return states
 
     def run(self, input_ids: Tensor, hidden: Tensor, step: LlamaStep) -> tuple[Tensor, Tensor]:
-        """The next states, twice: for `choose`, and to hand on."""
+        """Return the next states twice: for `choose`, and for the next step."""
         embedded = self._target[0].model.embed_tokens(input_ids)
         hidden = self.layers[0](self.fc(torch.cat((embedded, hidden), dim=-1)), step)
         return hidden, hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the target's vocabulary."""
+        """Compute logits over the target's vocabulary."""
         return self._target[0].head(hidden)
 
     def choose(self, hidden: Tensor) -> Tensor:
-        """The likeliest tokens."""
+        """Return the most likely tokens."""
         return self.logits(hidden).argmax(dim=-1)
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads a token's embedding beside its state."""
+    """A decoder layer whose attention reads a token's embedding together with its state."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -139,12 +139,12 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3(Draft):
-    """EAGLE-3: states of three target layers, fused; a small vocabulary of its own.
+    """EAGLE-3: fuses the states of three target layers, and has a small vocabulary of its own.
 
     Args:
-        config: of the draft; ``draft_vocab_size`` where it has one of its own.
+        config: of the draft; ``draft_vocab_size`` if it has its own vocabulary.
         target: whose tokens are drafted.
-        own_embedding: whether it has an embedding of its own.
+        own_embedding: True if it has its own embedding.
     """
 
     def __init__(self, config: LlamaConfig, target: Llama, *, own_embedding: bool = False) -> None:
@@ -169,23 +169,23 @@ class Eagle3(Draft):
         return self.fc(states)
 
     def run(self, input_ids: Tensor, hidden: Tensor, step: LlamaStep) -> tuple[Tensor, Tensor]:
-        """Normed states for `choose`, and the states themselves to hand on."""
+        """Return normed states for `choose`, and the states themselves for the next step."""
         embedding = self._target[0].model.embed_tokens if self.embed_tokens is None else self.embed_tokens
         hidden = self.layers[0](embedding(input_ids), hidden, step)
         return self.norm(hidden), hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the draft's vocabulary."""
+        """Compute logits over the draft's vocabulary."""
         return self.lm_head(hidden)
 
     def choose(self, hidden: Tensor) -> Tensor:
-        """The likeliest tokens, as ids of the target's vocabulary."""
+        """Return the most likely tokens, as ids of the target's vocabulary."""
         ids = self.logits(hidden).argmax(dim=-1)
         return ids + self.d2t.index_select(0, ids)
 
 
 def draft_config(target: LlamaConfig, *, draft_vocab_size: int | None = None) -> LlamaConfig:
-    """A draft of the target's shape: one layer, for EAGLE-3 with a vocabulary of its own."""
+    """Make the config of a draft of the target's shape: one layer, for EAGLE-3 with its own vocabulary."""
     config = copy.deepcopy(target)
     config.num_hidden_layers = 1
     config.draft_vocab_size = draft_vocab_size or target.vocab_size
@@ -193,7 +193,7 @@ def draft_config(target: LlamaConfig, *, draft_vocab_size: int | None = None) ->
 
 
 def build_eagle(kind: str, target: Llama, *, draft_vocab_size: int | None = None, seed: int = 1) -> Eagle | Eagle3:
-    """A draft with random weights, on the target's device and in its dtype.
+    """Build a draft with random weights, on the target's device and in its dtype.
 
     Args:
         kind: "eagle" or "eagle3".
@@ -218,10 +218,10 @@ def build_eagle(kind: str, target: Llama, *, draft_vocab_size: int | None = None
 
 
 def load_eagle(folder: Path | str, target: Llama) -> Eagle | Eagle3:
-    """A draft from a folder in the public format, on the target's device and in its dtype.
+    """Load a draft from a folder in the public format, to the target's device and dtype.
 
     Raises:
-        CheckpointError: no or unreadable files; a draft of another target; tensors missing, unexpected or misshaped.
+        CheckpointError: files are missing or unreadable, the draft is for another target, or tensors do not match.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -243,7 +243,7 @@ def load_eagle(folder: Path | str, target: Llama) -> Eagle | Eagle3:
     _materialize(draft, target)
     if isinstance(draft, Eagle3):
         draft.d2t.zero_()
-        tensors.setdefault("d2t", draft.d2t)  # without one the vocabularies are the same
+        tensors.setdefault("d2t", draft.d2t)  # if it is missing, the vocabularies are the same
         dropped = {"t2d"}  # the inverse of d2t, for training
     else:
         dropped = {"embed_tokens.weight", "lm_head.weight"}  # the target's
@@ -256,7 +256,7 @@ def load_eagle(folder: Path | str, target: Llama) -> Eagle | Eagle3:
 def tiny_pair(
     kind: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Llama, Eagle | Eagle3]:
-    """The tiny target of `data/eagle` and its draft; `bench.spec_decode.train_eagle` trained them."""
+    """Load the tiny target of `data/eagle` and its draft, trained by `bench.spec_decode.train_eagle`."""
     config = AutoConfig.from_pretrained(TINY / "target")
     target = build_llama(config, _NO_CACHE, 1, device=device, dtype=dtype, random_weights=False)
     load_checkpoint(target, TINY / "target")
@@ -295,7 +295,7 @@ def _check_ids(draft: Eagle3, folder: Path) -> None:
 
 
 def _widened(attention: Attention, size: int) -> Attention:
-    """The attention with projections of an input of another size."""
+    """Replace the attention's projections by ones for inputs of another size."""
     for name in ("q_proj", "k_proj", "v_proj"):
         old = getattr(attention, name)
         setattr(attention, name, nn.Linear(size, old.out_features, bias=old.bias is not None))

@@ -1,7 +1,7 @@
 """The Llama's layers with FlashInfer's fused operators: residual + RMSNorm, rotary positions, SiLU-and-mul.
 
-The same weights, caches and attention; a third of the kernels. What a compiler does to the plain
-operators by itself, an engine without one does by calling these. The compiled arms take the plain layers.
+The weights, caches and attention are the same, with a third of the kernels. A compiler fuses the plain
+operators by itself; an engine without one calls these. The compiled arms use the plain layers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class FusedLayers:
         self._rows = torch.arange(len(decoder.query_start_loc) - 1, device=decoder.query_start_loc.device)
 
     def __call__(self, hidden: Tensor, step: LlamaStep, tap: Tap | None = None) -> Tensor:
-        """From embeddings, (T, hidden_size), to final hidden states."""
+        """Compute final hidden states from embeddings, (T, hidden_size) both."""
         self._step, self._rotary = step, _rotary_table(step)
         return self.run_layers(hidden, tap)
 
     def run_layers(self, hidden: Tensor, tap: Tap | None = None) -> Tensor:
-        """As a call, of a step that `attend` knows."""
+        """Do as a call, for the step that `attend` has."""
         decoder, ops = self._decoder, self._ops
         residual = hidden
         hidden = ops.rmsnorm(hidden, decoder.layers[0].input_layernorm.weight, decoder.norm.eps)
@@ -51,7 +51,7 @@ class FusedLayers:
         return hidden
 
     def attend(self, layer: Attention, hidden: Tensor) -> Tensor:
-        """One layer's attention with its projections: (T, hidden_size) to the same."""
+        """Compute one layer's attention with its projections: (T, hidden_size) to the same."""
         tokens = hidden.shape[0]
         rows = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         qkv = layer.qkv_proj(hidden)
@@ -66,14 +66,14 @@ class FusedLayers:
 
 
 def _rotary_table(step: LlamaStep) -> Tensor:
-    """(T, head_dim) float32: each token's cosines, then its sines; a row for every token, not every position."""
+    """Make (T, head_dim) float32: each token's cosines, then its sines; one row per token, not per position."""
     half = step.cos.shape[-1] // 2
     return torch.cat((step.cos[:, 0, :half], step.sin[:, 0, half:]), dim=-1).float()
 
 
 @contextlib.contextmanager
 def fused(model: Llama, flashinfer: ModuleType) -> Iterator[None]:
-    """Run the model's layers fused in here; captures keep what they saw."""
+    """Run the model's layers fused in this context; graphs captured in it stay fused."""
     model.model.fused = FusedLayers(model.model, flashinfer)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Projections that stand side by side in memory."""
+"""Projections whose weights are adjacent in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Joined(nn.Module):
-    """Several projections of one input as one, over the very memory of their weights.
+    """Runs several projections of one input as one, over the memory of their weights.
 
     The parts stay parameters under their checkpoint names; `join` lays them side by side.
     """
@@ -18,12 +18,12 @@ class Joined(nn.Module):
 
     def __init__(self, *parts: nn.Linear) -> None:
         super().__init__()
-        self._parts = parts  # a tuple: not registered, they belong to the parent
+        self._parts = parts  # in a tuple, so that they stay submodules of the parent only
         self.register_buffer("weight", torch.empty(0), persistent=False)
         self.register_buffer("bias", None, persistent=False)
 
     def join(self) -> None:
-        """Give the parts one memory, with their values; call after they were made or moved."""
+        """Move the parts' values to one tensor; call after they were made or moved."""
         self.weight = _join([part.weight for part in self._parts])
         self.bias = None if self._parts[0].bias is None else _join([part.bias for part in self._parts])
 
@@ -32,7 +32,7 @@ class Joined(nn.Module):
 
 
 def _join(parameters: list[nn.Parameter]) -> Tensor:
-    """The parameters' values in one tensor, of which they become parts."""
+    """Concatenate the parameters' values to one tensor, and make the parameters views of it."""
     joined = torch.cat([parameter.data for parameter in parameters])
     start = 0
     for parameter in parameters:

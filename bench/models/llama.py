@@ -1,4 +1,4 @@
-"""A Llama for decoding, written as users write it: plain torch operators, a paged KV cache, no fusion.
+"""A Llama for decoding in the style of users' code: plain torch operators, a paged KV cache, no fusion.
 
 Batches are flat: one token per request, T tokens for T requests. Weights carry the names of Hugging
 Face checkpoints. Qwen2 and Qwen3 are Llamas but for biases and a norm of queries and keys (`LlamaKind`).
@@ -32,7 +32,7 @@ class CacheShape(NamedTuple):
 
 
 class LlamaStep(Protocol):
-    """What the layers of one forward share; cos, sin: (T, 1, head_dim), sin negated in its first half."""
+    """Data that the layers of one forward share; cos, sin: (T, 1, head_dim), sin negated in its first half."""
 
     @property
     def cos(self) -> Tensor: ...
@@ -41,11 +41,11 @@ class LlamaStep(Protocol):
     def sin(self) -> Tensor: ...
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """One layer's attention, into `out`.
+        """Compute one layer's attention into `out`.
 
         Args:
             q, out: (T, num_heads, head_dim).
-            k, v: (T, num_kv_heads, head_dim), this step's, not in the cache yet.
+            k, v: (T, num_kv_heads, head_dim), of this step, not in the cache yet.
         """
 
 
@@ -104,13 +104,13 @@ class Attention(nn.Module):
         q, k = turned.split((self.num_heads, self.num_kv_heads), dim=1)
         v = heads[:, rotated:]
         # The output is allocated here, outside the operator: a compiler that splits at the operator
-        # then has it in graph memory, at an address that stays.
+        # then has it in graph memory, at a fixed address.
         out = hidden.new_empty(tokens, self.num_heads, self.head_dim)
         step.attend(self, q, k, v, out)
         return self.o_proj(out.view(tokens, -1))
 
     def norm(self, heads: Tensor) -> Tensor:
-        """The heads of queries and keys, (T, num_heads + num_kv_heads, head_dim), normed where the model does so."""
+        """Norm the heads of queries and keys, (T, num_heads + num_kv_heads, head_dim), if the model does so."""
         if self.q_norm is None or self.k_norm is None:
             return heads
         return torch.cat((self.q_norm(heads[:, : self.num_heads]), self.k_norm(heads[:, self.num_heads :])), dim=1)
@@ -190,14 +190,14 @@ class Llama(nn.Module):
         cache: pages of every layer's KV cache, the scratch page included.
         max_batch: the largest batch, in requests.
         lm_head: True returns logits, False final hidden states.
-        shard: which part of it this rank has.
+        shard: this rank's share of the model.
     """
 
     def __init__(
         self, config: LlamaConfig, cache: CacheShape, max_batch: int, *, lm_head: bool = True, shard: Shard = WHOLE
     ) -> None:
         super().__init__()
-        llama_kind(config)  # first: another architecture's config lacks what is asked of it below
+        llama_kind(config)  # first, since configs of other architectures lack attributes that are read below
         self.shard = shard
         config = self.config = shard.config(config)
         self.max_batch = max_batch
@@ -213,7 +213,7 @@ class Llama(nn.Module):
         Args:
             input_ids: (T,) int64.
             positions: (T,) int64, the position of each token in its request.
-            slot_mapping: (T,) int64, where its key and value go: page * page_size + offset; -1 for padding.
+            slot_mapping: (T,) int64, slot of each key and value, page * page_size + offset; -1 for padding.
             seq_lens: (T,) int32, tokens in the cache after this step; 0 for padding.
             block_table: (T, max_blocks) int32, the pages of each request.
 
@@ -223,11 +223,11 @@ class Llama(nn.Module):
         return self.head(self.model(input_ids, positions, slot_mapping, seq_lens, block_table))
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits of final hidden states, or these themselves without lm_head."""
+        """Compute logits of final hidden states; without lm_head return these."""
         return hidden if self.lm_head is None else self.lm_head(hidden)
 
     def reset_buffers(self, seed: int | None = None) -> None:
-        """Fill what no checkpoint holds: frequencies, row offsets, and the caches with noise (zeros without a seed)."""
+        """Fill the buffers: frequencies, row offsets, and the caches with noise (zeros without a seed)."""
         self.model.rotary_emb.reset()
         self.model.query_start_loc.copy_(torch.arange(self.max_batch + 1, dtype=torch.int32))
         generator = None if seed is None else torch.Generator(self.model.query_start_loc.device).manual_seed(seed)
@@ -241,7 +241,7 @@ class Llama(nn.Module):
                     normal_part(cache, whole, 2, self.shard, generator=generator)
 
     def tie_weights(self) -> None:
-        """Share the embedding with lm_head, where the config says so."""
+        """Share the embedding with lm_head if the config says so."""
         if self.lm_head is not None and self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -258,7 +258,7 @@ def build_llama(
     random_weights: bool = True,
     shard: Shard = WHOLE,
 ) -> Llama:
-    """A Llama in eval mode, its weights and caches made in place on the device.
+    """Build a Llama in eval mode; weights and caches are created directly on the device.
 
     Args:
         config: a transformers `LlamaConfig`.
@@ -267,10 +267,10 @@ def build_llama(
         dtype: of weights and cache; the config's own by default.
         seed: of the random weights and cache contents; the same seed gives the same model on the same device.
         random_weights: False leaves the weights unset, for `load_checkpoint`.
-        shard: which part of it this rank has; seeds give the same model on any number of ranks.
+        shard: this rank's share; a seed gives the same model on any number of ranks.
 
     Raises:
-        ValueError: the ranks do not divide the heads or the MLP evenly, or this is no Llama.
+        ValueError: the ranks do not divide the heads or the MLP evenly, or the config is of no Llama.
     """
     with torch.device("meta"):
         model = Llama(config, cache, max_batch, lm_head=lm_head, shard=shard)
@@ -283,7 +283,7 @@ def build_llama(
 
 
 def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Give a model made on the meta device its memory, unset, for inference."""
+    """Allocate the memory of a model that is on the meta device, uninitialized, for inference."""
     for module in model.modules():
         if not isinstance(module, RotaryEmbedding):  # frequencies stay in float32
             module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
@@ -295,7 +295,7 @@ def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype
 
 
 def randomize(model: nn.Module, std: float, seed: int, shard: Shard = WHOLE) -> None:
-    """Normal weights, unit norms, zero biases."""
+    """Fill a model with normal weights, unit norms and zero biases."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):

@@ -1,4 +1,4 @@
-"""What a model's config says of its kind, heads and numbers, in either generation of transformers."""
+"""Reads a model's kind and dtype from its config, of either generation of transformers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from transformers import LlamaConfig
 
 
 class LlamaKind(NamedTuple):
-    """What sets a model type apart.
+    """The properties in which a model type differs from others.
 
     Attributes:
-        qkv_bias, o_bias: of the projections around attention; None: as ``config.attention_bias`` says.
-        qk_norm: whether the heads of queries and keys are normed before they are rotated.
+        qkv_bias, o_bias: biases of the projections around attention; None follows ``config.attention_bias``.
+        qk_norm: True if the heads of queries and keys are normed before they are rotated.
     """
 
     qkv_bias: bool | None = None
@@ -25,10 +25,10 @@ KINDS = {"llama": LlamaKind(), "qwen2": LlamaKind(qkv_bias=True, o_bias=False), 
 
 
 def llama_kind(config: LlamaConfig) -> LlamaKind:
-    """The config's llama_kind.
+    """Return the kind of Llama that the config describes.
 
     Raises:
-        ValueError: this is no Llama, or one with attention over a window.
+        ValueError: the config is of no Llama, or of one with sliding-window attention.
     """
     kind = config.model_type
     if kind not in KINDS:
@@ -39,7 +39,7 @@ def llama_kind(config: LlamaConfig) -> LlamaKind:
 
 
 def config_dtype(config: LlamaConfig) -> torch.dtype:
-    """The dtype the config names, float32 where it names none."""
+    """Return the config's dtype, float32 if it names none."""
     # `torch_dtype` in transformers 4, `dtype` from 5 on, where reading the old name warns.
     values = vars(config)
     named = values.get("dtype") or values.get("torch_dtype") or values.get("_dtype") or torch.float32

@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies by a config's rules, cosines and sines, and heads turned by them."""
+"""Rotary positions: frequencies from a config, cosines and sines, and the rotation of heads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq.copy_(inverse_frequencies(self.config))
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (T, 1, head_dim), of (T,) positions, or of (3, T): time, height and width (M-RoPE)."""
+        """Compute cosines and sines, (T, 1, head_dim), of positions (T,), or (3, T): time, height, width (M-RoPE)."""
         angles = positions.float()[..., None, None] * self.inv_freq
         if positions.dim() == 2:
             parts = angles.split(mrope_section(self.config), dim=-1)
@@ -35,22 +35,22 @@ class RotaryEmbedding(nn.Module):
 
 
 def head_dim(config: LlamaConfig) -> int:
-    """Elements per head."""
+    """Return the elements per head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions, (T, 1, head_dim) as `RotaryEmbedding` gives them, to (T, num_heads, head_dim)."""
-    # The halves change places, and the sign that goes with it is in `sin`.
+    """Apply rotary positions, (T, 1, head_dim) from `RotaryEmbedding`, to heads (T, num_heads, head_dim)."""
+    # The halves are swapped; the sign that belongs to this is in `sin`.
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((second, first), dim=-1) * sin
 
 
 def mrope_section(config: LlamaConfig) -> list[int]:
-    """How many frequencies turn with time, height and width.
+    """Return the numbers of frequencies for time, height and width.
 
     Raises:
-        ValueError: the config does not say, or not about all of them.
+        ValueError: the config has no such numbers, or their sum is wrong.
     """
     sections = list(_rope_parameters(config).get("mrope_section", ()))
     if len(sections) != 3 or sum(sections) != head_dim(config) // 2:
@@ -62,10 +62,10 @@ def mrope_section(config: LlamaConfig) -> list[int]:
 
 
 def inverse_frequencies(config: LlamaConfig) -> Tensor:
-    """(head_dim / 2,) float32, radians per token.
+    """Compute the frequencies, (head_dim / 2,) float32, in radians per token.
 
     Raises:
-        ValueError: the config's kind of rotary scaling is not known here.
+        ValueError: the config's kind of rotary scaling is not supported.
 
     Source: the llama3 rule is that of the Llama 3.1 model card, as in transformers' ``rope_utils``.
     """
@@ -80,7 +80,7 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
 
 
 def _rope_parameters(config: LlamaConfig) -> dict[str, Any]:
-    """Base and scaling from either generation of transformers' configs."""
+    """Return base and scaling, from a config of either generation of transformers."""
     rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
     rope.setdefault("rope_type", rope.get("type", "default"))
@@ -88,7 +88,7 @@ def _rope_parameters(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Long wavelengths stretched by the factor, short ones kept, a smooth blend between."""
+    """Stretch long wavelengths by the factor, keep short ones, and blend smoothly between them."""
     old_context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
     wavelengths = 2 * math.pi / frequencies
     blend = ((old_context / wavelengths - low) / (high - low)).clamp(0, 1)

@@ -20,8 +20,8 @@ class ServingLlama(nn.Module):
         llama: weights; its own cache is not used.
         backend: attention and the cache.
         max_num_tokens: tokens of a step.
-        fused: whether layers run on fused operators, FlashInfer's and Triton's; by default where these are.
-        compiled: whether plain layers run compiled, split at attention.
+        fused: True to run layers on fused operators of FlashInfer and Triton; by default if these are installed.
+        compiled: True to run plain layers compiled, split at attention.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class ServingLlama(nn.Module):
 
     @property
     def fused(self) -> bool:
-        """Whether layers run on fused operators."""
+        """True if layers run on fused operators."""
         return self._fused is not None
 
     def forward(self, input_ids: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
-        """Final hidden states, (T, hidden_size), of a step's tokens and their positions, (T,) int64 both."""
+        """Compute final hidden states, (T, hidden_size), of tokens and their positions, (T,) int64 both."""
         if self._compiled is not None:
             return self._compiled(input_ids, positions)
         decoder = self.llama.model
@@ -64,7 +64,7 @@ class ServingLlama(nn.Module):
 
 
 def can_fuse(llama: Llama) -> bool:
-    """Whether there is a GPU with FlashInfer and Triton, and a model in half precision."""
+    """True for a model in half precision, on a GPU, with FlashInfer and Triton installed."""
     weight = llama.model.embed_tokens.weight
     installed = all(importlib.util.find_spec(name) is not None for name in ("flashinfer", "triton"))
     return weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16) and installed

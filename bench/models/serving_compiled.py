@@ -23,7 +23,7 @@ _numbers = itertools.count()
 class CompiledLayers(nn.Module):
     """A decoder's plain layers, compiled at the first call for any number of tokens.
 
-    Attention is one operator with the tag `cudagraph_unsafe`: the trace is split at it, and so is a piecewise capture.
+    Attention is one operator with the tag `cudagraph_unsafe`: the trace and piecewise captures are split at it.
 
     Args:
         llama: weights; its own cache is not used.
@@ -40,7 +40,7 @@ class CompiledLayers(nn.Module):
         self._traced = False
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Final hidden states, (T, hidden_size), of a step's tokens and their positions, (T,) int64 both."""
+        """Compute final hidden states, (T, hidden_size), of tokens and their positions, (T,) int64 both."""
         if not self._traced:
             for rows in (input_ids, positions):
                 torch._dynamo.mark_dynamic(rows, 0)
@@ -50,7 +50,7 @@ class CompiledLayers(nn.Module):
 
 
 class _Layers(nn.Module):
-    """What is compiled."""
+    """The module that is compiled."""
 
     def __init__(self, llama: Llama, number: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Layers(nn.Module):
 
 
 class CompiledStep:
-    """A step whose attention is the operator; cos, sin as in `LlamaStep`."""
+    """A step whose attention calls the operator; cos, sin as in `LlamaStep`."""
 
     def __init__(self, cos: Tensor, sin: Tensor, number: int) -> None:
         self.cos, self.sin, self._number = cos, sin, number
@@ -73,7 +73,7 @@ class CompiledStep:
 
 
 def _of_this_backend(guards: Sequence[Any]) -> list[bool]:
-    """Keep the guard on whose attention it is: Dynamo would serve another engine's model with this one's code."""
+    """Keep only the guard on the backend's number: other engines must not run this one's compiled code."""
     return [guard.name.endswith(".number") for guard in guards]
 
 
@@ -82,7 +82,7 @@ def _split(traced: fx.GraphModule, example_inputs: list[object], **_: object) ->
 
 
 def _serving_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int, number: int) -> None:
-    """Write this step's keys and values, then attend; of the backend with this number."""
+    """Write this step's keys and values, then attend, by the backend with this number."""
     backend = _backends[number]
     backend.cache.write(layer, k, v, backend.live.slot_mapping)
     backend.run(layer, q, out, backend.live)

@@ -1,7 +1,7 @@
-"""The serving Llama on fused operators: FlashInfer's, and one Triton kernel for what stands before attention.
+"""The serving Llama on fused operators: FlashInfer's, and one Triton kernel for the steps before attention.
 
 The kernel norms (Qwen3) and rotates queries and keys, and writes keys and values to their pages: one launch in
-place of three to five. Imported only where both libraries are.
+place of three to five. Imported only if both libraries are installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ServingLayers(FusedLayers):
         self._backend = backend
         first = decoder.layers[0].self_attn
         weight = decoder.embed_tokens.weight
-        # One output for all layers: each is read before the next is written. Zeros: what padding rows keep.
+        # One output for all layers: each is read before the next is written. Padding rows keep the zeros.
         shape = (max_num_tokens, first.num_heads, first.head_dim)
         self._out = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         positions = torch.arange(backend.metadata.max_model_len, device=weight.device)
@@ -45,7 +45,7 @@ class ServingLayers(FusedLayers):
         self._norm_eps = decoder.norm.eps
 
     def run(self, hidden: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
-        """From embeddings, (T, hidden_size), to final hidden states."""
+        """Compute final hidden states from embeddings, (T, hidden_size) both."""
         self._positions = positions
         return self.run_layers(hidden, tap)
 
@@ -62,7 +62,7 @@ class ServingLayers(FusedLayers):
         return layer.o_proj(out.view(tokens, -1))
 
 
-_HEADS = 8  # that a program of the kernel works on
+_HEADS = 8  # heads per program of the kernel
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -87,7 +87,7 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
     NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each token and some of its heads: of queries, keys and values, in this order."""
+    """Process one token and some of its heads in each program: queries, keys and values, in this order."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
     column = tl.arange(0, HALF)[None, :]

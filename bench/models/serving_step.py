@@ -1,4 +1,4 @@
-"""What a Llama's layers share in a step over simplegraph's paged attention."""
+"""The data that a Llama's layers share in a step over simplegraph's paged attention."""
 
 from __future__ import annotations
 

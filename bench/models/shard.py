@@ -1,4 +1,4 @@
-"""Tensor parallelism: which part of each weight a rank has, and the sum that makes a layer's output whole.
+"""Tensor parallelism: each rank's part of the weights, and the all-reduce that completes a layer's output.
 
 Projections into heads and into the MLP are split by columns, those back by rows, each with one all-reduce.
 Embeddings, norms and lm_head are on every rank.
@@ -27,7 +27,7 @@ class Shard(NamedTuple):
     size: int = 1
 
     def config(self, config: LlamaConfig) -> LlamaConfig:
-        """The config of this rank's part: fewer heads, a narrower MLP, everything else as it was.
+        """Return the config of this rank's part: fewer heads, a narrower MLP, everything else unchanged.
 
         Raises:
             ValueError: the ranks do not divide the heads or the MLP evenly.
@@ -47,7 +47,7 @@ class Shard(NamedTuple):
         return own
 
     def split_rows(self, model: nn.Module) -> None:
-        """Let the projections back to the hidden size add up over the ranks."""
+        """Make the projections back to the hidden size sum over the ranks."""
         for parent in [module for module in model.modules() if self.size > 1]:
             for name in ROWS:
                 whole = getattr(parent, name, None)
@@ -56,7 +56,7 @@ class Shard(NamedTuple):
 
     @staticmethod
     def split_dim(name: str) -> int | None:
-        """The dimension of a parameter that ranks share; None for one that each has whole."""
+        """Return the dimension in which ranks split a parameter; None if each rank has all of it."""
         layer, _, kind = name.rpartition(".")
         layer = layer.rpartition(".")[2]
         if layer in COLUMNS:
@@ -64,16 +64,16 @@ class Shard(NamedTuple):
         return 1 if layer in ROWS and kind == "weight" else None
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter, by its name in the checkpoint."""
+        """Return this rank's part of a parameter, by its name in the checkpoint."""
         dim = self.split_dim(name)
         return whole if dim is None or self.size == 1 else self.slice(whole, dim)
 
     def slice(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's of as many equal parts as there are ranks."""
+        """Return this rank's slice of equal parts along `dim`."""
         return whole.chunk(self.size, dim)[self.rank]
 
     def whole_shape(self, name: str, part: Tensor) -> list[int]:
-        """The shape of a parameter of which `part` is this rank's."""
+        """Return the shape of the whole parameter of which `part` is this rank's."""
         shape, dim = list(part.shape), self.split_dim(name)
         if dim is not None:
             shape[dim] *= self.size
@@ -84,7 +84,7 @@ WHOLE = Shard()
 
 
 class RowParallel(nn.Linear):
-    """A linear layer whose input features are spread over the ranks."""
+    """A linear layer whose input features are split over the ranks."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         out = F.linear(hidden, self.weight)
@@ -93,7 +93,7 @@ class RowParallel(nn.Linear):
 
 
 def normal_part(part: Tensor, whole_shape: list[int], dim: int | None, shard: Shard, **normal: object) -> None:
-    """Fill a part with what is in its place where the whole is drawn: the same model on any number of ranks."""
+    """Fill a part with its slice of the randomly drawn whole, so that any number of ranks has the same model."""
     if shard.size == 1 or dim is None:
         part.normal_(**normal)  # type: ignore[arg-type]
         return

@@ -32,12 +32,12 @@ class Workload:
     Args:
         model: ``tiny``, ``8b``, ``70b``, or a folder with a Hugging Face config.json, with weights or without.
         sizes: batch sizes to have ready, in requests.
-        device: where the model lives.
+        device: device of the model.
         context: tokens in each request's cache, the step's own included.
-        lm_head: whether the model returns logits.
+        lm_head: True if the model returns logits.
         seed: of random weights and cache contents.
-        layers: in place of the config's number of layers.
-        shard: which part of the model this rank has.
+        layers: replaces the config's number of layers.
+        shard: this rank's share of the model.
     """
 
     model: str
@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def blocks(self) -> int:
-        """Pages a request owns."""
+        """Pages per request."""
         return math.ceil(self.context / PAGE_SIZE)
 
     @property
@@ -66,10 +66,10 @@ class Workload:
 
     @property
     def folder(self) -> Path:
-        """Where the model's config.json is.
+        """Folder of the model's config.json.
 
         Raises:
-            FileNotFoundError: no such shape and no such folder.
+            FileNotFoundError: there is no such shape and no such folder.
         """
         for folder in (CONFIGS / self.model, Path(self.model)):
             if (folder / "config.json").is_file():
@@ -79,13 +79,13 @@ class Workload:
         )
 
     def config(self) -> LlamaConfig:
-        """The model's config."""
+        """Load the model's config."""
         config: LlamaConfig = AutoConfig.from_pretrained(self.folder)
         config.num_hidden_layers = self.layers or config.num_hidden_layers
         return config
 
     def build(self) -> Llama:
-        """The model on its device: a checkpoint's weights where there is one, seeded random ones else."""
+        """Build the model on its device, with a checkpoint's weights if there is one, else seeded random ones."""
         config, weights = self.config(), has_checkpoint(self.folder)
         cache = CacheShape(self.pages, PAGE_SIZE)
         dtype = config_dtype(config) if self.device.type == "cuda" else torch.float32
@@ -105,12 +105,12 @@ class Workload:
         return model
 
     def batch(self, count: int, vocab_size: int, *, start: int = 0, mixed_lengths: bool = False) -> Batch:
-        """One decode step of requests 0 to count - 1.
+        """Make one decode step of requests 0 to count - 1.
 
         Args:
             count: requests, at most `max_batch`.
-            start: the first byte of the text taken, so that other calls see other tokens.
-            mixed_lengths: contexts of 1 to `context` tokens, drawn from the text, in place of full ones.
+            start: the first byte of the text that is used, so that different calls use different tokens.
+            mixed_lengths: contexts of 1 to `context` tokens, drawn from the text, instead of full ones.
 
         Returns:
             input_ids, positions, slot_mapping: (count,) int64. seq_lens: (count,) int32.

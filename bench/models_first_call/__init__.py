@@ -1,1 +1,1 @@
-"""Vision, diffusion and encoder models timed from their first call on; no language model that generates."""
+"""Benchmarks of vision, diffusion and encoder models, timed from their first call on."""

@@ -1,4 +1,4 @@
-"""``python -m bench.models_first_call``: vision, diffusion and encoder models; `first_call` says how."""
+"""``python -m bench.models_first_call``: vision, diffusion and encoder models; see `first_call`."""
 
 from bench.models_first_call.first_call import main
 

@@ -2,9 +2,9 @@
 
 ``python -m bench.models_first_call``: every model and arm in a fresh process; ``--models`` and ``--arms`` choose.
 ``first``: the first result, from the built model, imports left out. ``ready``: three calls, after which every arm has
-compiled or captured what it will. Every arm's answer to an input that it has not seen is compared with eager's; ours
-also at batches of 1, 2 and 3, padded where none was captured, each from a replay. What compiles takes a minute and more
-for each model, so it runs only where ``--arms`` names it; ``sooner`` is its first call's time over that of the arm.
+compiled and captured everything. Every arm's output for a new input is compared with eager's; ours
+also at batches of 1, 2 and 3, padded if not captured, each from a replay. Compiling takes a minute or more
+per model, so that arm runs only if ``--arms`` names it; ``sooner`` is its first call's time over the arm's.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from bench.tools.tables import MIB, cell, ratio
 READY_CALLS = 4
 RAGGED = (1, 2, 3)  # rows of calls after the measured ones; three are padded to four
 COMPILED = "compiled-reduce-overhead"
-# Of the largest value, for kernels that a compiler chose otherwise.
+# Allowed difference relative to the largest value, since a compiler may choose other kernels.
 ROUNDING = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstCallPlan:
-    """What is measured.
+    """The models, arms and counts of a measurement.
 
     Args:
         models: of `ZOO`; arms: of `ARMS`.
         tiny: the models' tiny shapes.
         batch: rows of the calls that are measured.
-        processes: of each arm and model; medians count.
+        processes: processes per arm and model, of which medians are reported.
         timeout: seconds that a process may take.
     """
 
@@ -54,7 +54,7 @@ class FirstCallPlan:
 
 
 def default_plan(device: torch.device) -> FirstCallPlan:
-    """All models installed and the arms that compile nothing, at real shapes on a GPU; tiny ones on a CPU."""
+    """Return the installed models and the arms that compile nothing, at real shapes on a GPU, tiny ones on a CPU."""
     return FirstCallPlan(tuple(available()), QUICK, tiny=device.type != "cuda")
 
 
@@ -62,10 +62,10 @@ def default_plan(device: torch.device) -> FirstCallPlan:
 
 
 def run_arm(model: str, arm: str, device: torch.device, tiny: bool, batch: int) -> Figures:
-    """The figures of one arm on one model; `skipped` says why there are none.
+    """Measure one arm on one model; `skipped` is the reason if it cannot run.
 
     Raises:
-        RuntimeError: its answers are not eager's, or one of ours was not replayed.
+        RuntimeError: its outputs differ from eager's, or one of ours was not replayed.
     """
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -111,7 +111,7 @@ def _memory(before: DeviceMemory | None, after: DeviceMemory | None) -> Figures:
 
 
 def _replayed_difference(step: sg.CudaGraphWrapper, module: nn.Module, inputs: list[Tensor]) -> float:
-    """As `_difference`, of a call whose size has its graph by then."""
+    """Do as `_difference`, for a call that is replayed."""
     for _ in range(READY_CALLS):
         step(*inputs)
     replays = step.graph_stats.replays
@@ -122,7 +122,7 @@ def _replayed_difference(step: sg.CudaGraphWrapper, module: nn.Module, inputs: l
 
 
 def _difference(step: Step, module: nn.Module, inputs: list[Tensor]) -> float:
-    """From eager's answer, of its largest value."""
+    """Return the largest difference from eager's output, relative to its largest value."""
     answer, wanted = step(*inputs), module(*inputs)
     if answer.shape != wanted.shape:
         raise RuntimeError(f"an answer of shape {tuple(answer.shape)} where eager's is {tuple(wanted.shape)}.")
@@ -169,7 +169,7 @@ def _told(found: Figures) -> str:
 
 
 def failures(figures: Figures) -> list[str]:
-    """Models and arms that had to work and did not; what others' arms cannot do is among their figures."""
+    """List required models and arms that failed; failures of other libraries' arms are reported as figures."""
     arms = [(model, arm, found) for model, arms in figures["models"].items() for arm, found in arms.items()]
     return [
         f"{arm} of {model}:\n{found['failed']}" for model, arm, found in arms if "failed" in found and ARMS[arm].ours
@@ -188,7 +188,7 @@ _COLUMNS = {
 
 
 def render(figures: Figures) -> str:
-    """The figures as a table."""
+    """Format the figures as a table."""
     lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
     lines.append(f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "x eager ms", "x sooner")))
     for model, arms in figures["models"].items():
@@ -208,7 +208,7 @@ def _cells(found: Figures, arms: Figures) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, print the table, and write the figures where ``--json`` says."""
+    """Measure, print the table, and write the figures to the file that ``--json`` names."""
     parser = argparse.ArgumentParser(prog="python -m bench.models_first_call", description=__doc__)
     add_names(parser, "--models", available(), "all that are installed by default")
     add_names(parser, "--arms", ARMS, "those that compile nothing by default")

@@ -1,4 +1,4 @@
-"""Ways to call any module at one batch size, by name: eager, graphs of several makers, the compiler."""
+"""Arms for any module at one batch size, by name: eager, graphs of several libraries, the compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.tools import compiler
 from simplegraph.errors import install_command
 
 Step = Callable[..., Tensor]
-SIZES = (1, 2, 4)  # what simplegraph captures beside the batch measured, each at its first use
+SIZES = (1, 2, 4)  # sizes that simplegraph captures in addition to the measured batch, each at its first use
 # The last call before its capture; the next one, the third, replays.
 _TENSORDICT_WARMUP = 2
 
@@ -25,13 +25,13 @@ def _nothing(device: torch.device) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ModelArm:
-    """One way.
+    """One way to run a module.
 
     Args:
-        make: a callable of the module, for calls like the one whose tensors it is given.
-        load: what it imports, before any clock runs; raises `NotAvailable` where it cannot run.
-        compiles: which takes a minute and more for each model.
-        ours: which has to work, at every batch size of `SIZES` and below.
+        make: called with the module and a call's tensors; returns a callable for calls like it.
+        load: imports its libraries before any timing starts; raises `NotAvailable` if it cannot run.
+        compiles: True if it compiles, which takes a minute or more per model.
+        ours: True for simplegraph's arms, which must work at every batch size up to the largest of `SIZES`.
     """
 
     make: Callable[[nn.Module, tuple[Tensor, ...]], Step]
@@ -67,7 +67,7 @@ def _compiled(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
 
 
 def _graphed_callables(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
-    # It replaces the module's forward, and eager is to stay what it was.
+    # It replaces the forward of a module, so it gets a function: the eager module must not change.
     graphed: Step = torch.cuda.make_graphed_callables(lambda *tensors: module(*tensors), inputs)
     return graphed
 

@@ -1,4 +1,4 @@
-"""Models that are nobody's language model, by name: random weights, one call each, at a real shape or a tiny one.
+"""Models other than language models, by name: random weights, one call each, at a real shape or a tiny one.
 
 Half of them need no package. All take tensors by position and return one tensor, so that every arm can call them.
 """
@@ -19,9 +19,9 @@ class Entry:
     """One model.
 
     Args:
-        build: makes it; told whether it is to be tiny.
-        inputs: makes a call's tensors on the CPU in float32; told the same, and how many rows.
-        package: what must be installed.
+        build: makes the model; called with True for the tiny shape.
+        inputs: makes a call's tensors on the CPU in float32; called with the same flag and the number of rows.
+        package: the package that must be installed; None for none.
     """
 
     build: Callable[[bool], nn.Module]
@@ -30,7 +30,7 @@ class Entry:
 
 
 class Residual(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Residual(nn.Module):
 
 
 class SmallUNet(nn.Module):
-    """Down, middle and up with connections across, told the timestep."""
+    """A small UNet with skip connections and a timestep."""
 
     def __init__(self, channels: int, depth: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class SmallUNet(nn.Module):
 
 
 class Sample(nn.Module):
-    """A denoiser of diffusers, its arguments by position, and of its output the sample."""
+    """A denoiser of diffusers that takes its arguments by position and returns the sample."""
 
     def __init__(self, model: nn.Module, *names: str) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Sample(nn.Module):
 
 
 class LastHidden(nn.Module):
-    """An encoder of transformers that gives its last hidden states alone."""
+    """An encoder of transformers that returns only its last hidden states."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -218,13 +218,13 @@ ZOO: dict[str, Entry] = {
 
 
 def available() -> list[str]:
-    """Names of the models whose package is installed here."""
+    """List the names of models whose package is installed."""
     return [name for name, entry in ZOO.items() if entry.package is None or _imports(entry.package)]
 
 
 def _imports(package: str) -> bool:
     try:
         __import__(package)
-    except (ImportError, RuntimeError):  # torchvision's own for another build of torch
+    except (ImportError, RuntimeError):  # torchvision raises RuntimeError if built for another torch
         return False
     return True

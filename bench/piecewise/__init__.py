@@ -1,1 +1,1 @@
-"""What eager breaks cost, and the mixed batches that only they can serve; not the arms, which `arms` has."""
+"""Benchmarks of eager breaks, and of mixed batches that need them. The arms are in `bench.arms`."""

@@ -1,4 +1,4 @@
-"""``python -m bench.piecewise``: eager breaks and mixed batches; `breaks` says how."""
+"""``python -m bench.piecewise``: eager breaks and mixed batches; see `breaks`."""
 
 import sys
 

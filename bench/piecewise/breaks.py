@@ -1,4 +1,4 @@
-"""What eager breaks cost: one model under FULL and PIECEWISE graphs, and mixed batches that only breaks can serve.
+"""Cost of eager breaks: one model under FULL and PIECEWISE graphs, and mixed batches that only breaks can serve.
 
 ``python -m bench.piecewise``: everything in one process, every output compared with eager before any time counts.
 """
@@ -50,16 +50,16 @@ host break: the same of the times to issue. Neither has a floor: what the device
 
 @dataclasses.dataclass(frozen=True)
 class BreaksPlan:
-    """What is measured.
+    """The sizes and counts of a measurement.
 
     Args:
         model: tiny, 8b, or a folder with a config.json.
         sizes: decode batches to capture, in requests.
         device: cuda, cpu, or None for the best there is.
-        layers: in place of the config's.
+        layers: replaces the config's number of layers.
         mixed_sizes: mixed batches to capture, in tokens.
         restarts: starts of each mode after its first.
-        rounds: how often the modes take turns at a step time.
+        rounds: number of rounds in which the modes take turns at a step time.
         steps: calls that a round is the median of.
         mixed_steps: the same for mixed batches.
     """
@@ -81,12 +81,12 @@ CPU_PLAN = BreaksPlan(
 
 
 def default_plan(device: str | None = None) -> BreaksPlan:
-    """The 8B shape and all default sizes on a GPU; a small model and few sizes else."""
+    """Return the 8B shape and all default sizes on a GPU; otherwise a small model and few sizes."""
     return CPU_PLAN if device_of(device).type == "cpu" else BreaksPlan(device=device)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write the JSON that was asked for."""
+    """Measure, print, and write the JSON if requested."""
     options = _parser().parse_args(arguments)
     figures = measure(changed(default_plan(options.device), vars(options)))
     print(render(figures))
@@ -108,11 +108,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def measure(plan: BreaksPlan) -> Figures:
-    """All figures.
+    """Measure all figures.
 
     Raises:
-        Mismatch: an output is not eager's.
-        RuntimeError: a graph does not have the breaks it should have.
+        Mismatch: an output differs from eager's.
+        RuntimeError: a graph has another number of breaks than expected.
     """
     device = with_index(device_of(plan.device))
     workload = Workload(plan.model, plan.sizes, device, layers=plan.layers)
@@ -131,7 +131,7 @@ def measure(plan: BreaksPlan) -> Figures:
 
 
 def starts(setup: Setup, restarts: int) -> Figures:
-    """Seconds and memory of every start, by mode, and PIECEWISE over FULL; the modes take turns."""
+    """Measure seconds and memory of every start by mode, and PIECEWISE over FULL; the modes take turns."""
     taken: dict[str, list[Figures]] = {name: [] for name in MODES}
     for _ in range(1 + restarts):
         for name, mode in MODES.items():
@@ -141,13 +141,13 @@ def starts(setup: Setup, restarts: int) -> Figures:
 
 
 def _start(mode: type[Upfront], setup: Setup) -> Figures:
-    """One start, its graphs dropped again."""
+    """Measure one start, and drop its graphs."""
     arm, figures = timing.start(mode, setup)
     return figures | {"capture_s": arm.details()["capture_s"]}
 
 
 def _summary(figures: list[Figures]) -> Figures:
-    """The first start, and the medians of the others, in which the GPU's libraries are loaded."""
+    """Return the first start, and medians of the others, in which the GPU's libraries are already loaded."""
     first, *later = figures
     summary = {"first_s": first["seconds"]["ready"]}
     if later:
@@ -162,7 +162,7 @@ def _ratios(one: Figures, other: Figures) -> dict[str, float]:
 
 
 def steps(setup: Setup, plan: BreaksPlan) -> Figures:
-    """Both modes compared with eager, then the cost of a break at every batch."""
+    """Compare both modes with eager, then measure the cost of a break at every batch."""
     arms: dict[str, Arm] = {name: timing.start(mode, setup)[0] for name, mode in MODES.items()}
     counts = counts_to_compare(sorted(setup.sizes))
     correct = {name: compare_with_eager(arm, setup, counts) for name, arm in arms.items()}
@@ -174,7 +174,7 @@ def steps(setup: Setup, plan: BreaksPlan) -> Figures:
 
 
 def break_cost(arms: dict[str, Arm], setup: Setup, batch: Batch, plan: BreaksPlan) -> dict[str, float]:
-    """What one layer's break adds to a step, and everything that it was computed from."""
+    """Measure how much one layer's break adds to a step, with the figures it is computed from."""
     calls: dict[str, Call] = {name: functools.partial(arm, *batch) for name, arm in arms.items()}
     ms = in_turn(calls, setup.device, rounds=plan.rounds, steps=plan.steps)
     host = {name: host_microseconds(call, setup.device, calls=plan.steps) for name, call in calls.items()}
@@ -190,12 +190,12 @@ def break_cost(arms: dict[str, Arm], setup: Setup, batch: Batch, plan: BreaksPla
 
 
 def above_launch(full: float, piecewise: float, layers: int, launch: float) -> float:
-    """What a layer's break costs beside the launch of its operator, all in us; with no floor."""
+    """Compute the cost of a layer's break beyond the launch of its operator, in us; may be negative."""
     return (piecewise - full) / layers - launch
 
 
 def launch_microseconds(setup: Setup, batch: Batch, calls: int) -> float:
-    """The median time to issue one call of the attention operator, those of a step's layers in a row."""
+    """Measure the median time to issue one attention call, with all layers of a step in a row."""
     made, operator = attention_calls(setup, batch), torch.ops.bench.paged_attention.default
 
     def all_layers() -> None:
@@ -206,7 +206,7 @@ def launch_microseconds(setup: Setup, batch: Batch, calls: int) -> float:
 
 
 def attention_calls(setup: Setup, batch: Batch) -> list[tuple[Tensor | float, ...]]:
-    """The arguments of every attention call of one eager step."""
+    """Return the arguments of every attention call of one eager step."""
     made: list[tuple[Tensor | float, ...]] = []
 
     def note(*arguments: Any) -> None:
@@ -219,7 +219,7 @@ def attention_calls(setup: Setup, batch: Batch) -> list[tuple[Tensor | float, ..
 
 
 def render(figures: Figures) -> str:
-    """Everything as text."""
+    """Format all figures as text."""
     lists = (_start_lines(figures["starts"]), _step_lines(figures["steps"]), _mixed_lines(figures["mixed"]))
     heading = tables.heading({"piecewise": figures})
     parts = [heading, *(tables.grid(tables.measured(list(lines))) for lines in lists)]

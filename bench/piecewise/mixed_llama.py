@@ -1,8 +1,8 @@
 """Mixed prefill-decode batches: the Llama on steps whose requests have one token or many.
 
-What attention must know of the requests changes in shape from step to step, and the longest query is a
-Python number, so none of it goes through the forward: it lies in a context that attention, an eager
-break, reads anew at every call. The forward's own inputs are per token, and may be padded.
+Attention's metadata of the requests changes in shape from step to step, and the longest query is a
+Python number, so none of it is passed to the forward: it is in a context that attention, an eager
+break, reads at every call. The forward's own inputs are per token, and may be padded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from simplegraph import eager_break
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadata:
-    """The requests of one step, whose tokens follow each other.
+    """The requests of one step, with their tokens one after the other.
 
     Args:
         slots: (num_tokens,) int64, where each token's key and value go: page * page_size + offset.
         query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
         seq_lens: (num_reqs,) int32, tokens in each request's cache, this step's included.
-        block_table: (num_reqs, max_blocks) int32, page ids; 0 behind a request's last page.
+        block_table: (num_reqs, max_blocks) int32, page ids; 0 after a request's last page.
         query_lens, seq_lens_host: tokens of this step, and in the cache, as Python numbers.
     """
 
@@ -52,7 +52,7 @@ _metadata: AttentionMetadata | None = None
 
 @contextlib.contextmanager
 def for_requests(metadata: AttentionMetadata) -> Iterator[None]:
-    """Calls of a `MixedLlama` in here, eager ones and replays, are of these requests."""
+    """Set the requests for calls of a `MixedLlama` in this context, eager or replayed."""
     global _metadata
     before, _metadata = _metadata, metadata
     try:
@@ -66,13 +66,13 @@ def mixed_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: Attenti
     """Write this step's keys and values to the layer's cache, then attend, causally within each request.
 
     Args:
-        q: (T, num_heads, head_dim); the rows behind the step's tokens are padding.
+        q: (T, num_heads, head_dim); rows after the step's tokens are padding.
         k, v: (T, num_kv_heads, head_dim).
         out: (T, num_heads, head_dim); written, padding with zeros.
-        layer: whose cache it is.
+        layer: the layer, which has the cache.
 
     Raises:
-        RuntimeError: outside `for_requests`, or for more tokens than there are rows.
+        RuntimeError: called outside `for_requests`, or the requests have more tokens than `q` has rows.
     """
     step = _metadata
     if step is None or step.num_tokens > q.shape[0]:
@@ -102,16 +102,16 @@ def mixed_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: Attenti
 def _complaint(step: AttentionMetadata | None, rows: int) -> str:
     if step is None:
         return "mixed attention was called without requests; call the model inside `with for_requests(metadata):`."
-    return f"the requests have {step.num_tokens} tokens, the forward {rows} rows; give it as many, or more."
+    return f"the requests have {step.num_tokens} tokens, the forward only {rows} rows; pass at least as many rows."
 
 
 def _attend_each(q: Tensor, out: Tensor, layer: Attention, step: AttentionMetadata) -> None:
-    """One request after the other, for any device; the lengths are the host's, so only ever eagerly."""
+    """Attend request by request, on any device; only eagerly, since it uses lengths on the host."""
     start = 0
     for pages, query, length in zip(step.block_table, step.query_lens, step.seq_lens_host, strict=True):
         rows = slice(start, start + query)
         keys, values = (_tokens(cache, pages, length) for cache in (layer.k_cache, layer.v_cache))
-        # Aligned at the end: the request's last token sees its whole cache.
+        # Aligned at the end: a request's last token sees its whole cache.
         causal = torch.ones(query, length, dtype=torch.bool, device=q.device).tril(length - query)
         result = F.scaled_dot_product_attention(
             q[rows].transpose(0, 1), keys, values, attn_mask=causal, scale=layer.head_dim**-0.5, enable_gqa=True
@@ -121,7 +121,7 @@ def _attend_each(q: Tensor, out: Tensor, layer: Attention, step: AttentionMetada
 
 
 def _tokens(cache: Tensor, pages: Tensor, length: int) -> Tensor:
-    """A request's part of a cache: (num_kv_heads, length, head_dim)."""
+    """Return a request's part of a cache: (num_kv_heads, length, head_dim)."""
     blocks = -(-length // cache.shape[1])
     return cache.index_select(0, pages[:blocks]).flatten(0, 1)[:length].transpose(0, 1)
 
@@ -137,7 +137,7 @@ class MixedStep(NamedTuple):
 
 
 class MixedLlama(nn.Module):
-    """A Llama for mixed batches, over the very weights and caches of another; call it inside `for_requests`."""
+    """A Llama for mixed batches, sharing another one's weights and caches; call it inside `for_requests`."""
 
     def __init__(self, llama: Llama) -> None:
         super().__init__()
@@ -145,13 +145,13 @@ class MixedLlama(nn.Module):
         self.train(llama.training)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """One step.
+        """Run one step.
 
         Args:
             input_ids, positions: (T,) int64, the requests' tokens and their positions, then padding.
 
         Returns:
-            (T, vocab_size) logits, or (T, hidden_size) without lm_head; of padding, finite values of no meaning.
+            (T, vocab_size) logits, or (T, hidden_size) without lm_head; finite but meaningless for padding.
         """
         decoder = self.llama.model
         hidden = decoder.embed_tokens(input_ids)

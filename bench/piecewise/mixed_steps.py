@@ -1,4 +1,4 @@
-"""Mixed prefill-decode batches under piecewise graphs: the same as eager, and how long a step takes."""
+"""Mixed prefill-decode batches under piecewise graphs: compared with eager, then timed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Clock = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class MixedGraphs:
-    """A mixed model, and the same wrapped, with piecewise graphs of these sizes, in tokens."""
+    """A mixed model, eager and wrapped with piecewise graphs of these sizes, in tokens."""
 
     eager: MixedLlama
     piecewise: Any
@@ -33,7 +33,7 @@ class MixedGraphs:
 
 
 class MixedComparison(NamedTuple):
-    """One mixed batch against eager; `error` is relative, as everywhere."""
+    """One mixed batch compared with eager; `error` is relative."""
 
     size: int
     error: float
@@ -42,10 +42,10 @@ class MixedComparison(NamedTuple):
 
 
 def measure(setup: Setup, sizes: Sequence[int], clock: Clock) -> list[dict[str, Any]]:
-    """The figures of every mix of every size; all are compared with eager before the first is timed.
+    """Measure every mix of every size; all are compared with eager before the first is timed.
 
     Raises:
-        Mismatch: a result is off from eager's by more than rounding.
+        Mismatch: a result differs from eager's by more than rounding.
         RuntimeError: a batch was not served by a graph with breaks.
     """
     todo = [mix for size in sizes for mix in mixes(size, setup.workload)]
@@ -67,7 +67,7 @@ def _batch(setup: Setup, mix: Mix, start: int) -> MixedBatch:
 
 
 def capture(setup: Setup, sizes: Sequence[int]) -> MixedGraphs:
-    """The model with a graph for each size.
+    """Capture the model, with a graph for each size.
 
     Raises:
         RuntimeError: a graph does not break once in every layer.
@@ -93,7 +93,7 @@ def capture(setup: Setup, sizes: Sequence[int]) -> MixedGraphs:
 
 
 def compare(graphed: MixedGraphs, mix: Mix, batch: MixedBatch, noise: float) -> MixedComparison:
-    """One batch, eagerly and from its graph.
+    """Compare one batch, run eagerly and from its graph.
 
     Raises:
         Mismatch: they differ by more than rounding.
@@ -113,14 +113,14 @@ def compare(graphed: MixedGraphs, mix: Mix, batch: MixedBatch, noise: float) -> 
 
 
 def forget(model: Llama, slots: Tensor) -> None:
-    """Zero the keys and values at these slots, so that a step which writes none is seen to be wrong."""
+    """Zero the keys and values at these slots, so that a step that fails to write them is detected."""
     for name, cache in model.named_buffers():
         if name.endswith(("k_cache", "v_cache")):
             cache.view(-1, *cache.shape[2:]).index_fill_(0, slots, 0)
 
 
 def _check_served(graphed: MixedGraphs) -> None:
-    """A batch that ran eagerly would be compared with itself."""
+    """Refuse batches that ran eagerly: they would be compared with themselves."""
     if graphed.piecewise.graph_stats.eager:
         raise RuntimeError(f"mixed batches ran eagerly:\n{graphed.piecewise.graph_report()}")
 

@@ -1,4 +1,4 @@
-"""Batches in which some requests decode and others prefill: what eager breaks let graphs serve."""
+"""Mixed batches, in which some requests decode and others prefill; graphs need eager breaks to serve them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CACHED = (0, 50, 160)
 
 
 class Chunk(NamedTuple):
-    """What one step computes of one request: `query` tokens, with `cached` ones before them. A decode is one token."""
+    """One request's part of a step: `query` tokens, after `cached` ones. A decode has one token."""
 
     query: int
     cached: int = 0
@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """The requests of one batch, and what kind of batch that is."""
+    """The requests of one batch, and its name."""
 
     name: str
     chunks: tuple[Chunk, ...]
@@ -50,8 +50,8 @@ class MixedBatch(NamedTuple):
 
 
 def mixes(num_tokens: int, workload: Workload) -> list[Mix]:
-    """Batches of about so many tokens: prefill alone, prefills among decodes, chunks of prompts, and a padded one."""
-    # Half of the pages at most: prompts need some, too.
+    """Make batches of about `num_tokens` tokens: one prefill, decodes and a prefill, prompt chunks, a padded one."""
+    # Half of the requests' pages at most, since prompts need pages as well.
     most = max(1, workload.max_batch // 2)
     few, many = (decodes(min(count, most), workload.context) for count in (num_tokens // 8, num_tokens // 2))
     fewer = num_tokens - max(1, num_tokens // 5)
@@ -64,24 +64,24 @@ def mixes(num_tokens: int, workload: Workload) -> list[Mix]:
 
 
 def decodes(count: int, context: int) -> tuple[Chunk, ...]:
-    """One token each, with contexts from short to `context`."""
+    """Make `count` decodes, with contexts from short to `context` tokens."""
     return tuple(Chunk(1, (request * 31 + 7) % context) for request in range(count))
 
 
 def prompt_chunks(num_tokens: int) -> tuple[Chunk, ...]:
-    """Three unequal chunks of so many tokens, with different parts of their prompts done before."""
+    """Split `num_tokens` into three unequal chunks, with different parts of their prompts already cached."""
     first, second = num_tokens // 2, num_tokens // 3
     queries = (first, second, num_tokens - first - second)
     return tuple(Chunk(query, cached) for query, cached in zip(queries, CACHED, strict=True) if query)
 
 
 def mixed_batch(workload: Workload, chunks: Sequence[Chunk], vocab_size: int, *, start: int = 0) -> MixedBatch:
-    """One step of these requests, each on pages of its own.
+    """Make one step of these requests, each on its own pages.
 
     Args:
-        workload: of the model whose cache is used.
+        workload: the workload of the model whose cache is used.
         chunks: the requests, in order.
-        start: the first byte of the text taken, so that other calls see other tokens.
+        start: the first byte of the text that is used, so that different calls use different tokens.
 
     Raises:
         ValueError: the cache has fewer pages than the requests need.
@@ -106,7 +106,7 @@ def mixed_batch(workload: Workload, chunks: Sequence[Chunk], vocab_size: int, *,
 
 
 def _block_table(lengths: Tensor, pages: int) -> Tensor:
-    """(num_reqs, max_blocks) int64: consecutive pages from 1 on, page 0 behind a request's last one."""
+    """Assign consecutive pages from 1 on: (num_reqs, max_blocks) int64, page 0 after a request's last one."""
     blocks = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
     ends = blocks.cumsum(0)
     if int(ends[-1]) >= pages:

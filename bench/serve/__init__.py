@@ -1,1 +1,1 @@
-"""The reference engine measured: under load, step by step, beside float32; the engine itself is in `engine`."""
+"""Benchmarks of the reference engine: under load, step by step, and against float32. See `bench.engine`."""

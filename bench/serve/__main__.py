@@ -1,6 +1,6 @@
-"""``python -m bench.serve``: a load of requests, served eagerly, from graphs and compiled; the usual serving table.
+"""``python -m bench.serve``: serves a load of requests eagerly, from graphs and compiled, and prints a table.
 
-With real lengths (`data/lengths.csv`) and random weights, unless --model names a checkpoint.
+Lengths are real ones (`data/lengths.csv`); weights are random unless --model names a checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLUMNS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve the load with every arm; 1 if a request was dropped."""
+    """Serve the load with every arm; return 1 if a request was dropped."""
     parser = _parser()
     options = parser.parse_args(arguments)
     torchrun.check_launched(parser, options.tp)
@@ -105,7 +105,7 @@ def default_arms(tp: int) -> list[str]:
 def _run(
     llama: Llama, arm: str, attention: str, arrivals: list[load.Arrival], ranks: RankGroup | None
 ) -> dict[str, Any]:
-    """One arm: a figure of everything."""
+    """Serve the load with one arm, and return its figures."""
     say(f"serving: {arm}, attention {attention}")
     most = 256 if torch.cuda.is_available() else 4
     longest = max(len(arrival.prompt) + arrival.max_tokens for arrival in arrivals)
@@ -122,7 +122,7 @@ def _run(
 
 
 def render(results: dict[str, Figures], title: str) -> str:
-    """The serving table; times in ms."""
+    """Format the serving table; times are in ms."""
     lines = [("", *(name for name, _ in COLUMNS))]
     lines += [(name, *(f"{result[key]:.2f}" for _, key in COLUMNS)) for name, result in results.items()]
     return f"{title}\n{grid(lines)}"

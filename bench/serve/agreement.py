@@ -1,7 +1,7 @@
-"""Whether the engine's arms generate one another's tokens, and how far their logits are from float32's.
+"""Compares the tokens of the engine's arms with each other, and their logits with float32's.
 
-In half precision rounding decides between near ties, and one other token changes all that follow. So arms are compared
-up to and including their first other token: until there they saw the same tokens, and may differ by rounding alone.
+In half precision rounding decides between near ties, and one different token changes all later ones. So arms are
+compared up to and including their first different token: until then their inputs are equal, and only rounding differs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from bench.models.llama import Llama
 from bench.tools import text
 from bench.tools.measure import Figures, say
 
-# An arm's logits may be off from float32's by this many times what the eager, unfused arm's are.
+# Largest error of an arm's logits from float32's, relative to that of the eager, unfused arm.
 NOISE_FACTOR = 1.5
 
 
 class Disagreement(RuntimeError):
-    """An arm's logits differ by more than rounding; nothing measured with it counts."""
+    """An arm's logits differ by more than rounding, so none of its figures count."""
 
 
 @dataclasses.dataclass
@@ -39,15 +39,15 @@ class Generated:
 
 
 def measure(llama: Llama, arms: Mapping[str, EngineConfig], prompts: Sequence[Sequence[int]], count: int) -> Figures:
-    """Greedy tokens of every arm against those of float32 weights, run eagerly.
+    """Compare greedy tokens of every arm with those of float32 weights, run eagerly.
 
     Args:
         llama: the model, in half precision.
-        arms: by name; the first is the one whose rounding the others are judged by: eager, unfused.
+        arms: name -> config; the first, eager and unfused, sets the rounding that others are judged by.
         prompts: token ids; count: tokens to generate for each.
 
     Raises:
-        Disagreement: logits are off by more than rounding.
+        Disagreement: logits differ by more than rounding.
     """
     exact = copy.deepcopy(llama).float()
     first = next(iter(arms.values()))
@@ -63,14 +63,14 @@ def measure(llama: Llama, arms: Mapping[str, EngineConfig], prompts: Sequence[Se
     bound = NOISE_FACTOR * next(iter(figures.values()))["error"]
     for name, found in figures.items():
         if not found["error"] <= bound:  # also refuses NaN
-            raise Disagreement(f"{name}: logits are off from float32's by {found['error']:.2e}; {bound:.2e} is allowed")
+            raise Disagreement(f"{name}: logits differ from float32's by {found['error']:.2e}; {bound:.2e} is allowed")
         found["allowed"] = bound
     return figures
 
 
 @torch.inference_mode()
 def generate(llama: Llama, config: EngineConfig, prompts: Sequence[Sequence[int]], count: int) -> Generated:
-    """Greedy tokens of an engine made for this, with their logits."""
+    """Generate greedy tokens with a new engine, and keep their logits."""
     engine = Engine(llama, config)
     engine.capture()
     logits: dict[int, list[Tensor]] = {number: [] for number in range(len(prompts))}
@@ -89,11 +89,11 @@ def generate(llama: Llama, config: EngineConfig, prompts: Sequence[Sequence[int]
 
 
 def compared(found: Generated, reference: Generated) -> Figures:
-    """One arm's figures.
+    """Compute one arm's figures.
 
-    `error`: the largest relative error of logits up to and including each request's first other token, in the norm.
-    `divergences`: for each request that has one, where it is, how far apart the reference's logits of the two
-    tokens are, and how far off the arm's own are there, at most; both in units of the logits' standard deviation.
+    `error`: the largest relative error of logits, in the norm, up to and including a request's first different token.
+    `divergences`: for each request that diverges: the position, the difference of the reference's logits of the two
+    tokens, and the arm's largest error there; both in units of the logits' standard deviation.
     """
     errors, divergences = [], []
     pairs = zip(found.tokens, reference.tokens, found.logits, reference.logits, strict=True)
@@ -121,7 +121,7 @@ def compared(found: Generated, reference: Generated) -> Figures:
 
 
 def default_arms(device: torch.device) -> dict[str, EngineConfig]:
-    """Eager and unfused first, then what serves; on a CPU through the emulator."""
+    """Return the eager, unfused arm first, then those for serving; on a CPU through the emulator."""
     size: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 256, "num_pages": 257}
     if device.type != "cuda":
         plain = EngineConfig(mode="NONE", attention="sdpa", fused=False, capture_sizes=(1, 4, 16, 64), **size)
@@ -139,12 +139,12 @@ def default_arms(device: torch.device) -> dict[str, EngineConfig]:
 
 
 def prompts_of(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Prompts of the text."""
+    """Take prompts from the text."""
     return [text.token_ids(length, vocab_size, start=41 * number).tolist() for number in range(count)]
 
 
 def render(figures: Figures) -> str:
-    """A line for every arm."""
+    """Format the figures, with a line for every arm."""
     lines = ["greedy tokens against float32"]
     for name, found in figures.items():
         gaps = [one["gap"] for one in found["divergences"]]

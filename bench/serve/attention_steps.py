@@ -1,6 +1,6 @@
-"""The attention of one decode step: 32 layers of the 8B shape, in one full graph and eagerly, per backend.
+"""Attention of one decode step: 32 layers of the 8B shape, in one full graph and eagerly, per backend.
 
-Every layer reads and writes the same pages, which would not fit 32 times at the longest contexts.
+All layers share the same pages, since 32 copies would not fit at the longest contexts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from simplegraph.attention import BatchMetadata, PagedKVCache, attend, attending
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """What is measured.
+    """The backends, batches and counts of a measurement.
 
     Args:
         backends: names in `BACKENDS`.
@@ -44,7 +44,7 @@ class AttentionPlan:
 
 
 def default_plan(device: torch.device) -> AttentionPlan:
-    """The 8B shape on a GPU; a tiny one on a CPU, where times are not speed."""
+    """Return the 8B shape on a GPU; a tiny one on a CPU, whose timings do not measure performance."""
     if device.type == "cuda":
         return AttentionPlan(("fa3", "flashinfer", "triton"), (1, 8, 64, 256, 512), (200, 2000, 16000))
     tiny = AttentionPlan(
@@ -54,7 +54,7 @@ def default_plan(device: torch.device) -> AttentionPlan:
 
 
 class SharedPages(PagedKVCache):
-    """A cache of one layer that stands for every layer."""
+    """A cache of one layer that all layers share."""
 
     def keys(self, layer: int) -> Tensor:
         return super().keys(0)
@@ -113,12 +113,12 @@ class AttentionSteps:
         return out
 
     def describe(self, count: int) -> None:
-        """A step of `count` requests with full contexts."""
+        """Set a step of `count` requests with full contexts."""
         table = 1 + torch.arange(count * self._blocks, dtype=torch.int32).view(count, self._blocks)
         self.metadata.set([1] * count, [self._context] * count, table)
 
     def calls(self, count: int) -> dict[str, Callable[[], object]]:
-        """One step as a graph and eagerly, each preparing its schedule as it must.
+        """Return one step as a graph and eagerly; each prepares its own schedule.
 
         Raises:
             RuntimeError: their results differ.
@@ -132,23 +132,23 @@ class AttentionSteps:
         }
         graph, eager = (call().clone() for call in found.values())  # type: ignore[attr-defined]
         if batch.mode is not CudaGraphMode.FULL or not torch.allclose(graph, eager, rtol=2e-2, atol=2e-3):
-            raise RuntimeError(f"{self.backend.name}, batch {count}, context {self._context}: a replay is not eager's.")
+            raise RuntimeError(f"{self.backend.name}, batch {count}, context {self._context}: replay and eager differ.")
         return found
 
     def again(self, batch: Dispatch) -> Tensor:
-        """The step that was described, once more."""
+        """Run the current step again."""
         self.metadata.repeat()
         found: Tensor = self.manager.run(batch, self.forward)
         return found
 
     def prepare(self, batch: Dispatch) -> None:
-        """What is done before a replay, once more."""
+        """Prepare the current step again, as before a replay."""
         self.metadata.repeat()
         self.backend.before_replay(batch.mode, batch.descriptor)
 
 
 def measure(plan: AttentionPlan, device: torch.device) -> Figures:
-    """Milliseconds of a step by backend, context and batch; what is not installed is named."""
+    """Measure a step in ms by backend, context and batch; backends that are not installed are named."""
     rows, missing = [], {}
     for name, context in itertools.product(plan.backends, plan.contexts):
         if name in missing:
@@ -177,7 +177,7 @@ def _row(steps: AttentionSteps, count: int, device: torch.device) -> Figures:
 
 
 def render(figures: Figures) -> str:
-    """The figures as a table."""
+    """Format the figures as a table."""
     columns = ("backend", "context", "batch", "graph_ms", "eager_ms", "graph_over_eager", "set_us", "prepare_us")
     units = {"context": "context tokens", "batch": "batch requests", "graph_over_eager": "graph / eager"}
     header = tuple(units.get(column, column.replace("_", " ")) for column in columns)

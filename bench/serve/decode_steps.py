@@ -1,7 +1,7 @@
-"""The engine's decode step beside the same model eager and compiled, and its milliseconds for a generated token.
+"""The engine's decode step compared with the same model eager and compiled, and its time per generated token.
 
-All arms have the same weights in one process; the compiled ones run the plain layers, which is what a compiler
-is for, over their own cache and the same attention kernels. Every step ends in logits and the likeliest token.
+All arms have the same weights in one process. The compiled ones run the plain layers, which a compiler
+fuses itself, with their own cache and the same attention kernels. Every step computes logits and the most likely token.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from simplegraph import BatchDescriptor, CudaGraphMode
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """What is measured.
+    """The model, batches and counts of a measurement.
 
     Args:
         model: as for `Workload`; batches: requests of a step; context: tokens in each one's cache.
         prompt, output: tokens of each request of the generation.
         attention: the engine's backends.
-        beside: arms to measure the decode step of, too.
+        beside: further arms whose decode step is measured.
         rounds: of all arms in turn; steps: calls that a round is the median of.
     """
 
@@ -52,7 +52,7 @@ class DecodePlan:
 
 
 def default_plan(device: torch.device) -> DecodePlan:
-    """The 8B shape on a GPU; a tiny one on a CPU, where times are not speed."""
+    """Return the 8B shape on a GPU; a tiny one on a CPU, whose timings do not measure performance."""
     if device.type == "cuda":
         return DecodePlan(
             "8b", (1, 8, 64, 256), ("fa3", "flashinfer", "triton"), ("eager", "compiled-piecewise", "compiled-full")
@@ -61,7 +61,7 @@ def default_plan(device: torch.device) -> DecodePlan:
 
 
 def measure(plan: DecodePlan, device: torch.device) -> Figures:
-    """Decode steps and generation of every arm; the engine's tokens are compared with its eager ones first."""
+    """Measure decode steps and generation of every arm, after comparing the engine's tokens with its eager ones."""
     workload = Workload(plan.model, plan.batches, device, context=plan.context, lm_head=True)
     llama = workload.build()
     setup = Setup(llama, workload)
@@ -111,7 +111,7 @@ def _started(name: str, setup: Setup) -> Arm:
 
 
 def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) -> Figures:
-    """One generation: milliseconds from step to step while all requests decode, as the caller sees the tokens."""
+    """Measure one generation: ms between steps while all requests decode, when the caller gets the tokens."""
     vocab = engine.runner.llama.config.vocab_size
     for start in range(count):
         prompt = text.token_ids(plan.prompt, vocab, start=37 * start).tolist()
@@ -195,7 +195,7 @@ def _decode(plan: DecodePlan, setup: Setup, engines: dict[str, Engine], arms: di
 
 
 def _gemms(llama: Llama, count: int) -> Callable[[], object]:
-    """A graph of the model's matrix products and nothing else."""
+    """Capture the model's matrix products and nothing else."""
     weight = llama.model.embed_tokens.weight
     linears = [
         linear
@@ -220,7 +220,7 @@ def _gemms(llama: Llama, count: int) -> Callable[[], object]:
 
 
 def render(figures: Figures) -> str:
-    """The figures as two tables."""
+    """Format the figures as two tables."""
     lines = ["decode step, ms"]
     for row in figures["decode"]:
         lines.append(f"{row['batch']:>6}  " + "  ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items()))

@@ -1,4 +1,4 @@
-"""A load of requests on the engine, and what their callers see of it."""
+"""A load of requests on the engine, and the latencies that their callers see."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = Path(__file__).parents[1] / "data" / "lengths.csv"
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request of the load: when it comes, in seconds, and its tokens."""
+    """A request of the load: its arrival time in seconds, and its tokens."""
 
     at: float
     prompt: list[int]
@@ -31,7 +31,7 @@ class Arrival:
 
 @dataclasses.dataclass
 class Timing:
-    """When a request came and when its tokens did, in seconds."""
+    """Times of a request's arrival and of its tokens, in seconds."""
 
     arrived: float
     tokens: list[float] = dataclasses.field(default_factory=list)
@@ -53,10 +53,10 @@ class Timing:
 
 
 def arrivals(count: int, rate: float, vocab_size: int, *, seed: int = 0, longest: int | None = None) -> list[Arrival]:
-    """Requests that come at random times.
+    """Make requests that arrive at random times.
 
     Args:
-        count: how many.
+        count: number of requests.
         rate: requests a second, on average (a Poisson process); infinity for all at once.
         vocab_size: of the model.
         seed: of the times and of the order of lengths.
@@ -83,9 +83,9 @@ def arrivals(count: int, rate: float, vocab_size: int, *, seed: int = 0, longest
 def serve(
     engine: Engine, arrivals: Sequence[Arrival], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[list[Timing], list[Request]]:
-    """Serve a load in real time; when each request's tokens came, and the requests themselves.
+    """Serve a load in real time; return the times of each request's tokens, and the requests.
 
-    Several ranks serve it together where `clock` gives them the same seconds.
+    Several ranks can serve it together if `clock` returns the same seconds on all of them.
     """
     timings: dict[Request, Timing] = {}
     waiting = list(reversed(arrivals))
@@ -106,9 +106,9 @@ def serve(
 
 
 def summary(timings: Sequence[Timing], requests: Sequence[Request]) -> dict[str, Any]:
-    """The usual figures: throughputs, and TTFT, TPOT and ITL in ms; of ITL every percentile, too.
+    """Compute throughputs, and TTFT, TPOT and ITL in ms, with every percentile of ITL.
 
-    `dropped` counts requests that did not get all tokens they asked for.
+    `dropped` counts requests that did not get all the tokens they asked for.
     """
     seconds = max(timing.tokens[-1] for timing in timings) - min(timing.arrived for timing in timings)
     tokens = sum(len(timing.tokens) for timing in timings)
@@ -131,12 +131,12 @@ def summary(timings: Sequence[Timing], requests: Sequence[Request]) -> dict[str,
             f"{name}_median_ms": statistics.median(values) * 1e3,
             f"{name}_p99_ms": quantile(values, 0.99) * 1e3,
         }
-    gaps = sorted(series["itl"])  # once: sorting what is sorted is cheap
+    gaps = sorted(series["itl"])  # sorted once: `quantile` sorts again, which is cheap for a sorted list
     figures["itl_percentiles_ms"] = [quantile(gaps, share / 100) * 1e3 for share in PERCENTILES]
     return figures
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]

@@ -1,1 +1,1 @@
-"""Speculative decoding measured, and the training of its tiny models; the rounds themselves run in `engine`."""
+"""Benchmarks of speculative decoding, and the training of its tiny models. The rounds run in `bench.engine`."""

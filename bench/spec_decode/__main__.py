@@ -1,7 +1,7 @@
-"""``python -m bench.spec_decode``: EAGLE drafting eagerly, piecewise and in full graphs, beside no speculation.
+"""``python -m bench.spec_decode``: EAGLE drafting eagerly, piecewise and in full graphs, and no speculation.
 
-On a GPU the 8B shape with random weights, whose drafts mean nothing: so many tokens a round as --mean-length says.
-On a CPU a tiny trained target and draft, with the acceptance that they have.
+On a GPU it runs the 8B shape with random weights, whose drafts are arbitrary: --mean-length sets the tokens per round.
+On a CPU it runs a tiny trained target and draft, with their real acceptance.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.tools.options import add_json, add_model, add_names, count, listed, n
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure; 1 if models or settings do not fit."""
+    """Measure and print; return 1 if models or settings are invalid."""
     options = _parser().parse_args(arguments)
     device = device_of()
     on_gpu = device.type == "cuda"

@@ -1,7 +1,7 @@
-"""Speculative decoding measured: what drafts give, and what drafting, a round and a token cost.
+"""Measures speculative decoding: the acceptance of drafts, and the time of drafting, of a round and of a token.
 
-All arms have the same weights, prompts and attention kernels in one process; an arm says in which graphs target and
-draft run.
+All arms have the same weights, prompts and attention kernels in one process; an arm sets the graph modes of target and
+draft.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.tools.tables import cell, grid
 
 
 class GraphModes(NamedTuple):
-    """In which graphs target and draft run, by the modes' names; a draft of None: no speculation."""
+    """Names of the graph modes of target and draft; a draft of None means no speculation."""
 
     target: str
     draft: str | None
@@ -47,16 +47,16 @@ ARMS = {
 
 @dataclasses.dataclass(frozen=True)
 class SpecPlan:
-    """What is measured.
+    """The batches and counts of a measurement.
 
     Args:
         batches: requests that decode at once.
         num_draft_tokens: K.
         attention: the engine's backend.
-        mean_length: tokens a round, whatever the drafts are; None for what the draft really gives.
+        mean_length: tokens per round, regardless of the drafts; None for the draft's real acceptance.
         prompt, output: tokens of each request.
         max_num_tokens: of a step, at least.
-        generations: how many a token's time is the median of.
+        generations: number of generations of which a token's time is the median.
         steps: calls that a draft round's time is the median of.
     """
 
@@ -72,11 +72,11 @@ class SpecPlan:
 
     @property
     def length(self) -> int:
-        """Tokens of a request."""
+        """Tokens of a request, prompt and output."""
         return self.prompt + self.output
 
     def config(self, arm: GraphModes) -> EngineConfig:
-        """Of an engine for the largest batch."""
+        """Make the config of an engine for the largest batch."""
         most, page_size = max(self.batches), 16
         ahead = 2 * self.num_draft_tokens
         settings: dict[str, Any] = {
@@ -97,7 +97,7 @@ class SpecPlan:
 def measure(
     plan: SpecPlan, target: Llama, draft: Eagle | Eagle3, names: tuple[str, ...] = tuple(ARMS)
 ) -> list[Figures]:
-    """Every arm at every batch.
+    """Measure every arm at every batch.
 
     Raises:
         RuntimeError: a graph could not be captured, or greedy tokens differ from those of another arm in float32.
@@ -126,7 +126,7 @@ def measure(
 
 
 def _add_kernels(found: list[Figures], plan: SpecPlan, target: Llama, draft: Eagle | Eagle3) -> None:
-    """The times of a draft's kernels where it runs in graphs; last, since CUDA's calls stay slower after a profiler."""
+    """Add the times of a draft's kernels in graphs; done last, since CUDA calls stay slower after profiling."""
     for name in dict.fromkeys(row["arm"] for row in found):
         if ARMS[name].draft in (None, "NONE"):
             continue
@@ -165,7 +165,7 @@ def _requests(engine: Engine, plan: SpecPlan, count: int, output: int) -> list[A
 
 
 def _generation(engine: Engine, plan: SpecPlan, count: int) -> tuple[Figures, list[list[int]]]:
-    """Some generations, after a short one in which libraries load; times as the caller sees the tokens."""
+    """Measure generations, after a short one that loads libraries; times are those when the caller gets tokens."""
     speculating = isinstance(engine, SpecEngine)
     _requests(engine, plan, count, min(8, plan.output))
     _finish(engine)
@@ -188,7 +188,7 @@ def _generation(engine: Engine, plan: SpecPlan, count: int) -> tuple[Figures, li
 
 
 def _timed(engine: Engine, plan: SpecPlan, count: int, hosts: list[float]) -> tuple[float, list[list[int]]]:
-    """Seconds a token, and the tokens; the host's seconds for each round, waiting left out, are added to `hosts`."""
+    """Return seconds per token, and the tokens; append the host's seconds per round, without waiting, to `hosts`."""
     requests = _requests(engine, plan, count, plan.output)
     times: dict[Any, list[float]] = {request: [] for request in requests}
     synchronize(engine.runner.device)
@@ -212,7 +212,7 @@ def _finish(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def _drafting(engine: Engine, plan: SpecPlan, count: int) -> Iterator[Callable[[], None]]:
-    """In here a call drafts after a round of so many requests, as often as it is called."""
+    """Yield a function that drafts after a round of `count` requests, and can be called repeatedly."""
     if not isinstance(engine, SpecEngine):
         raise TypeError("this engine drafts nothing.")
     requests = _requests(engine, plan, count, plan.output)
@@ -249,7 +249,7 @@ def _draft_times(draft: Callable[[], None], device: torch.device, plan: SpecPlan
 
 
 def ratios(found: list[Figures]) -> list[Figures]:
-    """What full graphs give at each batch: drafting against eager drafting and its kernels, a token against others."""
+    """Compute ratios of full graphs by batch: drafting to eager drafting and its kernels, a token to other arms."""
     by_key = {(row["arm"], row["batch"]): row for row in found}
     results = []
     for batch in sorted({row["batch"] for row in found}):
@@ -284,7 +284,7 @@ COLUMNS = (
 
 
 def render(found: list[Figures]) -> str:
-    """The figures as a table, and the ratios below."""
+    """Format the figures as a table, with the ratios below."""
     lines = [("batch", "arm", *(name for name, _, _ in COLUMNS), "accepted in each position")]
     for row in sorted(found, key=lambda row: row["batch"]):
         cells = [cell(row, key, kind) for _, key, kind in COLUMNS]

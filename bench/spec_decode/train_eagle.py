@@ -1,6 +1,6 @@
-"""``python -m bench.spec_decode.train_eagle``: train a tiny target on a text's bytes, and both kinds of draft for it.
+"""``python -m bench.spec_decode.train_eagle``: trains a tiny target on a text's bytes, and both kinds of draft for it.
 
-So that acceptance means something where there is no real checkpoint: `data/eagle` has what this writes.
+They have meaningful acceptance without a real checkpoint. `data/eagle` has the trained weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DenseStep(NamedTuple):
 
 
 def tiny_config() -> LlamaConfig:
-    """Two layers of 128, a token for every byte; heads of 64, which every attention backend has kernels for."""
+    """Make a config of two layers of 128, one token per byte, and heads of 64, which all attention backends support."""
     return LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(model: nn.Module, batches: Iterator[Tensor], loss_of: Callable[[Tensor], Tensor], name: str) -> None:
-    """Adam with a warmup and a linear decay."""
+    """Train by Adam with a warmup and a linear decay."""
     steps = list(batches)
     weights = trainable(model)
     for weight in weights:
@@ -114,7 +114,7 @@ def train(model: nn.Module, batches: Iterator[Tensor], loss_of: Callable[[Tensor
 
 
 def trainable(model: nn.Module) -> list[Tensor]:
-    """The weights; projections that are joined as one, whose memory their parts share."""
+    """List the weights; joined projections count as one, since their parts share its memory."""
     joined = [module for module in model.modules() if isinstance(module, Joined)]
     parts = {id(parameter) for module in joined for part in module._parts for parameter in part.parameters()}
     own = [p for p in model.parameters() if id(p) not in parts and p.is_floating_point()]
@@ -122,13 +122,13 @@ def trainable(model: nn.Module) -> list[Tensor]:
 
 
 def target_loss(target: Llama, ids: Tensor) -> Tensor:
-    """Of the next byte."""
+    """Compute the loss of the next byte."""
     hidden, _ = run_target(target, ids, ())
     return F.cross_entropy(target.head(hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def run_target(target: Llama, ids: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Final hidden states of whole sequences, (B, L, hidden_size), and the states that a draft takes."""
+    """Compute final hidden states of whole sequences, (B, L, hidden_size), and the states that a draft takes."""
     taps: list[Tensor] = []
     decoder = target.model
     hidden = decoder.run_layers(
@@ -141,15 +141,15 @@ def run_target(target: Llama, ids: Tensor, layers: tuple[int, ...]) -> tuple[Ten
 
 
 def dense_step(rotary: Any, ids: Tensor) -> DenseStep:
-    """The attention of whole sequences, (B, L)."""
+    """Make the attention of whole sequences, (B, L)."""
     positions = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0])
     return DenseStep(*rotary(positions, torch.float32), ids.shape[0])
 
 
 def draft_loss(draft: Eagle | Eagle3, target: Llama, ids: Tensor) -> Tensor:
-    """How far the draft's tokens are from the target's, over several steps on its own states.
+    """Compute the loss of the draft's tokens against the target's, over several steps on its own states.
 
-    The draft at a position sees the next token and, from the second step on, its own state in place of the target's.
+    The draft at a position sees the next token and, from the second step on, its own state instead of the target's.
     """
     with torch.no_grad():
         final, states = run_target(target, ids, draft.aux_layers)
@@ -157,20 +157,20 @@ def draft_loss(draft: Eagle | Eagle3, target: Llama, ids: Tensor) -> Tensor:
     step = dense_step(draft.rotary_emb, ids)
     hidden, total = draft.fuse(states), torch.zeros((), device=ids.device)
     for ahead in range(1, DRAFT_STEPS + 1):
-        # Position i of step n: the token after i, and the state that step n - 1 gave for position i.
+        # Inputs of position i in step n: the token after i, and the state of step n - 1 for position i.
         found, carried = draft.run(ids.roll(-1, dims=1).flatten(), hidden, step)
         valid = ids.shape[1] - 1
         logits = draft.logits(found).unflatten(0, ids.shape)[:, ahead - 1 : valid]
         total = total + 0.8 ** (ahead - 1) * F.cross_entropy(
             logits.flatten(0, 1), wanted[:, ahead : valid + 1].exp().flatten(0, 1)
         )
-        # The state handed on belongs to the position after the one it was made at.
+        # A state belongs to the position after the one it was computed at.
         hidden = carried.unflatten(0, ids.shape).roll(1, dims=1).flatten(0, 1)
     return total
 
 
 def save(model: nn.Module, config: LlamaConfig, folder: Path) -> None:
-    """Weights in half precision, and the config."""
+    """Save the weights in half precision, and the config."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (p.detach().half() if p.is_floating_point() else p.detach()).clone().contiguous()

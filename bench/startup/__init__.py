@@ -1,1 +1,1 @@
-"""How soon a model is ready: `python -m bench` and its workers, tables and plot; no arm itself, which `arms` has."""
+"""Benchmark of the time until a model is ready: `python -m bench`, its workers, tables and plot. See `bench.arms`."""

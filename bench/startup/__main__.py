@@ -1,4 +1,4 @@
-"""``python -m bench``: how soon is a model ready? Every arm in a fresh process, then a table, JSON and a plot."""
+"""``python -m bench``: measures the time until a model is ready, every arm in a fresh process; table, JSON, plot."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CPU_SIZES, CPU_STEPS = (1, 2, 4, 8), 10
 SMOKE_SIZES = (1, 2, 4)
 SMOKE_ARMS = ("eager", "simplegraph", "simplegraph-lazy", "compiled-piecewise")
 SMOKE_STEPS = 5
-# Those that capture a collective as it is called; what compiles comes with collectives of its own.
+# Arms that capture collectives as they are called; compiled arms use collectives of their own.
 TP_ARMS = ("eager", "plain-loop", "simplegraph", "simplegraph-lazy", "simplegraph-piecewise", *OF_RANKS)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison; 1 if an arm failed."""
+    """Run the comparison; return 1 if an arm failed."""
     parser = _parser()
     options = parser.parse_args(arguments)
     torchrun.check_launched(parser, options.tp)
@@ -59,12 +59,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def plan_of(options: argparse.Namespace) -> runs.StartupPlan:
-    """The machine's plan with the command line's changes."""
+    """Return the machine's plan with the command line's changes."""
     return changed(default_plan(options.device, smoke=options.smoke), vars(options))
 
 
 def default_plan(device: str | None = None, *, smoke: bool = False) -> runs.StartupPlan:
-    """The 8B shape and all default sizes on a GPU; a small model and few sizes else, and fewer for a smoke."""
+    """Return the 8B shape and all default sizes on a GPU; otherwise a small model and few sizes, fewer for a smoke."""
     if smoke:
         return runs.StartupPlan("tiny", SMOKE_SIZES, device, rounds=1, steps=SMOKE_STEPS)
     if device_of(device).type == "cpu":
@@ -73,7 +73,7 @@ def default_plan(device: str | None = None, *, smoke: bool = False) -> runs.Star
 
 
 def runs_of(options: argparse.Namespace) -> list[runs.Run]:
-    """The chosen runs; a smoke takes its compiled arm with a cold cache only."""
+    """Return the chosen runs; a smoke runs its compiled arm with a cold cache only."""
     if options.arms:
         return runs.runs_of(options.arms)
     if options.tp > 1:

@@ -1,7 +1,7 @@
-"""From a process's start to its first token, and to every graph captured: ``python -m bench.startup.first_token``.
+"""``python -m bench.startup.first_token``: time from a process's start to its first token and to all graphs captured.
 
-Every arm is an engine in fresh processes. Compile caches (Inductor's, Triton's, FlashInfer's) are empty in the first
-of them and filled by it in the second. Weights are random: reading them from a disk would add the same to all.
+Every arm is an engine in two fresh processes. Compile caches (Inductor's, Triton's, FlashInfer's) are empty in the
+first and filled in the second. Weights are random: reading them from disk would add the same time to all arms.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TIMEOUT = 400.0
 
 
 def default_arms(device: torch.device) -> list[str]:
-    """Those that run on this device."""
+    """Return the arms that run on this device."""
     return [arm for arm in ARMS if device.type == "cuda" or arm not in NEEDS_GPU]
 
 
 def measure(arms: Sequence[str], model: str, caches: CompileCaches) -> list[Figures]:
-    """Every arm with cold and warm caches: seconds since its process began, by stage.
+    """Measure every arm with cold and warm caches: seconds since its process began, by stage.
 
     Raises:
         RuntimeError: a process failed.
@@ -66,7 +66,7 @@ def _one(arm: str, cache: str, model: str, caches: CompileCaches) -> Figures:
 
 
 def _engine_stages(arm: str, model: str, began: float) -> Figures:
-    """One process's stages, in seconds since it began."""
+    """Measure one process's stages, in seconds since it began."""
     seconds = {"imported": time.time() - began}
     device = device_of()
     llama = Workload(model, (1,), device, lm_head=True).build()
@@ -95,7 +95,7 @@ def render(figures: Sequence[Figures]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One arm in this process where --arm is given; else all of them, each in its own."""
+    """Measure one arm in this process if --arm is given; otherwise all arms, each in its own process."""
     parser = argparse.ArgumentParser(prog="python -m bench.startup.first_token", description=__doc__)
     add_model(parser)
     add_names(parser, "--arms", ARMS, "those that run on this device by default")

@@ -1,4 +1,4 @@
-"""One arm measured in this process: started, compared with eager, timed."""
+"""Measures one arm in this process: starts it, compares it with eager, times it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.tools.measure import Figures, few_threads, say
 
 
 def measure_arm(options: argparse.Namespace) -> Figures:
-    """Build, start, compare, then time; a mismatch leaves no figures."""
+    """Build, start, compare, then time; a mismatch gives no figures."""
     shard, ranks, device = torchrun.start(options.tp, f"bench/{options.tp_run}", options.device)
     arm_class = load_arm(options.arm)
     arm_class.check_available(device)

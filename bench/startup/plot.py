@@ -1,4 +1,4 @@
-"""The comparison as a picture; needs matplotlib."""
+"""Plots the comparison; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = (10.0, 2.0)
 
 
 def save(results: dict[str, Result], path: Path) -> None:
-    """Draw seconds until every size is ready, and the memory kept where it was measured."""
+    """Draw the seconds until every size is ready, and the memory kept if it was measured."""
     drawn = {label: result for label, result in results.items() if result["status"] == "ok"}
     panels = {"seconds until every size is ready": {k: figure(r, "seconds", "ready") for k, r in drawn.items()}}
     memory = {label: figure(result, "device_bytes") for label, result in drawn.items()}

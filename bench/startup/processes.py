@@ -1,4 +1,4 @@
-"""Fresh processes that measure, and the compile caches that they find."""
+"""Runs measurements in fresh processes, with given compile caches."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ POLL_SECONDS = 0.2
 
 
 class CompileCaches:
-    """A fresh folder per cold run; a warm run takes the last that its arm's cold run filled."""
+    """Folders for compile caches: a new one for each cold run; a warm run uses that of its arm's last cold run."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._filled: dict[str, Path] = {}
 
     def folder(self, arm: str, cache: str | None) -> Path:
-        """Where the compilers of this arm's process keep their cache.
+        """Return the folder of the compile caches of this arm's process.
 
         Raises:
-            RuntimeError: a warm run before its cold one.
+            RuntimeError: a warm run comes before its cold one.
         """
         if cache != "warm":
             self._filled[arm] = Path(tempfile.mkdtemp(prefix=f"{arm}-", dir=self._root))
@@ -39,7 +39,7 @@ class CompileCaches:
 
 
 def cache_environment(folder: Path) -> dict[str, str]:
-    """The process environment with every compile cache of torch switched on, in this folder alone."""
+    """Return the process environment with all of torch's compile caches enabled, in this folder only."""
     switches = {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
@@ -58,7 +58,7 @@ def run_worker(
     Its stderr goes through a file, not a pipe: compilers leave processes behind that would hold a pipe open.
 
     Raises:
-        RuntimeError: it wrote none, or took too long.
+        RuntimeError: the worker wrote no figures, or took too long.
     """
     progress = progress or Progress()
     deadline = time.monotonic() + timeout

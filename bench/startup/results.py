@@ -1,4 +1,4 @@
-"""The rounds of a run put together, and the ratios that the library is judged by."""
+"""Combines the rounds of a run, and computes the ratios that judge the library."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 Result = dict[str, Any]
 
 _READY = ("seconds", "ready")
-# Of a second start in the same process: the libraries' own start is not in them.
+# Figures of a second start in the same process, which exclude loading the libraries.
 _AGAIN, _KEPT = ("primed", "seconds", "ready"), ("primed", "device_bytes")
-# What is divided by what. Times: how many times sooner all sizes are ready. Memory: bytes kept.
+# Numerator and denominator of each ratio. Times: until all sizes are ready. Memory: bytes kept.
 RATIOS = {
     "ready_plain_loop_over_ours": (_READY, "plain-loop", "simplegraph"),
     "again_plain_loop_over_ours": (_AGAIN, "plain-loop", "simplegraph"),
@@ -24,7 +24,7 @@ RATIOS = {
 
 
 def combine(results: Sequence[Result]) -> Result:
-    """The rounds of one run as one result: medians of the times, the rest as in the first; a failure if one failed."""
+    """Combine the rounds of one run: medians of the times, the rest from the first; a failure if one failed."""
     bad = next((result for result in results if result["status"] != "ok"), None)
     if bad is not None:
         return bad
@@ -33,7 +33,7 @@ def combine(results: Sequence[Result]) -> Result:
 
 
 def _median_of(values: list[Any]) -> Any:
-    """Medians of floats, through dicts; the first of everything else."""
+    """Return medians of floats, recursively in dicts; of everything else the first."""
     first = values[0]
     if isinstance(first, dict):
         return {key: _median_of([value[key] for value in values if key in value]) for key in first}
@@ -41,7 +41,7 @@ def _median_of(values: list[Any]) -> Any:
 
 
 def comparison(results: dict[str, Result]) -> dict[str, float]:
-    """The ratios of `RATIOS`, and of steps on DTensors over those on plain tensors; of those runs that have figures."""
+    """Compute `RATIOS`, and steps on DTensors over those on plain tensors, for all runs that have figures."""
     ratios = dict(RATIOS)
     for batch in results.get("simplegraph-dtensor", {}).get("step_ms", {}):
         ratios[f"step_dtensor_over_plain_at_{batch}"] = (("step_ms", batch), "simplegraph-dtensor", "simplegraph")
@@ -50,7 +50,7 @@ def comparison(results: dict[str, Result]) -> dict[str, float]:
 
 
 def figure(result: Result | None, *path: str) -> float | None:
-    """A nested figure of a result, None where it has none."""
+    """Return a nested figure of a result; None if it has none."""
     value: Any = result
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None

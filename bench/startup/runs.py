@@ -1,4 +1,4 @@
-"""Which arms run, with what, each in a fresh process."""
+"""Runs arms in fresh processes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from bench.tools.measure import device_of
 
 
 class Run(NamedTuple):
-    """One arm, with the state of its compile cache where it has one."""
+    """One arm, with the state of its compile cache if it has one."""
 
     arm: str
     cache: str | None = None
 
     @property
     def label(self) -> str:
-        """As the tables name it."""
+        """The run's name in tables."""
         return self.arm if self.cache is None else f"{self.arm} ({self.cache})"
 
 
 @dataclasses.dataclass(frozen=True)
 class StartupPlan:
-    """What every run has in common.
+    """The settings that all runs share.
 
     Args:
         model: tiny, 8b, 70b, or a folder with a config.json.
@@ -41,9 +41,9 @@ class StartupPlan:
         compiled_rounds: the same for those that compile.
         steps: calls that a step time is the median of.
         timeout: seconds a process may take.
-        lm_head: whether the model returns logits.
-        tp: ranks of tensor parallelism, each a process of its own that starts its own workers.
-        layers: in place of the model's own number.
+        lm_head: True if the model returns logits.
+        tp: ranks of tensor parallelism, each a process that starts its own workers.
+        layers: replaces the model's number of layers.
     """
 
     model: str
@@ -58,12 +58,12 @@ class StartupPlan:
     layers: int | None = None
 
     def rounds_of(self, run: Run) -> int:
-        """How many processes a run takes: one with an empty cache, or none, says as much as it costs."""
+        """Return the number of processes of a run; compiled arms take fewer, since they are slow."""
         return self.compiled_rounds if run.arm in COMPILED or run.arm == "inductor-partition" else self.rounds
 
 
 def runs_of(arms: Iterable[str]) -> list[Run]:
-    """The runs of some arms: compiled ones cold, then warm.
+    """Return the runs of some arms: compiled ones cold, then warm.
 
     Raises:
         KeyError: no arm has this name.
@@ -101,7 +101,7 @@ def unavailable(arm: str, plan: StartupPlan) -> str | None:
 
 
 def command(run: Run, plan: StartupPlan) -> list[str]:
-    """The worker's command line."""
+    """Return the worker's command line."""
     sizes = ",".join(map(str, plan.sizes))
     line = [sys.executable, "-m", "bench.startup.worker", "--arm", run.arm, "--model", plan.model]
     line += ["--sizes", sizes, "--steps", str(plan.steps)]

@@ -1,4 +1,4 @@
-"""The comparison as text."""
+"""Formats the comparison as text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ host: time to issue one call at batch 1."""
 
 
 def render(results: dict[str, Result]) -> str:
-    """The heading, one row per run, what could not run, and how to read it all."""
+    """Format the heading, one row per run, the runs without figures, and an explanation."""
     parts = [heading(results), grid(measured([header(results), *rows(results)]))]
     if _emulated(results):
         parts += [EMULATED, missing(results), EXPLANATION]
@@ -31,14 +31,14 @@ def render(results: dict[str, Result]) -> str:
 
 
 def header(results: dict[str, Result]) -> list[str]:
-    """Column names; one per batch that was timed."""
+    """Return the column names, with one per batch that was timed."""
     steps = [f"ms b{batch}" for batch in _batches(results)]
     start = ["arm", "first s", "ready s", "piecewise/ cold", "warm", "again s", "keeps MiB", "again MiB", "peak GiB"]
     return [*start, *steps, "host us", "error", "equal", "graphs"]
 
 
 def rows(results: dict[str, Result]) -> list[list[str]]:
-    """One row per run that has figures."""
+    """Return one row per run that has figures."""
     return [_row(label, result, results) for label, result in results.items() if result["status"] == "ok"]
 
 
@@ -46,7 +46,7 @@ def _row(label: str, result: Result, results: dict[str, Result]) -> list[str]:
     ready = figure(result, "seconds", "ready")
     others = [figure(results.get(f"compiled-piecewise ({cache})"), "seconds", "ready") for cache in _CACHES]
     if result["device"] == "cpu":
-        others = [None] * len(others)  # the emulator over a C++ compiler: a ratio of two things nobody asks about
+        others = [None] * len(others)  # a ratio of the emulator to a C++ compiler means nothing
     return [
         label,
         _number(figure(result, "seconds", "first_output"), "{:.3f}"),
@@ -68,7 +68,7 @@ _CACHES = ("cold", "warm")
 
 
 def _equal(result: Result) -> str:
-    """How many comparisons at captured sizes were equal to the bit."""
+    """Count the comparisons at captured sizes that were equal to the bit."""
     captured = [one["equal"] for one in result["correct"] if one["captured"]]
     return f"{sum(captured)}/{len(captured)}"
 
@@ -82,18 +82,18 @@ def _emulated(results: dict[str, Result]) -> bool:
 
 
 def _batches(results: dict[str, Result]) -> list[str]:
-    """The batches any run was timed at, ascending."""
+    """List the batches that any run was timed at, ascending."""
     found = {batch for result in results.values() for batch in result.get("step_ms", {})}
     return sorted(found, key=int)
 
 
 def missing(results: dict[str, Result]) -> str:
-    """What has no figures, and why; and what the others noted."""
+    """List the runs without figures and the reasons, and the notes of the others."""
     bad = [f"{label}: {r['status']}: {r['error']}" for label, r in results.items() if r["status"] != "ok"]
     notes = [f"{label}: {note}" for label, r in results.items() for note in r.get("notes", ())]
     return "\n".join(bad + notes)
 
 
 def ratios(results: dict[str, Result]) -> str:
-    """What the library is judged by, as lines."""
+    """Format the ratios that judge the library, one per line."""
     return "\n".join(f"{name.replace('_', ' ')}: {ratio:.3g}" for name, ratio in comparison(results).items())

@@ -1,4 +1,4 @@
-"""One arm, measured in this process and no other: ``python -m bench.startup.worker --arm NAME --json OUT``."""
+"""``python -m bench.startup.worker --arm NAME --json OUT``: measures one arm in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.tools.options import DEVICES, count, numbers
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure one arm and write the figures; 0 also where the arm is not available, 1 where it failed."""
+    """Measure one arm and write the figures; return 1 if it failed, 0 otherwise, even if it is not available."""
     options = parser().parse_args(arguments)
     began = time.perf_counter()
     result: dict[str, Any] = {"arm": options.arm, "cache": options.cache}
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.startup.worker", description=__doc__)
     parser.add_argument("--arm", required=True, choices=ARMS, help="what to measure")
     parser.add_argument("--json", required=True, help="file to write")
@@ -44,8 +44,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _outcome(options: argparse.Namespace) -> dict[str, Any]:
-    """The figures, or why there are none."""
-    # Here: what the arm's process imports is part of `process_s`.
+    """Return the figures, or the reason why there are none."""
+    # Imported here, since the imports of the arm's process are part of `process_s`.
     from bench.arms.base import NotAvailable
     from bench.startup.one_arm import measure_arm
 
@@ -53,7 +53,7 @@ def _outcome(options: argparse.Namespace) -> dict[str, Any]:
         return {"status": "ok", **measure_arm(options)}
     except NotAvailable as error:
         return {"status": "not available", "error": str(error)}
-    except Exception as error:  # the other arms go on; this one is reported, and the exit status says so
+    except Exception as error:  # the other arms continue; this failure is reported by the result and the exit status
         traceback.print_exc()
         return {"status": "failed", "error": f"{type(error).__name__}: {error}"}
 

@@ -1,1 +1,1 @@
-"""What several rooms measure and print with: clocks, processes, texts, tables; nothing that knows a model or an arm."""
+"""Shared tools of the benchmarks: clocks, processes, texts, tables. They know no model and no arm."""

@@ -1,4 +1,4 @@
-"""Pictures of figures, where matplotlib is installed: bars from zero, dots on a log axis, this library in colour."""
+"""Plots figures if matplotlib is installed: bars from zero, dots on a log axis, this library in colour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDE = 400  # last over first number of an axis from which on only powers of te
 
 
 def draw(path: Path, fill: Callable[[Any, Any], None], **layout: Any) -> None:
-    """Save a picture, or say what is missing.
+    """Save a plot, or print which package is missing.
 
     Args:
         path: of the picture.
@@ -39,12 +39,12 @@ def draw(path: Path, fill: Callable[[Any, Any], None], **layout: Any) -> None:
 
 
 def colour(name: str) -> str:
-    """This library's colour for its own runs, grey for others."""
+    """Return this library's colour for its own runs, grey for others."""
     return OURS if "simplegraph" in name else OTHERS
 
 
 def bars(axis: Any, title: str, values: Mapping[str, float], form: str = "%.3g") -> None:
-    """One bar a run, from zero, its value beside it."""
+    """Draw one bar per run, from zero, with its value."""
     names = list(values)[::-1]
     drawn = axis.barh(names, [values[name] for name in names], color=[colour(name) for name in names], height=0.6)
     axis.bar_label(drawn, fmt=form, padding=3)
@@ -53,7 +53,7 @@ def bars(axis: Any, title: str, values: Mapping[str, float], form: str = "%.3g")
 
 
 def dots(axis: Any, title: str, values: Mapping[str, float], form: str = "%.3g") -> None:
-    """One dot a run, on a logarithmic axis, its value beside it."""
+    """Draw one dot per run, on a logarithmic axis, with its value."""
     names = list(values)[::-1]
     axis.scatter([values[name] for name in names], names, color=[colour(name) for name in names], s=45, zorder=3)
     for name in names:

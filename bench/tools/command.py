@@ -1,4 +1,4 @@
-"""The command line of a benchmark whose models and arms run in processes of their own."""
+"""The command line of benchmarks whose models and arms run in separate processes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def run(
     render: Callable[[Figures], str],
     failures: Callable[[Figures], list[str]],
 ) -> None:
-    """Measure what the command line asks for, print the table, and write the figures where ``--json`` says.
+    """Measure as the command line says, print the table, and write the figures to the ``--json`` file.
 
     Raises:
-        SystemExit: something that had to work did not.
+        SystemExit: a required model or arm failed.
     """
     add_device(parser)
     add_json(parser)

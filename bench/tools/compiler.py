@@ -1,10 +1,10 @@
-"""What benchmarks do before torch.compile's clock runs."""
+"""Prepares torch.compile before it is timed, and counts its graphs."""
 
 from __future__ import annotations
 
 
 def load_cold() -> None:
-    """Import what the compiler imports at its first use, and turn its caches off: a first call only compiles."""
+    """Import the compiler's modules and disable its caches, so that a first call only compiles."""
     import torch._dynamo
     import torch._inductor.compile_fx
     import torch._inductor.config
@@ -13,7 +13,7 @@ def load_cold() -> None:
 
 
 def compiled_graphs() -> int:
-    """Graphs that this process's compiler was given; 0 where whoever was to call it found that it could not."""
+    """Return the number of graphs that this process has compiled; 0 if the library decided not to compile."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"].get("unique_graphs", 0))

@@ -1,4 +1,4 @@
-"""Which machine, which versions, which commit: what a figure is worth nothing without."""
+"""Describes the machine, the versions and the commit that figures were measured with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GIT_SECONDS = 10
 
 
 def describe() -> dict[str, Any]:
-    """The environment of this process, ready for JSON."""
+    """Describe the environment of this process, ready for JSON."""
     return {
         "gpu": gpu(),
         "torch": torch.__version__,
@@ -47,7 +47,7 @@ def describe() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any] | None:
-    """Name, memory in bytes, compute capability and driver of the current GPU; None without one."""
+    """Return name, memory in bytes, compute capability and driver of the current GPU; None without one."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -60,7 +60,7 @@ def gpu() -> dict[str, Any] | None:
 
 
 def driver() -> str:
-    """The driver's version, as nvidia-smi or the kernel module gives it."""
+    """Return the driver's version, from nvidia-smi or the kernel module."""
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -71,18 +71,18 @@ def driver() -> str:
 
 
 def versions() -> dict[str, str]:
-    """The installed ones of `LIBRARIES`."""
+    """Return the versions of the installed `LIBRARIES`."""
     found = {}
     for name in LIBRARIES:
         try:
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # optional, and its absence is the answer
+        except importlib.metadata.PackageNotFoundError:  # optional; libraries that are missing are left out
             continue
     return found
 
 
 def commit() -> str:
-    """The commit of this checkout, marked when files differ from it; BENCH_COMMIT where git has none."""
+    """Return the commit of this checkout, marked if files differ from it; BENCH_COMMIT if git has none."""
     given = os.environ.get("BENCH_COMMIT")
     if given:
         return given
@@ -93,7 +93,7 @@ def commit() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git answers, or None where there is no git or no repository."""
+    """Run git and return its output; None without git or a repository."""
     if not shutil.which("git"):
         return None
     answer = subprocess.run(

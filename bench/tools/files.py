@@ -1,4 +1,4 @@
-"""Where the benchmarks' files are, and how figures are written."""
+"""Paths of the benchmarks' files, and writing of figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DATA, OUT = BENCH / "data", BENCH / "out"
 
 
 def save_figures(path: Path | str, figures: dict[str, Any]) -> None:
-    """Write figures as JSON, into a folder that is made where there is none."""
+    """Write figures as JSON; the folder is created if it is missing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figures, indent=2))

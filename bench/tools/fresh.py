@@ -1,4 +1,4 @@
-"""A function in a process of its own, forked from one that has imported torch and nothing that knows a GPU."""
+"""Calls a function in a fresh process, forked from one that has imported torch but not used a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PRELOADED = ["torch"]  # which every process would import for seconds; it leaves CUDA alone until it is used
+_PRELOADED = ["torch"]  # its import takes seconds, and does not initialize CUDA
 
 
 class ProcessFailed(RuntimeError):
@@ -24,22 +24,22 @@ class ProcessFailed(RuntimeError):
 
 
 def call(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
-    """What the function returns, run in a fresh process; its imports of torch are done when it starts.
+    """Run the function in a fresh process that has already imported torch, and return its result.
 
     Args:
-        function: a module's own, so that its name is enough to find it; what it is passed and returns is pickled.
-        seconds: that it may take.
+        function: a function at module level, found by its name; arguments and result are pickled.
+        seconds: the time limit.
 
     Raises:
-        TimeoutError: it took longer, and was ended.
-        ProcessFailed: it raised, or its process died.
+        TimeoutError: it took longer, and was terminated.
+        ProcessFailed: the function raised, or its process died.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, args))
     process.start()
-    sender.close()  # the child's is the only one left, so that its death is noticed
+    sender.close()  # only the child's end stays open, so that its death is noticed
     try:
         if not receiver.poll(seconds):
             raise TimeoutError(f"took more than {seconds:g} s")

@@ -1,7 +1,7 @@
-"""The leanest capture a compiled baseline can have: one session for all sizes, nothing owned twice.
+"""The leanest capture for compiled baselines: one session for all sizes, no memory held twice.
 
-The compiled arms get the same care in capture as this library takes, so that what is compared is
-the compiler.
+The compiled arms are captured as carefully as this library's, so that the comparison is of
+the compiler alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LeanCapture:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """One synchronise and one collection for all captures; gc rests meanwhile."""
+        """Synchronize and collect garbage once for all captures; the garbage collector is off meanwhile."""
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()
@@ -42,14 +42,14 @@ class LeanCapture:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Warmups belong here too: workspaces and free blocks are the stream's."""
+        """Run on the capture stream; warmups too, since workspaces and free blocks belong to a stream."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             yield
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def capture(self, function: Callable[..., Any], *args: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Capture one call; returns the graph and what the call returned."""
+        """Capture one call; return the graph and the call's result."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
@@ -61,14 +61,14 @@ class LeanCapture:
 
 
 def can_alias() -> bool:
-    """Whether this torch can make tensors that do not own their memory."""
+    """True if this torch can make tensors that do not own their memory."""
     return all(hasattr(torch._C, name) for name in _ALIASES)
 
 
 def alias(tree: Any) -> Any:
-    """The same tensors without owning their memory, so that later captures may use it again.
+    """Return the same tensors without owning their memory, so that later captures may reuse it.
 
-    Right only for pool memory that every replay writes again before it is read.
+    Correct only for pool memory that every replay writes before it reads it.
     """
     return pytree.tree_map_only(Tensor, _alias, tree) if can_alias() else tree
 

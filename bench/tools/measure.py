@@ -23,24 +23,24 @@ NOT_SPEED = "No GPU here: the graphs are the library's emulator, which checks be
 
 
 def say(message: str) -> None:
-    """A line of progress, to stderr; of several ranks the first speaks."""
+    """Print a line of progress to stderr, on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
         print(f"[bench] {message}", file=sys.stderr, flush=True)
 
 
 def device_of(name: str | None = None) -> torch.device:
-    """The named device, or the GPU where there is one; CUDA is not initialised for it."""
+    """Return the named device, or the GPU if there is one; does not initialize CUDA."""
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def with_index(device: torch.device) -> torch.device:
-    """A GPU with its number, that of the current one."""
+    """Return a GPU device with the index of the current one; other devices unchanged."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
 @contextlib.contextmanager
 def few_threads(device: torch.device) -> Iterator[None]:
-    """On a CPU one thread: operators this small gain nothing from more, and wait long where cores are shared."""
+    """Use one thread on a CPU: small operators gain nothing from more, and wait long if cores are shared."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if device.type == "cpu" else threads)
     try:
@@ -50,7 +50,7 @@ def few_threads(device: torch.device) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, where there is one to wait for."""
+    """Wait for the device if it is a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -65,21 +65,21 @@ class Timeline:
         self._start = time.perf_counter()
 
     def mark(self, name: str) -> None:
-        """Note how long it took to get here; the first mark of a name stands."""
+        """Record the time until now; the first mark of a name counts."""
         synchronize(self._device)
         self.seconds.setdefault(name, time.perf_counter() - self._start)
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device at one moment, nothing cached that could be given back."""
+    """Memory counters of one device at one moment, in bytes, after cached memory was released."""
 
     free: int
     reserved: int
 
     @classmethod
     def now(cls, device: torch.device) -> DeviceMemory | None:
-        """The counters, or None on a CPU."""
+        """Read the counters; None on a CPU."""
         if device.type != "cuda":
             return None
         torch.cuda.synchronize(device)
@@ -88,12 +88,12 @@ class DeviceMemory:
         return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
 
     def spent(self, later: DeviceMemory) -> dict[str, int]:
-        """What a stretch of work keeps: bytes the device lost, bytes the allocator gained."""
+        """Return the bytes kept between two moments: taken from the device, and reserved by the allocator."""
         return {"device_bytes": self.free - later.free, "reserved_bytes": later.reserved - self.reserved}
 
 
 def seconds(call: Call, device: torch.device) -> float:
-    """Wall time of one call, the device's work included."""
+    """Measure the wall time of one call, the device's work included."""
     synchronize(device)
     started = time.perf_counter()
     call()
@@ -102,7 +102,7 @@ def seconds(call: Call, device: torch.device) -> float:
 
 
 def step_milliseconds(call: Call, device: torch.device, *, warmup: int = 5, steps: int = 50) -> float:
-    """The median time of one call, in ms; on a GPU from its own events, calls issued back to back."""
+    """Measure the median time of one call in ms; on a GPU by its events, with calls issued back to back."""
     for _ in range(warmup):
         call()
     synchronize(device)
@@ -118,7 +118,7 @@ def step_milliseconds(call: Call, device: torch.device, *, warmup: int = 5, step
 
 
 def in_turn(calls: Mapping[str, Call], device: torch.device, *, rounds: int, steps: int) -> dict[str, float]:
-    """Milliseconds of each call: medians over rounds in which all take their turn, so that a drift hits all alike."""
+    """Measure each call in ms: medians over rounds in which all take turns, so that clock drift affects all alike."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -127,7 +127,7 @@ def in_turn(calls: Mapping[str, Call], device: torch.device, *, rounds: int, ste
 
 
 def gpu_busy(call: Call, device: torch.device, *, calls: int = 20) -> dict[str, float]:
-    """`kernel_ms`, of a call's kernels and copies, and `busy_share`, the share of its wall time that they fill.
+    """Measure `kernel_ms` of a call's kernels and copies, and `busy_share`, their share of its wall time.
 
     Calls are issued back to back; the wall time is that of calls without the profiler. Empty on a CPU.
     """
@@ -139,7 +139,7 @@ def gpu_busy(call: Call, device: torch.device, *, calls: int = 20) -> dict[str, 
 
 
 def kernel_milliseconds(call: Call, calls: int = 10) -> float:
-    """What the kernels and copies of a call take by themselves, added up; needs a GPU."""
+    """Sum the durations of a call's kernels and copies, in ms; needs a GPU."""
     synchronize(torch.device("cuda"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(calls):
@@ -151,7 +151,7 @@ def kernel_milliseconds(call: Call, calls: int = 10) -> float:
 
 
 def host_microseconds(call: Call, device: torch.device, *, warmup: int = 5, calls: int = 50) -> float:
-    """The median time to issue one call, in us, not waiting for its result.
+    """Measure the median time to issue one call, in us, without waiting for its result.
 
     The device is idle before each call, so a full launch queue never makes the host wait.
     """

@@ -1,4 +1,4 @@
-"""A trace split at attention: its pieces compiled one by one, then run in order or captured as a graph each."""
+"""Splits a trace at attention; its pieces are compiled one by one, then run in order or captured as a graph each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pieces:
 
     @contextlib.contextmanager
     def recording(self, lean: LeanCapture) -> Iterator[list[Callable[[], object]]]:
-        """Calls in here capture instead of run; gives the list of steps that replay them in order."""
+        """Capture calls in this context instead of running them; yield the list of steps that replay them."""
         steps: list[Callable[[], object]] = []
         self._recorder = PieceRecorder(self.module, self.compiled, lean, steps)
         try:
@@ -48,7 +48,7 @@ class Pieces:
 
 
 def split_at_attention(traced: fx.GraphModule) -> fx.GraphModule:
-    """The graph as a chain of submodules, each attention call one of its own."""
+    """Split the graph into a chain of submodules, with each attention call in its own."""
     parts: dict[fx.Node, int] = {}
     part = 0
     for node in traced.graph.nodes:
@@ -58,12 +58,12 @@ def split_at_attention(traced: fx.GraphModule) -> fx.GraphModule:
         part += boundary
         parts[node] = part
         part += boundary
-    # The operator writes into its arguments: the order of the parts is part of the meaning.
+    # The operator writes to its arguments, so the order of the parts must be kept.
     return split_module(traced, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether a node calls the attention operator."""
+    """True if a node calls the attention operator."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return node.op == "call_function" and getattr(packet, "_qualified_op_name", None) in SPLIT_AT
 
@@ -83,10 +83,10 @@ class PieceCompiler(fx.Interpreter):
 
 
 def compile_piece(piece: fx.GraphModule, fakes: tuple[Any, ...]) -> Callable[..., Any]:
-    """Inductor over one piece; equal pieces are found again in its cache."""
+    """Compile one piece by Inductor, whose cache recognizes equal pieces."""
     from torch._inductor.compile_fx import compile_fx
 
-    # A tracing context of its own: the whole model's metadata must not mix with the piece's.
+    # A separate tracing context: the whole model's metadata must not mix with the piece's.
     fake_mode = detect_fake_mode(fakes)
     with tracing(TracingContext(fake_mode)):
         compiled = compile_fx(piece, list(fakes))
@@ -95,7 +95,7 @@ def compile_piece(piece: fx.GraphModule, fakes: tuple[Any, ...]) -> Callable[...
 
 
 def _returned(piece: fx.GraphModule) -> Any:
-    """What the piece's output node gives: one node, or a sequence of them."""
+    """Return the arguments of the piece's output node: one node, or a sequence of them."""
     return next(iter(reversed(piece.graph.nodes))).args[0]
 
 
@@ -112,16 +112,16 @@ class PieceRunner(fx.Interpreter):
         return self.call_attention(self.fetch_attr(target), args)
 
     def call_piece(self, piece: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """One compiled piece."""
+        """Run one compiled piece."""
         return piece(*args)
 
     def call_attention(self, attention: torch.nn.Module, args: tuple[Any, ...]) -> Any:
-        """The attention operator between two pieces."""
+        """Run the attention operator between two pieces."""
         return attention(*args)
 
 
 class PieceRecorder(PieceRunner):
-    """Captures the pieces, and notes the attention between them without running it."""
+    """Captures the pieces, and records the attention calls between them without running them."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class PieceRecorder(PieceRunner):
         return result
 
     def call_attention(self, attention: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        # Not owned: the piece before rewrites these at every replay, and later pieces may use the memory.
+        # Not owned: the previous piece rewrites these at every replay, and later pieces may reuse the memory.
         self._steps.append(_AttentionCall(attention, alias(args)))
 
 

@@ -1,4 +1,4 @@
-"""Figures as text: aligned columns, and a heading that says where they come from."""
+"""Formats figures as text: aligned columns, and a heading with the machine, versions and model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTHING = "-"
 
 
 def heading(results: dict[str, Figures]) -> str:
-    """Machine, versions and model, from the first run that has them."""
+    """Describe machine, versions and model, from the first run that has them."""
     for result in results.values():
         if result["status"] == "ok":
             where, gpu = result["environment"], result["environment"]["gpu"]
@@ -40,18 +40,18 @@ def _ranks(result: Figures) -> str:
 
 
 def measured(lines: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """The columns in which any run has a figure; the first line is the header."""
+    """Keep the columns in which any run has a figure; the first line is the header."""
     kept = [i for i in range(len(lines[0])) if i == 0 or any(line[i] != NOTHING for line in lines[1:])]
     return [[line[i] for i in kept] for line in lines]
 
 
 def cell(figures: Figures, name: str, form: str) -> str:
-    """A figure, or a dash where there is none."""
+    """Format a figure, or a dash if there is none."""
     return format(figures[name], form) if figures.get(name) is not None else NOTHING
 
 
 def ratio(one: Figures, other: Figures, name: str, form: str) -> str:
-    """One's figure over the other's, or a dash where either has none."""
+    """Format one's figure over the other's, or a dash if either has none."""
     return format(one[name] / other[name], form) if name in one and name in other else NOTHING
 
 
@@ -61,7 +61,7 @@ def in_line(figures: Mapping[str, float], form: str, unit: str) -> str:
 
 
 def grid(lines: Sequence[Sequence[Any]]) -> str:
-    """Columns aligned, the first to the left, the header underlined."""
+    """Align columns, the first to the left, and underline the header."""
     widths = [max(len(str(line[column])) for line in lines) for column in range(len(lines[0]))]
     align: list[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
     text = ["  ".join(a(str(c), w) for a, c, w in zip(align, line, widths, strict=True)).rstrip() for line in lines]

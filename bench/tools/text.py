@@ -11,12 +11,12 @@ TEXT = Path(__file__).parents[1] / "data" / "declaration.txt"
 
 
 def token_ids(count: int, vocab_size: int, *, start: int = 0, path: Path = TEXT) -> Tensor:
-    """The bytes of a text as token ids, beginning again at its end.
+    """Return the bytes of a text as token ids, starting over at its end.
 
     Args:
-        count: how many ids.
+        count: number of ids.
         vocab_size: ids are the bytes modulo this.
-        start: the first byte taken, so that other calls see other tokens.
+        start: the first byte that is used, so that different calls get different tokens.
 
     Returns:
         (count,) int64, on the CPU.

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark, as torchrun starts them."""
+"""Ranks of a benchmark that torchrun has started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bench.models.shard import Shard
     from simplegraph import RankGroup
 
-SECONDS = 120.0  # that ranks wait for each other
+SECONDS = 120.0  # time limit for ranks to wait for each other
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def check_launched(parser: argparse.ArgumentParser, tp: int) -> None:
-    """End with the command line's usage where there are not as many processes as ranks."""
+    """Exit with the command line's usage if the number of processes is not that of ranks."""
     found = int(os.environ.get("WORLD_SIZE", "1"))
     if found != tp:
         parser.error(
@@ -36,19 +36,19 @@ def check_launched(parser: argparse.ArgumentParser, tp: int) -> None:
 
 
 def rank() -> int:
-    """This process's, before torch.distributed is initialised too."""
+    """Return this process's rank, even before torch.distributed is initialised."""
     return int(os.environ.get("RANK", "0"))
 
 
 def start(tp: int, name: str, device: str | None = None) -> tuple[Shard, RankGroup | None, torch.device]:
-    """Meet the other ranks; this one's part of a model, the group, and the device of this rank.
+    """Connect to the other ranks; return this rank's part of a model, the group, and its device.
 
     Args:
-        tp: how many ranks there are; 1 meets nobody.
-        name: of this meeting, the same on all ranks: processes of several benchmarks share torchrun's store.
+        tp: number of ranks; with 1 there is no group.
+        name: of this benchmark run, the same on all ranks: several runs share torchrun's store.
         device: "cuda" or "cpu"; the GPU where there is one by default.
     """
-    # Here: the command lines are read before torch is loaded.
+    # Imported here, since command lines are parsed before torch is loaded.
     import torch
     import torch.distributed as dist
 
@@ -69,7 +69,7 @@ def start(tp: int, name: str, device: str | None = None) -> tuple[Shard, RankGro
 
 
 def finish() -> None:
-    """Part from the other ranks; graphs must be dropped before."""
+    """Disconnect from the other ranks; graphs must be dropped before."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -77,7 +77,7 @@ def finish() -> None:
 
 
 def clock() -> Callable[[], float]:
-    """Seconds, as rank 0 sees them on all ranks: what is decided by time is then decided alike."""
+    """Make a clock that returns rank 0's seconds on all ranks, so that they make the same decisions by time."""
     import torch
     import torch.distributed as dist
 

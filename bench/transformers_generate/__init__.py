@@ -1,1 +1,1 @@
-"""`generate` of transformers' families timed: plain, compiled and through graphs; nothing of the reference engine."""
+"""Benchmarks of transformers' `generate`: plain, compiled and through graphs. See `bench.serve` for the engine."""

@@ -1,4 +1,4 @@
-"""``python -m bench.transformers_generate``: generation of transformers' families; `generation` says how."""
+"""``python -m bench.transformers_generate``: generation by families of transformers; see `generation`."""
 
 from bench.transformers_generate.generation import main
 

@@ -1,4 +1,4 @@
-"""Families of transformers that generate, by name: random weights, a real shape or a tiny one, and batches for them."""
+"""Families of transformers that generate, by name: random weights, a real or a tiny shape, and batches for them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ START = 4  # tokens that every generation of a speech model starts with: which l
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One family.
+    """One family of models.
 
     Args:
         classes: transformers' config and model.
         real, tiny: settings of the config.
         max_length: tokens of the longest sequence that graphs are to serve.
-        speech: the model hears features; the others read left-padded prompts.
+        speech: True if the model takes audio features; other models take left-padded prompts.
     """
 
     classes: tuple[str, str]
@@ -43,7 +43,7 @@ def _decoder(name: str, real: dict[str, Any], tiny: dict[str, Any] | None = None
 
 
 def _shape(hidden: int, inner: int, layers: int, heads: int, shared: int, words: int, **more: Any) -> dict[str, Any]:
-    """Of a decoder: `shared` heads of keys and values, `words` in the vocabulary."""
+    """Make the settings of a decoder with `shared` key-value heads and a vocabulary of `words`."""
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -103,7 +103,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def build(name: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Any:
-    """The model in evaluation mode; no token of its own ends a generation."""
+    """Build the model in evaluation mode, without end tokens."""
     import transformers
 
     family = FAMILIES[name]
@@ -116,7 +116,7 @@ def build(name: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) ->
 
 
 def batch(name: str, model: Any, lengths: Sequence[int]) -> Batch:
-    """A row for each length; a speech model has features of its full length for all, and as many first tokens."""
+    """Make a row for each length; a speech model gets features of full length and the same first tokens in all rows."""
     if FAMILIES[name].speech:
         frames = (len(lengths), model.config.num_mel_bins, 2 * model.config.max_source_positions)
         start = torch.randint(1, 256, (1, START)).expand(len(lengths), START).clone()

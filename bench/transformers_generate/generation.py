@@ -30,7 +30,7 @@ BUSY_TOKENS = 16  # the profiler keeps every kernel of every one
 
 @dataclasses.dataclass(frozen=True)
 class GenerationPlan:
-    """What is measured.
+    """The models, arms and counts of a measurement.
 
     Args:
         models: of `families.FAMILIES`; random weights.
@@ -38,8 +38,8 @@ class GenerationPlan:
         batch, prompt, tokens: rows, tokens of each prompt, and new ones.
         rounds: generations after the first; their median counts.
         arms: of `ARMS`.
-        compared: tokens that plain and graphs generate in float32.
-        processes: of each arm that compiles nothing.
+        compared: tokens that are generated in float32 to compare graphs with plain.
+        processes: processes of each arm that compiles nothing.
         timeout: seconds that a process may take.
     """
 
@@ -56,7 +56,7 @@ class GenerationPlan:
 
 
 def default_plan(device: torch.device) -> GenerationPlan:
-    """The 1B shape of Llama on a GPU; a tiny one on a CPU, where times are not speed."""
+    """Return the 1B shape of Llama on a GPU; a tiny one on a CPU, whose timings do not measure performance."""
     if device.type == "cuda":
         return GenerationPlan()
     return GenerationPlan(tiny=True, prompt=8, tokens=8, rounds=1, compared=8, processes=1)
@@ -66,9 +66,9 @@ def default_plan(device: torch.device) -> GenerationPlan:
 
 
 def run_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device, dtype: torch.dtype) -> Figures:
-    """Seconds of the first generation, milliseconds a token of the later ones, and the tokens.
+    """Measure seconds of the first generation, ms per token of later ones, and return the tokens.
 
-    What an arm does to the model belongs to its first generation.
+    The first generation includes the arm's changes to the model.
     """
     from simplegraph.integrations.transformers import graph_generation
 
@@ -109,7 +109,7 @@ def run_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device, dty
 
 
 def measure(plan: GenerationPlan, device: torch.device) -> Figures:
-    """Every model and arm in fresh processes; medians over them, and every process's figures."""
+    """Measure every model and arm in fresh processes; return medians over them, and every process's figures."""
     models = {name: _measure_model(plan, name, device) for name in plan.models}
     return {"plan": dataclasses.asdict(plan), "device": device.type, "models": models}
 
@@ -140,7 +140,7 @@ def _measure_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device
 
 
 def _answer(plan: GenerationPlan, function: Callable[..., Figures], *args: Any) -> Figures:
-    """What the function answers in a fresh process, or `failed`, why it did not, with the `reason` in one line."""
+    """Call the function in a fresh process; on an error return `failed`, and the `reason` in one line."""
     try:
         answer: Figures = fresh.call(function, *args, seconds=plan.timeout)
     except TimeoutError as error:
@@ -152,7 +152,7 @@ def _answer(plan: GenerationPlan, function: Callable[..., Figures], *args: Any) 
 
 
 def failures(figures: Figures) -> list[str]:
-    """Models whose tokens differ, and arms that had to work and did not."""
+    """List models whose tokens differ, and required arms that failed."""
     told = []
     for name, model in figures["models"].items():
         parts = {"the comparison of tokens": model} | model["arms"]
@@ -215,7 +215,7 @@ _NUMBERS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, print the table, and write the figures where ``--json`` says."""
+    """Measure, print the table, and write the figures to the file that ``--json`` names."""
     parser = argparse.ArgumentParser(prog="python -m bench.transformers_generate", description=__doc__)
     add_names(parser, "--models", families.FAMILIES, "llama by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")

@@ -1,4 +1,4 @@
-"""Does `generate` through graphs give plain `generate`'s tokens? In float32, over ragged batches, from replays."""
+"""Compares tokens of `generate` through graphs with plain ones, in float32, over ragged batches, from replays."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MAX_ROWS = 4
 
 
 def ragged(prompt: int) -> tuple[list[int], ...]:
-    """Lengths of the prompts of one, three and four rows, none of which is as long as another of its batch."""
+    """Return prompt lengths of batches of one, three and four rows; no two rows of a batch are equally long."""
     return [prompt], [prompt, prompt // 2, prompt // 4 + 1], [prompt - 1, prompt + 3, 2, prompt // 2 + 1]
 
 
 def compare(name: str, device: torch.device, tiny: bool, prompt: int, tokens: int) -> dict[str, int]:
-    """Generate with and without graphs, one model.
+    """Compare the tokens that one model generates with and without graphs.
 
-    Where a row's tokens part, the two likeliest ones must be as near as rounding, and the logits be the same up to it:
-    what comes after is another text, and not compared.
+    If a row's tokens diverge, the two most likely ones must differ by no more than rounding, and so must the logits:
+    later tokens belong to another text and are not compared.
 
     Returns:
-        `same_tokens`, that every row has in common; `rows`, and `parted`, those of them that went another way.
+        `same_tokens`, the least number of equal tokens of a row; `rows`; and `parted`, the number of rows that diverge.
 
     Raises:
         RuntimeError: tokens differ by more than rounding, or graphs were not replayed.
@@ -55,19 +55,19 @@ def compare(name: str, device: torch.device, tiny: bool, prompt: int, tokens: in
 
 
 def generate(model: Any, batch: Batch, tokens: int) -> Tensor:
-    """(rows, tokens) int64, the new ones; greedily."""
+    """Generate greedily; return the new tokens, (rows, tokens) int64."""
     new: Tensor = model.generate(**batch, max_new_tokens=tokens, do_sample=False)[:, -tokens:]
     return new
 
 
 def _logits(model: Any, batch: Batch, tokens: int) -> Iterable[Tensor]:
-    """(tokens, vocabulary) float32 for each row."""
+    """Return the logits of each row, (tokens, vocabulary) float32."""
     settings = {"max_new_tokens": tokens, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     return torch.stack(model.generate(**batch, **settings).logits, dim=1).float().unbind()
 
 
 def _parting(name: str, found: Tensor, expected: Tensor, logits: Tensor, wanted: Tensor) -> int:
-    """Tokens that a row has in common with plain generate's."""
+    """Return the number of leading tokens that a row has in common with plain `generate`."""
     if torch.equal(found, expected):
         return len(expected)
     at = int((found != expected).nonzero()[0])
@@ -76,5 +76,5 @@ def _parting(name: str, found: Tensor, expected: Tensor, logits: Tensor, wanted:
     gap = float(wanted[at].max() - wanted[at, found[at]])
     if not (difference <= bound and gap <= bound):
         told = f"logits differ by {difference:.3g}, plain ones of the two tokens by {gap:.3g}"
-        raise RuntimeError(f"{name}: token {at} of graphs is not plain generate's: {told}, rounding is {bound:.3g}.")
+        raise RuntimeError(f"{name}: token {at} differs from plain generate's: {told}, rounding is {bound:.3g}.")
     return at

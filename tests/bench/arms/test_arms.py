@@ -48,7 +48,7 @@ class Wrong(Eager):
 
 
 def test_an_arm_that_computes_something_else_gets_no_time(setup: Setup) -> None:
-    with pytest.raises(Mismatch, match=r"wrong: batch 1 is off from eager by 1\.00e-03"):
+    with pytest.raises(Mismatch, match=r"wrong: batch 1 differs from eager by 1\.00e-03"):
         compare_with_eager(Wrong(setup), setup, [1, 2])
 
 
@@ -225,7 +225,7 @@ def test_breakable_refuses_a_graph_that_holds_attention(setup: Setup, monkeypatc
     package = Package()
     monkeypatch.setattr(package, "no_graph", lambda function, capture_stub: function)
     monkeypatch.setattr(breakable, "package", lambda: package)
-    with pytest.raises(RuntimeError, match=r"of \{1\} steps; expected 5"):
+    with pytest.raises(RuntimeError, match=r"have \{1\} steps; expected 5"):
         breakable.Breakable(setup).start(setup.batch(1), Timeline(CPU))
 
 

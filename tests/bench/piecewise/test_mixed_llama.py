@@ -140,7 +140,7 @@ def test_attention_without_requests_says_what_to_do(llama: Llama) -> None:
 
 def test_a_forward_with_too_few_rows_says_so(llama: Llama) -> None:
     ids, positions, metadata = batch_of(llama, Chunk(4))
-    with for_requests(metadata), pytest.raises(RuntimeError, match="have 4 tokens, the forward 3 rows"):
+    with for_requests(metadata), pytest.raises(RuntimeError, match="have 4 tokens, the forward only 3 rows"):
         MixedLlama(llama)(ids[:3], positions[:3])
 
 

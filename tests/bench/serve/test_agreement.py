@@ -56,5 +56,5 @@ def test_other_weights_are_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(agreement, "generate", broken)
     arms = {name: EngineConfig(mode="NONE", attention="sdpa", fused=False, **SMALL) for name in MODES}
-    with pytest.raises(Disagreement, match="graphs: logits are off from float32's"):
+    with pytest.raises(Disagreement, match="graphs: logits differ from float32's"):
         agreement.measure(llama, arms, agreement.prompts_of(2, 12, 512), 4)

@@ -44,7 +44,7 @@ def test_tokens_may_part_only_where_two_are_as_likely() -> None:
     found, expected, third = torch.tensor([1, 1]), torch.tensor([1, 2]), torch.tensor([1, 0])
     assert same_tokens._parting("llama", found, expected, plain, plain) == 1
     assert same_tokens._parting("llama", expected, expected, plain, plain) == 2
-    with pytest.raises(RuntimeError, match="token 1 of graphs is not plain"):
+    with pytest.raises(RuntimeError, match="token 1 differs from plain"):
         same_tokens._parting("llama", third, expected, plain, plain)
     with pytest.raises(RuntimeError, match=r"logits differ by 0\.1"):
         same_tokens._parting("llama", found, expected, plain + 0.1, plain)
@@ -58,7 +58,7 @@ def test_tokens_that_graphs_get_wrong_are_a_failure(monkeypatch: pytest.MonkeyPa
         return right(*args) if len(calls) <= 3 else (right(*args) + 1) % 256
 
     monkeypatch.setattr(same_tokens, "generate", wrong)
-    with pytest.raises(RuntimeError, match="token 0 of graphs is not plain"):
+    with pytest.raises(RuntimeError, match="token 0 differs from plain"):
         same_tokens.compare("gpt2", CPU, True, 8, 6)
 
 
