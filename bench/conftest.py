@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Lift the time limit, since processes have their own; show recorded seconds, grouped by suite."""
+    """Disable pytest-timeout, since processes have their own limit; show recorded seconds, grouped by suite."""
     for item in items:
         if config.pluginmanager.hasplugin("timeout"):
             item.add_marker(pytest.mark.timeout(0))
@@ -114,14 +114,14 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def shown(request: pytest.FixtureRequest) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context in which what is printed is seen at once, also without ``-s``: measuring takes minutes."""
+    """Return a context in which printed text is shown at once, even without ``-s``: measuring takes minutes."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
     return contextlib.nullcontext if capture is None else capture.global_and_fixture_disabled
 
 
 @pytest.fixture(scope="module")
 def figures(request: pytest.FixtureRequest, device: torch.device, shown: Any) -> Figures:
-    """What the module's `measure` finds, measured once for all of its benchmarks, and shown by its `render`."""
+    """Return the figures of the module's `measure`, run once for all its benchmarks, and print its `render`."""
     with shown():
         found: Figures = request.module.measure(device)
         print(f"\n{request.module.render(found)}")
@@ -150,5 +150,5 @@ _MODULES = pytest.StashKey[dict[Any, pytest.Item]]()
 
 @pytest.fixture
 def keep_untimed(request: pytest.FixtureRequest) -> Callable[[str, Figures], None]:
-    """Keep figures that are no times beside the benchmarks in the JSON."""
+    """Add figures that are not times to the JSON, next to the benchmarks."""
     return request.config.stash.setdefault(_UNTIMED, {}).__setitem__

@@ -94,8 +94,8 @@ def _check(arm: Arm, comparison: Comparison, dtype: torch.dtype, noise: float) -
     allowed = allowed_error(dtype, noise, exact=arm.exact and comparison.captured)
     if not comparison.error <= allowed:  # also refuses NaN
         raise Mismatch(
-            f"{arm.name}: batch {comparison.count} differs from eager by {comparison.error:.2e} relative, {allowed:.2e} "
-            f"is allowed in {str(dtype).removeprefix('torch.')}, where eager itself varies by {noise:.2e}."
+            f"{arm.name}: batch {comparison.count} differs from eager by {comparison.error:.2e} relative; "
+            f"{allowed:.2e} is allowed in {str(dtype).removeprefix('torch.')}, eager itself varies by {noise:.2e}."
         )
 
 

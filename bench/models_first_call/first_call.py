@@ -137,7 +137,7 @@ def _difference(step: Step, module: nn.Module, inputs: list[Tensor]) -> float:
 
 
 def measure(plan: FirstCallPlan, device: torch.device) -> Figures:
-    """Every model and arm; medians over processes, and every process's figures."""
+    """Measure every model and arm; return medians over processes, and every process's figures."""
     models: dict[str, Figures] = {model: {} for model in plan.models}
     for model, arm in itertools.product(plan.models, plan.arms):
         say(f"{model}, {arm} ...")

@@ -10,11 +10,11 @@ from bench.models.workload import Workload
 
 TRAINED = "trained"
 KINDS = ("eagle", "eagle3")
-DRAFT_VOCAB = 32_000  # as public EAGLE-3 drafts for Llama-3 have
+DRAFT_VOCAB = 32_000  # that of public EAGLE-3 drafts for Llama-3
 
 
 def load_pair(name: str, draft: str, device: torch.device) -> tuple[Llama, Eagle | Eagle3, bool]:
-    """Target and draft, and whether both are trained."""
+    """Load target and draft; the third value is True if both are trained."""
     if name == TRAINED:
         if draft not in KINDS:
             raise ValueError(f"--draft is {draft!r}; the trained target has {' and '.join(KINDS)}.")

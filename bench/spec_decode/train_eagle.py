@@ -28,7 +28,7 @@ from bench.tools.measure import device_of, say
 from bench.tools.options import count
 
 VOCAB = 256
-DRAFT_STEPS = 3  # of the draft on its own states, as it runs when it drafts
+DRAFT_STEPS = 3  # steps of the draft on its own states in training, as when it drafts
 
 
 class DenseStep(NamedTuple):

@@ -84,7 +84,7 @@ def _engine_stages(arm: str, model: str, began: float) -> Figures:
 
 
 def render(figures: Sequence[Figures]) -> str:
-    """A line for every process; seconds since it began, and since its weights were there."""
+    """Format a line for every process: seconds since it began, and since its weights were loaded."""
     lines = [("arm", "caches", "imported s", "weights s", "token s", "ready s", "token after weights s")]
     for found in figures:
         seconds = found["seconds"]

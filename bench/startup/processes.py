@@ -53,7 +53,7 @@ def cache_environment(folder: Path) -> dict[str, str]:
 def run_worker(
     line: list[str], environment: dict[str, str], timeout: float, progress: Progress | None = None
 ) -> Figures:
-    """Run a worker, showing its stderr as it comes; the figures that it writes where ``--json`` says.
+    """Run a worker, showing its stderr as it comes; return the figures that it writes to its ``--json`` file.
 
     Its stderr goes through a file, not a pipe: compilers leave processes behind that would hold a pipe open.
 

@@ -1,4 +1,4 @@
-"""How far a comparison is: a bar over its processes with the time that is left, or lines where no terminal shows it."""
+"""Shows a comparison's progress: a bar over its processes with the remaining time, or lines without a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tqdm import tqdm
 from bench.tools import torchrun
 from bench.tools.measure import say
 
-EVERY = 10.0  # seconds between two lines where there is no terminal
+EVERY = 10.0  # seconds between two lines without a terminal
 
 
 class Progress:
-    """Shows which process runs, how many are done, and about how long the others take.
+    """Shows the running process, the number of finished ones, and the estimated remaining time.
 
     Args:
-        shares: how long each process takes beside the others, as far as is known; none shows nothing.
+        shares: estimated relative time of each process; nothing is shown if there are none.
     """
 
     def __init__(self, shares: Iterable[float] = ()) -> None:
@@ -30,7 +30,7 @@ class Progress:
         self._bar = tqdm(total=len(self._shares), bar_format=form, disable=not drawn, leave=False)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.close()
 
     def begin(self, label: str) -> None:
@@ -41,7 +41,7 @@ class Progress:
         self._bar.set_description_str(label)
 
     def tick(self) -> None:
-        """Refresh what is shown; called several times a second."""
+        """Refresh the display; called several times a second."""
         self._bar.set_postfix_str(self.left(), refresh=True)
         now = time.monotonic()
         if self._shares and self._bar.disable and now - max(self._spoke, self._process_began) >= EVERY:
@@ -50,12 +50,12 @@ class Progress:
             say(f"{self._label}: running for {took:.0f} s; {done}, {self.left()}")
 
     def end(self, skipped: int = 0) -> None:
-        """Count the process as done, and as many after it as will not run."""
+        """Count the process as done, and `skipped` later ones that will not run."""
         self._done += 1 + skipped
         self._bar.update(1 + skipped)
 
     def left(self) -> str:
-        """Return about how long the processes take that are not done."""
+        """Estimate the time of the remaining processes."""
         done, rest = sum(self._shares[: self._done]), sum(self._shares[self._done :])
         if not done:
             return "time left unknown"
@@ -64,7 +64,7 @@ class Progress:
         return f"about {max(0.0, each * rest - (now - self._process_began)):.0f} s left"
 
     def write(self, text: str) -> None:
-        """Pass on what a process says, above the bar."""
+        """Print a process's output above the bar."""
         if text:
             with tqdm.external_write_mode(file=sys.stderr):
                 sys.stderr.write(text)

@@ -77,7 +77,7 @@ def runs_of(arms: Iterable[str]) -> list[Run]:
 
 
 def measure(run: Run, plan: StartupPlan, caches: CompileCaches, progress: Progress | None = None) -> Result:
-    """One process of one run; whatever goes wrong in it comes back as a failed result."""
+    """Run one process of a run; any error in it is returned as a failed result."""
     missing = unavailable(run.arm, plan)
     if missing is not None:
         return {"arm": run.arm, "cache": run.cache, "status": "not available", "error": missing}
@@ -116,7 +116,7 @@ _meetings = itertools.count()  # every rank runs the same arms in the same order
 
 
 def run_all(runs: Sequence[Run], plan: StartupPlan, caches: CompileCaches) -> dict[str, Result]:
-    """Every run's combined result, by label."""
+    """Run everything, and return each run's combined result by label."""
     shares = [share for run in runs for share in plan.rounds_of(run) * [_share(run)]]
     with contextlib.closing(Progress(shares)) as progress:
         return {run.label: combine(measure_rounds(run, plan, caches, progress)) for run in runs}
@@ -139,5 +139,5 @@ def measure_rounds(
 
 
 def _share(run: Run) -> float:
-    """How long a process takes beside those that compile nothing: a cold compiler about four times as long."""
+    """Estimate a process's time relative to one that compiles nothing: with a cold compiler about four times."""
     return {"cold": 4.0, "warm": 2.0}.get(run.cache or "", 4.0 if run.arm == "inductor-partition" else 1.0)

@@ -1,4 +1,4 @@
-"""How soon every arm is ready, in seconds, as each of its fresh processes measured it; the rest is in extra_info."""
+"""Seconds until every arm is ready, as measured by its fresh processes; other figures are in extra_info."""
 
 from __future__ import annotations
 

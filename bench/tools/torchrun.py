@@ -21,7 +21,7 @@ SECONDS = 120.0  # time limit for ranks to wait for each other
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """``--tp N``."""
+    """Add the option ``--tp N``."""
     parser.add_argument("--tp", type=count, default=1, help="ranks of tensor parallelism: torchrun --nproc-per-node N")
 
 

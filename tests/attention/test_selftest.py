@@ -1,4 +1,4 @@
-"""What `doctor --attention` finds: backends that work, that are absent, that are wrong, and that are broken."""
+"""`doctor --attention` reports backends that work, are absent, compute wrong numbers, or fail."""
 
 from __future__ import annotations
 

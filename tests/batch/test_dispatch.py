@@ -314,7 +314,7 @@ class TestResolveMode:
 
 
 class TestAdvice:
-    """What a batch without a graph is told to change is a setting that changes it."""
+    """The advice for a batch without a graph names a setting that helps."""
 
     @pytest.mark.parametrize(
         ("settings", "batch", "advice", "change"),

@@ -1,4 +1,4 @@
-"""What a benchmark's command line cannot take is refused before anything is measured or written, with what is valid."""
+"""Invalid options of a benchmark are refused before anything is measured or written, with the valid ones named."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class RanksHung(AssertionError):
 
 
 def run_ranks(body: Callable[..., Any], size: int, *args: Any, limit: float = 90.0, backend: str = "gloo") -> list[Any]:
-    """What `body(rank, size, *args)` returned on each rank; an exception comes back as its text.
+    """Return the results of `body(rank, size, *args)` on each rank; an exception is returned as its text.
 
     Every process is ended before this returns, whatever happened. They are forked from a server that has imported
     torch, which would otherwise be most of a test's time; each is new all the same.

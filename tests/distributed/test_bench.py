@@ -124,7 +124,7 @@ def test_the_llama_of_parallelize_module_is_the_same_model_in_eager_and_in_full_
 
 
 def generate(rank: int, size: int, device: str = "cpu") -> tuple[list[list[int]], list[list[int]], int]:
-    """What the engine generates, greedily and drawing without seeds, and how often a graph was replayed."""
+    """Return the engine's tokens, greedy and sampled without seeds, and the number of replays."""
     if device == "cuda":
         torch.cuda.set_device(rank)
         device = f"cuda:{rank}"

@@ -1,4 +1,4 @@
-"""What ranks that capture together promise: eager's answers, and on every rank the same graphs."""
+"""Ranks that capture together return eager's results, and have the same graphs on every rank."""
 
 from __future__ import annotations
 

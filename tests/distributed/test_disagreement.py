@@ -122,7 +122,7 @@ def replay_with_other_sizes(rank: int, size: int, eager: bool) -> tuple[str, str
         model.capture_graphs(batch(3))
         model(batch(4))
         if eager and rank == 1:
-            time.sleep(2 * WAIT)  # as in a collective that nobody answers
+            time.sleep(2 * WAIT)  # as in a collective that no other rank joins
             return "nothing", "", 0.0
         return timed_error(lambda: model(batch(2 + 2 * rank)))
 

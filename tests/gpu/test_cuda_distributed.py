@@ -110,7 +110,7 @@ def weights(index: int) -> tuple[Tensor, Tensor]:
 
 
 def whole(x: Tensor, layers: int = LAYERS, factor: float = 1.0) -> Tensor:
-    """What all layers give on one device, in float64."""
+    """Return the output of all layers on one device, in float64."""
     x = x.double()
     for index in range(layers):
         up, down = (weight.double() for weight in weights(index))

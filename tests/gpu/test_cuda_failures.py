@@ -1,4 +1,4 @@
-"""What a failed capture leaves behind on a real GPU: nothing."""
+"""A failed capture leaves nothing behind on a real GPU."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_it_is_captured_and_proven_and_replays_what_eager_does(name: str) -> Non
 
 @pytest.mark.parametrize("name", CAPTURED | GPU_ONLY)
 def test_it_is_right_with_the_usual_warmup(name: str) -> None:
-    """What compiles at its second or third run may fail in a capture, and says why then."""
+    """Code that compiles at its second or third run may fail in a capture, and then says why."""
     stats = served((CAPTURED | GPU_ONLY)[name]).graph_stats
     assert stats.replays >= 4 or stats.eager[Reason.CAPTURE_FAILED] >= 4
     assert len(stats.failures) == (stats.replays == 0), stats.failures

@@ -116,7 +116,7 @@ def test_replaced_weights_are_free_before_the_next_call(device, how):
 
 
 def test_memory_that_a_new_weight_takes_over_is_read_as_the_new_weight(device):
-    """The allocator gives a new weight the old one's place: the graph reads it there, or is captured anew."""
+    """The allocator gives a new weight the old one's address: the graph reads it there, or is captured again."""
     module = nn.Linear(WIDTH, WIDTH, device=device).requires_grad_(False)
     x = torch.randn(8, WIDTH, device=device)
     model = replayed(module, x)

@@ -123,7 +123,7 @@ def test_an_encoder_padded_in_two_dimensions() -> None:
 
 
 def syncs(generate: Any) -> int:
-    """How often a call waits for the device, as torch tells."""
+    """Count how often a call waits for the device, by torch's warnings."""
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

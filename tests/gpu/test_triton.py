@@ -21,7 +21,7 @@ def _scale(source, target, factor, count, BLOCK: tl.constexpr):
 
 
 class Scale(nn.Module):
-    """Tuned anew for every number of elements, hence for every captured size."""
+    """A kernel that is tuned again for every number of elements, hence for every captured size."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.empty_like(x)

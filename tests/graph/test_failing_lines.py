@@ -192,7 +192,7 @@ def test_an_error_whose_context_is_suppressed_is_not_followed() -> None:
     assert capture_error(error_of(forward), "batch size 8").cause == "ValueError: no statistics"
 
 
-# Code that nobody can decorate.
+# Code that users cannot decorate.
 
 
 @pytest.fixture

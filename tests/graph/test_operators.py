@@ -1,4 +1,4 @@
-"""Which arguments an operator writes to, also where its schema does not say."""
+"""Arguments that an operator writes to, even if its schema does not say so."""
 
 from __future__ import annotations
 

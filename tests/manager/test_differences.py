@@ -1,4 +1,4 @@
-"""How two values differ: to the bit, beyond rounding, beyond noise."""
+"""Differences of two values: to the bit, beyond rounding, beyond noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wrapped module answered, and why it ran eagerly."""
+"""Outputs of a wrapped module, and reasons why it ran eagerly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call does to the things of its caller, and which of them it returns, is eager's at every call."""
+"""Every call changes its caller's objects, and returns them, exactly as eager does."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def refused(device: torch.device, calls: int = 4, function: Callable[..., Any] =
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What of the work around warmups and captures is done."""
+    """Records the work around warmups and captures."""
     done: list[str] = []
 
     def note(owner: Any, name: str) -> None:

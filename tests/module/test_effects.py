@@ -1,4 +1,4 @@
-"""What a capture leaves behind: Python runs in it, and nothing of that may be seen afterwards."""
+"""Effects of the Python that runs in a capture cannot be seen afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the memory of a call stays: static outputs past their graphs, static inputs no longer than those."""
+"""Lifetime of a call's memory: static outputs outlive their graphs, static inputs do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What graphs read is owned while they may read it, and given up as soon as a change of it is noticed."""
+"""Memory that graphs read is kept alive while they may read it, and released once a change is noticed."""
 
 from __future__ import annotations
 

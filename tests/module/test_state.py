@@ -1,4 +1,4 @@
-"""What a graph reads stays alive, and only changes of it cost a recapture."""
+"""Tensors that a graph reads stay alive, and only changes of them cause a recapture."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ WIDTH = 8
 
 
 class LoraLinear(nn.Module):
-    """What adapter libraries do, by hand: a base weight, adapters by name, and Python that chooses."""
+    """Does by hand what adapter libraries do: a base weight, adapters by name, and Python that chooses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_quantised_buffers_made_lazily_and_replaced_later(device):
     assert_replays_eager(model, device)
     model.state = {"scales": model.scales * 3}  # requantised
     assert_replays_eager(model, device)
-    model.scales.mul_(5)  # nobody reads it any more
+    model.scales.mul_(5)  # no graph reads it any more
     model.state["scales"].mul_(2)  # in place: the graph reads the new values
     assert_replays_eager(model, device)
     model.state["scales"] = model.scales.clone()

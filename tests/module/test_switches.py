@@ -15,7 +15,7 @@ WIDTH = 8
 
 
 class Tuner(nn.Linear):
-    """What peft's layers keep, under the same names."""
+    """The attributes of peft's layers, with the same names."""
 
     __module__ = "peft.tuners.made_up"
     _disable_adapters = False
@@ -39,7 +39,7 @@ class Processor:
 
 
 class Attention(nn.Module):
-    """What diffusers' attention keeps."""
+    """The attributes of diffusers' attention."""
 
     __module__ = "diffusers.models.made_up"
 

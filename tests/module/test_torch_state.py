@@ -1,4 +1,4 @@
-"""What torch is set to around a call decides what it computes: a replay stands for no call under other settings."""
+"""Torch's settings around a call change its result: a replay never serves a call under other settings."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_attributes_are_watched_only_where_such_a_kernel_runs() -> None:
     x = torch.randn(4, WIDTH)
     sg.unwrap(model).forward = lambda x: x * 2
     for _ in range(5):
-        model.last = torch.randn(WIDTH)  # what nobody reads
+        model.last = torch.randn(WIDTH)  # never read
         torch.testing.assert_close(model(x), x * 2)
     assert model.graph_stats.recaptures == 0
     assert model.graph_stats.replays >= 3

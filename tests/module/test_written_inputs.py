@@ -1,4 +1,4 @@
-"""What a forward writes to its inputs reaches the caller."""
+"""Writes of a forward to its inputs reach the caller."""
 
 from __future__ import annotations
 

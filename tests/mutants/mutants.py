@@ -201,7 +201,7 @@ MUTANTS = [
         ESCAPES,
     ),
     Mutant(
-        "memory of a capture under way is nobody's",
+        "memory of a running capture belongs to no one",
         "graph/emulator/device.py",
         "return made or self._memories.get(address)",
         "return self._memories.get(address)",

@@ -75,7 +75,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def drafts_alone(model: Draft, ids: list[int], states: Tensor, count: int) -> list[int]:
-    """What the draft says after these tokens, one request, everything computed anew."""
+    """Return the drafts after these tokens, for one request, with everything computed from scratch."""
     found: list[int] = []
     hidden, ids = model.fuse(states), list(ids)
     for _ in range(count):
@@ -272,7 +272,7 @@ def test_padding_leaves_the_drafts_of_other_slots_alone(device: torch.device, mo
     for slot in range(5):
         served.start(slot, 2 + slot)
     served.run_prompts()
-    served.drafter.capture()  # its warmups have nobody's slot
+    served.drafter.capture()  # its warmups write to the scratch slot
     served.check(list(range(5)))
     served.run_round([0, 1, 2, 3, 4])
     before = served.proposals.tokens.clone()

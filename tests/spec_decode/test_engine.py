@@ -207,7 +207,7 @@ def test_requests_at_their_limit_end_there_and_the_others_go_on(pairs: dict[str,
     served = speculating(pairs["eagle"], **settings)
     found = served.generate(asked, params)
     assert found == plain(pairs["eagle"][0], asked, params, **settings | {"capture_sizes": None})
-    assert len(asked[0]) + len(found[0]) == 41  # the last token is computed by nobody
+    assert len(asked[0]) + len(found[0]) == 41  # the last token is never run through the model
 
 
 def test_requests_that_give_way_get_the_same_tokens(pairs: dict[str, Any]) -> None:
@@ -302,7 +302,7 @@ def test_a_round_that_nobody_took_is_not_gone_on_from(pairs: dict[str, Any]) -> 
         drafted = served.scheduler.schedule_round(K)
         if drafted is not None and len(requests[0].output) % 2:
             served.runner.launch_round(drafted).wait()  # the device is a round further than the requests are
-    # Each such round drafted anew, from where the requests were not; refused or taken, no token is another one.
+    # Each such round drafted from wrong states; whether those drafts are refused or taken, no token changes.
     assert [request.output for request in requests] == plain(pairs["eagle"][0], asked, params)
 
 

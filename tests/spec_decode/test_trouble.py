@@ -214,7 +214,7 @@ def test_temperatures_may_be_whole_numbers(pair: Any) -> None:
 
 
 class _Interrupt(BaseException):
-    """Like a KeyboardInterrupt: nobody handles it."""
+    """Like a KeyboardInterrupt: no code handles it."""
 
 
 def check_on_device(served: SpecEngine, plan: RoundPlan) -> None:
@@ -239,7 +239,7 @@ def check_on_device(served: SpecEngine, plan: RoundPlan) -> None:
 
 
 def interfere(served: SpecEngine, draw: random.Random, patch: pytest.MonkeyPatch) -> None:
-    """Capture, launch rounds that nobody takes, or let some part of the next step fail, before or after its work."""
+    """Capture, launch rounds whose results are unused, or make a part of the next step fail before or after it ran."""
     runner, count = served.runner, served.num_draft_tokens
     if draw.random() < 0.05:
         served.capture()

@@ -28,7 +28,7 @@ THREADS = 3
 
 @dataclasses.dataclass
 class Outcome:
-    """What was done so far."""
+    """The work done so far."""
 
     modules: int = 0
     replays: int = 0

@@ -1,4 +1,4 @@
-"""What an installation alone must do, from a folder without the checkout: ``python installed.py``; CI runs it."""
+"""Checks an installation from a folder without the checkout: ``python installed.py``; CI runs it."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run in tests: on a GPU, or interpreted on a CPU."""
+"""Checks if Triton's kernels can run in tests: on a GPU, or interpreted on a CPU."""
 
 from __future__ import annotations
 

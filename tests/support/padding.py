@@ -1,4 +1,4 @@
-"""Whether steps of a speculating engine were padded: what is multiplied in another shape is rounded otherwise."""
+"""Checks if steps of a speculating engine were padded, since products of other shapes are rounded differently."""
 
 from __future__ import annotations
 

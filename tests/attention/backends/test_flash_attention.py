@@ -1,4 +1,4 @@
-"""What FlashAttention's schedule is computed from."""
+"""The inputs that FlashAttention's schedule is computed from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batches the decode kernel takes, and what a user without a GPU or Triton is told; the kernel is a stand-in."""
+"""Batches that the decode kernel takes, and errors without a GPU or Triton; the kernel is a stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step may hold at most, and the shape that it is padded to."""
+"""Limits of a step, and the shape that it is padded to."""
 
 from __future__ import annotations
 

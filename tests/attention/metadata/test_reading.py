@@ -1,4 +1,4 @@
-"""What an engine may say of a step, in which forms, and what is refused before the step is written."""
+"""Forms in which an engine can describe a step, and steps that are refused before they are written."""
 
 from __future__ import annotations
 

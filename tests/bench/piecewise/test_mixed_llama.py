@@ -1,4 +1,4 @@
-"""Mixed batches: attention must be right for any mixture of query lengths, and read them anew at every replay."""
+"""Mixed batches: attention is correct for any mixture of query lengths, which it reads at every replay."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Fatal(BaseException):
 
 
 class World:
-    """What a net's breaks read and note: a plain object, read live at every replay."""
+    """A plain object that a net's breaks read and write, live at every replay."""
 
     def __init__(self):
         self.scale = 1.0

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 
 
 class Metadata:
-    """What an engine sets before every step."""
+    """Metadata that an engine sets before every step."""
 
     def __init__(self) -> None:
         self.scale = 1.0

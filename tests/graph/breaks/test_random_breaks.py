@@ -46,7 +46,7 @@ class Twins:
         self.twin.scratch.copy_(self.net.scratch)
 
     def outcome(self, net, x, mode):
-        """What a call returns or raises, and the random numbers drawn after it."""
+        """Return a call's result or exception, and the random numbers drawn after it."""
         torch.manual_seed(self.calls)
         with mode():
             try:

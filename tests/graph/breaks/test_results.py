@@ -123,7 +123,7 @@ def test_what_a_break_writes_into_an_argument_of_the_call_reaches_the_caller(
 
 
 class Switch:
-    """What a break returns; set by a test."""
+    """Holds the result of a break; set by a test."""
 
     function: Callable[[Tensor], Any] = staticmethod(lambda x: x + 1)
 

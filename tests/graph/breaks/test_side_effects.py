@@ -1,4 +1,4 @@
-"""What a break changes, keeps or raises never makes a replay wrong."""
+"""A replay stays correct, whatever a break changes, keeps or raises."""
 
 from __future__ import annotations
 

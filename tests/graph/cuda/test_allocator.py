@@ -1,4 +1,4 @@
-"""What is remembered of torch's CUDA allocator: here of a stand-in that describes a few segments."""
+"""Records of torch's CUDA allocator, by a stand-in that describes a few segments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def segment(start: int, size: int, pool: tuple[int, int], *blocks: tuple[int, st
 
 @pytest.fixture
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
-    """What the allocator says when it is asked; the last is what it says from then on."""
+    """The allocator's successive snapshots; the last one is repeated."""
     said = [[segment(100, 50, OURS), segment(200, 50, OTHERS)]]
     monkeypatch.setattr(
         allocator.torch.cuda.memory, "memory_snapshot", lambda: said.pop(0) if len(said) > 1 else said[0]

@@ -1,4 +1,4 @@
-"""What a capture is asked through the driver: here a stand-in for it, which answers for a small graph."""
+"""Questions about a capture to the driver, by a stand-in that answers for a small graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a warmup and a capture make of CPU tensors; tensors on the meta device stand for those on a GPU."""
+"""Treatment of CPU tensors in a warmup and a capture; tensors on the meta device stand for those on a GPU."""
 
 from __future__ import annotations
 

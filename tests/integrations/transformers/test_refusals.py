@@ -1,4 +1,4 @@
-"""What graphs cannot serve runs as before, and the report says why."""
+"""Calls that graphs cannot serve run eagerly, and the report says why."""
 
 from __future__ import annotations
 

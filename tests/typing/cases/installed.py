@@ -1,4 +1,4 @@
-"""What a project that uses the package has checked: an installation is found with its types."""
+"""A project that uses the package: type checkers find the installation with its types."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What `wrap` returns is a wrapper, and the module that it was given; `E:` marks what mypy has to refuse."""
+"""`wrap` returns a wrapper of the same type as its module; `E:` marks what mypy must refuse."""
 
 import torch
 from torch import nn

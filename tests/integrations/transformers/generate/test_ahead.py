@@ -1,4 +1,4 @@
-"""`generate` through graphs does not wait for each token, where nobody can tell; its results are the same."""
+"""`generate` through graphs does not wait for each token if that cannot be observed; its results are the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What every late check said."""
+    """Record the results of every late check."""
     said: list[bool] = []
     check = ahead.LateCheck.__call__
 
