@@ -19,7 +19,7 @@ _TEXTS = {
     Reason.OPAQUE_ARGUMENT: "graphs of this model do not support an argument",
     Reason.TOO_MANY_SIGNATURES: "calls come in more kinds (lengths, flags, inputs) than graphs are kept for",
     Reason.AMBIGUOUS_BATCH_DIM: "it is ambiguous which dimension of an input is the batch",
-    Reason.BATCH_DIM_UNCONFIRMED: "only one batch size has been seen, so which dimensions follow it is a guess; no padding",
+    Reason.BATCH_DIM_UNCONFIRMED: "only one batch size was seen, so which dimensions follow it is a guess; no padding",
     Reason.PADDING_SHOWS: "padding rows change the output; add these sizes to capture_sizes",
     Reason.RANDOM_PADDING: "the forward draws random numbers: padding would change the next ones; capture this size",
     Reason.BATCH_MISMATCH: "inputs disagree on the number of rows",
