@@ -44,7 +44,7 @@ def install_flash_attention(source: str, target: Path | None = None, *, force: b
     if package.exists() and not force:
         raise ConfigError(f"{package} exists already; remove it, or pass --force to replace it.")
     with tempfile.TemporaryDirectory() as folder:
-        wheel = Path(source) if source.endswith(".whl") else _downloaded(source, Path(folder))
+        wheel = Path(source) if source.endswith(".whl") else _download(source, Path(folder))
         if not wheel.is_file():
             raise ConfigError(f"{wheel} is no file; expected a vLLM wheel, or a requirement such as 'vllm==0.24.0'.")
         unpacked = Path(folder) / PACKAGE
@@ -61,7 +61,7 @@ def install_flash_attention(source: str, target: Path | None = None, *, force: b
     return package
 
 
-def _downloaded(requirement: str, folder: Path) -> Path:
+def _download(requirement: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
     done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))

@@ -100,7 +100,7 @@ class Dispatcher:
     ) -> None:
         self.config = config
         self._requests = config.max_num_seqs is not None if requests is None else requests
-        self.lora_cases = _checked_lora_cases(lora_cases)
+        self.lora_cases = _check_lora_cases(lora_cases)
         self.mode, message = resolve_mode(config.mode, support, config.uniform_query_len)
         if message is not None:
             logger.warning("simplegraph: %s", message)
@@ -225,7 +225,7 @@ def _all_graphs(mode: CudaGraphMode, config: CudaGraphConfig) -> tuple[_Graphs, 
     return tuple(kinds)
 
 
-def _checked_lora_cases(cases: Iterable[int]) -> tuple[int, ...]:
+def _check_lora_cases(cases: Iterable[int]) -> tuple[int, ...]:
     checked = tuple(sorted(set(cases)))
     if not checked or not all(isinstance(case, int) and case >= 0 for case in checked):
         raise ConfigError(f"lora_cases is {cases!r}; expected at least one count of active LoRAs, such as (0, 1, 4).")
@@ -243,11 +243,11 @@ def resolve_mode(
 
     Source: vLLM #49547, where a silent downgrade cost 16%. The cost named is an eager break measured on an H200.
     """
-    usable = _usable(mode, support, uniform_query_len)
+    usable = _lower_mode(mode, support, uniform_query_len)
     return (mode, None) if usable is mode else (usable, _downgrade_message(mode, usable, support, uniform_query_len))
 
 
-def _usable(mode: CudaGraphMode, support: AttentionCGSupport, uniform_query_len: int) -> CudaGraphMode:
+def _lower_mode(mode: CudaGraphMode, support: AttentionCGSupport, uniform_query_len: int) -> CudaGraphMode:
     if support is AttentionCGSupport.ALWAYS or not mode.has_full():
         return mode
     single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

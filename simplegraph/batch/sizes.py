@@ -184,18 +184,18 @@ def plan_sizes(histogram: Mapping[int, float], num_graphs: int, *, always: Seque
     Source: shortest path with a concave cost, solved one graph at a time with a monotone convex hull:
         O(num_graphs * sizes).
     """
-    counts = _checked_histogram(histogram)
+    counts = _check_histogram(histogram)
     forced = {_plan_int("always entry", size) for size in always}
     _check_budget(_plan_int("num_graphs", num_graphs), forced, max(counts))
     points = sorted(counts.keys() | forced)
     weights, scale = _whole_weights([counts.get(point, Fraction(0)) for point in points])
-    sizes = _cheapest(points, weights, forced, num_graphs)
+    sizes = _choose_sizes(points, weights, forced, num_graphs)
     default = default_sizes(max(counts))
     return SizePlan(
         sizes=sizes,
-        waste_before=_unscaled(_waste(points, weights, default), scale),
-        waste_after=_unscaled(_waste(points, weights, sizes), scale),
-        tokens=_unscaled(sum(map(operator.mul, points, weights)), scale),
+        waste_before=_unscale(_waste(points, weights, default), scale),
+        waste_after=_unscale(_waste(points, weights, sizes), scale),
+        tokens=_unscale(sum(map(operator.mul, points, weights)), scale),
         num_default_sizes=len(default),
     )
 
@@ -211,7 +211,7 @@ def _plan_int(name: str, value: Any) -> int:
     return number
 
 
-def _checked_histogram(histogram: Mapping[int, float]) -> dict[int, Fraction]:
+def _check_histogram(histogram: Mapping[int, float]) -> dict[int, Fraction]:
     if not isinstance(histogram, Mapping):
         raise ConfigError(f"histogram is {histogram!r}; expected a mapping from batch sizes to counts.")
     counts = {_plan_int("histogram size", size): _count(size, count) for size, count in histogram.items()}
@@ -246,20 +246,20 @@ def _whole_weights(counts: Sequence[Fraction]) -> tuple[list[int], int]:
     return [int(count * scale) for count in counts], scale
 
 
-def _unscaled(total: int, scale: int) -> float:
+def _unscale(total: int, scale: int) -> float:
     return total // scale if total % scale == 0 else total / scale
 
 
 def _waste(points: Sequence[int], weights: Sequence[int], sizes: Sequence[int]) -> int:
-    return sum(weight * (_holding(sizes, point) - point) for point, weight in zip(points, weights, strict=True))
+    return sum(weight * (_padded_size(sizes, point) - point) for point, weight in zip(points, weights, strict=True))
 
 
-def _holding(sizes: Sequence[int], point: int) -> int:
+def _padded_size(sizes: Sequence[int], point: int) -> int:
     # A forced size above the largest batch has no weight, so it may lie beyond the default sizes.
     return sizes[min(bisect.bisect_left(sizes, point), len(sizes) - 1)]
 
 
-def _cheapest(points: Sequence[int], weights: Sequence[int], forced: set[int], num_graphs: int) -> tuple[int, ...]:
+def _choose_sizes(points: Sequence[int], weights: Sequence[int], forced: set[int], num_graphs: int) -> tuple[int, ...]:
     """Choose at most `num_graphs` points that hold all weight with the least padding."""
     layer: _Layer = [0] + [None] * len(points)
     parents: list[list[int]] = []

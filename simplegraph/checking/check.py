@@ -133,7 +133,7 @@ def check(
     with torch.no_grad():
         trials: list[ModuleTrial] = []
         for number, batch in enumerate([args, *others]):
-            if not any(trial.also(number, batch, kwargs) for trial in trials):
+            if not any(trial.add_batch(number, batch, kwargs) for trial in trials):
                 trials.append(ModuleTrial(module, batch, kwargs, config, wrapped, before or bool, number))
         return _report(trials, capture_sizes)
 

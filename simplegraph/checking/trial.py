@@ -108,8 +108,8 @@ class ModuleTrial:
         )
         self._unreturnable = unreturnable(outputs)
 
-    def also(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Compare replays on this batch too; False if it needs a graph of its own."""
+    def add_batch(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Add a batch to compare replays on; False, without adding it, if it needs another graph."""
         leaves, spec = flatten((args, kwargs))
         alike = spec == self._spec and [_form(leaf) for leaf in leaves] == [_form(leaf) for leaf in self._leaves]
         if alike:
@@ -178,7 +178,7 @@ class ModuleTrial:
             return f"{reason.text} ({self._unreturnable}). See {reason.link}"
         wrapped: Any = self._wrap(mode=mode, capture_sizes=[self._rows], padding=False)
         try:
-            with inlining(inlined), self._captured(wrapped):
+            with inlining(inlined), self._capture(wrapped):
                 rounds = itertools.product(range(3), self._batches)
                 return next(filter(None, (self._difference(wrapped, *each) for each in rounds)), None)
         except (CaptureError, InputError) as error:
@@ -197,13 +197,13 @@ class ModuleTrial:
         graphs = [(CudaGraphMode.FULL, BatchDescriptor(size)) for size in reversed(checked)]
         picked = graphs_to_measure(graphs)
         wrapped: Any = self._wrap(capture_sizes=[descriptor.num_tokens for _, descriptor in picked])
-        with self._captured(wrapped) as summary:
+        with self._capture(wrapped) as summary:
             taken = {graph.size: graph.bytes for graph in wrapped.graph_stats.graphs.values()}
             measured = {graph: taken[graph[1].num_tokens] for graph in picked}
             return estimated(graphs, measured, summary.bytes, emulated=self._device.emulated)
 
     @contextlib.contextmanager
-    def _captured(self, wrapped: Any) -> Iterator[CaptureSummary]:
+    def _capture(self, wrapped: Any) -> Iterator[CaptureSummary]:
         """Capture the wrapped module; afterwards its graphs are dropped and its state is restored."""
         try:
             with outside_calls():

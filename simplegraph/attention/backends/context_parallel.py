@@ -80,7 +80,7 @@ class ContextParallelBackend(AttentionBackend):
         elif not self._gathers:
             self._run_all_heads(layer, q, out, metadata)
         else:
-            queries = self._gathered(q).transpose(0, 1).flatten(1, 2)
+            queries = self._gather(q).transpose(0, 1).flatten(1, 2)
             results = torch.zeros_like(queries)
             self._run_all_heads(layer, queries, results, metadata)
             out.copy_(results.chunk(self._size, dim=1)[self._rank])
@@ -88,13 +88,13 @@ class ContextParallelBackend(AttentionBackend):
     def _run_all_heads(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
         lse = self._backend.run_with_lse(layer, q, out, metadata)
         # Kernels leave anything, even NaN, in rows of padding and of requests without tokens in this rank's cache.
-        held = _held(metadata)[:, None]
-        weight = self._gathered(torch.where(held, lse, -torch.inf)).softmax(dim=0)[self._rank]
+        held = _has_tokens(metadata)[:, None]
+        weight = self._gather(torch.where(held, lse, -torch.inf)).softmax(dim=0)[self._rank]
         parts = torch.where(held[..., None], out * weight[..., None], 0)  # in float32
         dist.all_reduce(parts, group=self._group)
         out.copy_(parts)
 
-    def _gathered(self, part: Tensor) -> Tensor:
+    def _gather(self, part: Tensor) -> Tensor:
         """Gather every rank's tensor: (ranks, *shape)."""
         everyone = part.new_empty(self._size * part.shape[0], *part.shape[1:])
         _all_gather(everyone, part.contiguous(), group=self._group)
@@ -105,7 +105,7 @@ class ContextParallelBackend(AttentionBackend):
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
-def _held(metadata: CommonMetadata) -> Tensor:
+def _has_tokens(metadata: CommonMetadata) -> Tensor:
     """Return (T,) bool, True for the rows of requests that have tokens in this rank's cache."""
     held = metadata.seq_lens > 0
     rest = metadata.num_tokens - metadata.num_reqs  # padding behind the last request, if there are fewer of these

@@ -22,17 +22,17 @@ class SDPABackend(AttentionBackend):
     reads_lengths_on_device = True
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
-        grouped, keys, values, mask = self._gathered(layer, q, metadata)
+        grouped, keys, values, mask = self._gather_inputs(layer, q, metadata)
         result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=self.scale)
         out.view(grouped.shape).copy_(result)
 
     def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
-        grouped, keys, values, mask = self._gathered(layer, q, metadata)
+        grouped, keys, values, mask = self._gather_inputs(layer, q, metadata)
         scores = (grouped.float() @ keys.float().transpose(-1, -2) * self.scale).masked_fill(~mask, -torch.inf)
         out.view(grouped.shape).copy_(scores.softmax(dim=-1) @ values.float())
         return scores.logsumexp(dim=-1).flatten(1)
 
-    def _gathered(self, layer: int, q: Tensor, metadata: CommonMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _gather_inputs(self, layer: int, q: Tensor, metadata: CommonMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gather queries (T, num_kv_heads, group, head_dim), keys and values (T, num_kv_heads, S, head_dim), a mask."""
         request, length = self._visible(metadata)
         places = torch.arange(metadata.block_table.shape[1] * self.cache.page_size, device=q.device)

@@ -51,7 +51,7 @@ class GraphedEncoder(GraphedModel):
         """Serve a call of the model."""
         try:
             self._check_state()
-            return self._padded(forward, self._by_name(args, kwargs))
+            return self._run_padded(forward, self._by_name(args, kwargs))
         except CannotBind as error:
             self.stats.ran_eagerly(error.reason, error.detail, error.size)
             return forward(*args, **kwargs)
@@ -70,7 +70,7 @@ class GraphedEncoder(GraphedModel):
         call = self._signature.bind(self.model, *args, **kwargs)
         return dict(zip(list(self._signature.parameters)[1:], call.args[1:], strict=False)) | call.kwargs
 
-    def _padded(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+    def _run_padded(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         inputs, flags, (rows, length) = read_call(given)
         if rows > self._max_batch_size:
             found = f"{rows} rows, the largest is {self._max_batch_size}"

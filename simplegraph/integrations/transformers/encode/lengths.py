@@ -72,7 +72,7 @@ class LengthRule:
         (leaves, spec), (padded_leaves, padded_spec) = flatten(outputs), flatten(padded_outputs)
         if spec != padded_spec:
             return cls([], "padding changes the structure of the outputs")
-        rule = cls([_grown(leaf, other) for leaf, other in zip(leaves, padded_leaves, strict=True)])
+        rule = cls([_grown_dims(leaf, other) for leaf, other in zip(leaves, padded_leaves, strict=True)])
         found = first_difference(flatten(rule.cut(padded_outputs, length))[0], leaves)
         return rule if found is None else cls([], f"from {length} to {padded} tokens, {found}")
 
@@ -94,7 +94,7 @@ class LengthRule:
         return spec.unflatten(leaves)
 
 
-def _grown(leaf: Any, other: Any) -> tuple[int, ...]:
+def _grown_dims(leaf: Any, other: Any) -> tuple[int, ...]:
     if not isinstance(leaf, Tensor) or not isinstance(other, Tensor) or leaf.dim() != other.dim():
         return ()
     return tuple(dim for dim in range(leaf.dim()) if leaf.shape[dim] < other.shape[dim])

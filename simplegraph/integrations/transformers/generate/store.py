@@ -212,8 +212,8 @@ class CacheStore:
         with torch.inference_mode(False), torch.no_grad():
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
             self._seen = self.position[0]
-            self._pairs = [_allocated(layer, rows, length) for layer in layout.layers]
-            self._cross = [_allocated(layer, rows, source_length) for layer in layout.cross]
+            self._pairs = [_allocate(layer, rows, length) for layer in layout.layers]
+            self._cross = [_allocate(layer, rows, source_length) for layer in layout.cross]
             self._mask = torch.zeros(rows, length, dtype=torch.int64, device=device)
             self._source_mask = torch.zeros(rows, source_length, dtype=torch.int64, device=device)
             elements, dtype = layout.hidden or (0, torch.float32)
@@ -311,7 +311,7 @@ def _copy(cache: Any, pairs: _Pairs, length: int) -> int:
     return rows
 
 
-def _allocated(layer: LayerLayout | None, rows: int, length: int) -> tuple[Tensor, ...]:
+def _allocate(layer: LayerLayout | None, rows: int, length: int) -> tuple[Tensor, ...]:
     if layer is None:
         return ()
     return tuple(

@@ -67,7 +67,7 @@ def _part_of_gemma(self: Any, x: Any) -> Any:
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
     """List the norms of a model that one kernel can replace."""
     # An instance with its own `_norm` is no copy of the source.
-    return {module: norm for module, norm in recognize(model, _known).items() if "_norm" not in vars(module)}
+    return {module: norm for module, norm in recognize(model, _norm_of).items() if "_norm" not in vars(module)}
 
 
 def norm_forwards(model: nn.Module, *, triton: bool = False) -> dict[nn.Module, Forward]:
@@ -76,10 +76,10 @@ def norm_forwards(model: nn.Module, *, triton: bool = False) -> dict[nn.Module, 
     In half precision they round once, where the original may round twice: results differ by a unit in the last place.
     """
     normalize = _by_triton if triton else _by_torch
-    return {module: functools.partial(_normed, normalize, module, norm) for module, norm in rms_norms(model).items()}
+    return {module: functools.partial(_run_norm, normalize, module, norm) for module, norm in rms_norms(model).items()}
 
 
-def _normed(normalize: Normalize, module: Any, norm: Norm, *args: Any, **kwargs: Any) -> Tensor:
+def _run_norm(normalize: Normalize, module: Any, norm: Norm, *args: Any, **kwargs: Any) -> Tensor:
     weight = module.weight
     if kwargs or len(args) != 1 or not _fits_norm(args[0], weight):
         return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
@@ -115,7 +115,7 @@ def _fits_norm(hidden_states: Tensor, weight: Tensor) -> bool:
     return alike and not torch.is_autocast_enabled(hidden_states.device.type)
 
 
-def _known(kind: Any) -> Norm | None:
+def _norm_of(kind: Any) -> Norm | None:
     """Return the parameters of a class of norms; None if the class is not recognized."""
     part = getattr(kind, "_norm", None)
     functions = (kind.forward,) if part is None else (kind.forward, part)

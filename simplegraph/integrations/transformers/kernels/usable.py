@@ -22,7 +22,7 @@ def triton_runs(device: torch.device, dtype: torch.dtype, elements: int) -> bool
     if device.type != "cuda" or dtype not in DTYPES or elements % 2:
         return False
     try:
-        found = _wrong(device, dtype, elements)
+        found = _find_error(device, dtype, elements)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     if found is not None:
@@ -32,7 +32,7 @@ def triton_runs(device: torch.device, dtype: torch.dtype, elements: int) -> bool
     return found is None
 
 
-def _wrong(device: torch.device, dtype: torch.dtype, elements: int) -> str | None:
+def _find_error(device: torch.device, dtype: torch.dtype, elements: int) -> str | None:
     """Say what is wrong with a kernel; None if all are correct."""
     with torch.no_grad():
         # Not random numbers: the user's generators must not advance.

@@ -96,9 +96,9 @@ def test_where_a_kernel_fails_or_answers_otherwise_torch_s_operators_serve(
 @pytest.mark.parametrize("elements", [2, 64, 80, 256])
 def test_the_kernels_pass_their_own_trial(dtype: torch.dtype, elements: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    assert usable._wrong(device, dtype, elements) is None
+    assert usable._find_error(device, dtype, elements) is None
 
 
 def test_a_cpu_is_not_asked_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usable, "_wrong", lambda *args: pytest.fail("it was tried"))
+    monkeypatch.setattr(usable, "_find_error", lambda *args: pytest.fail("it was tried"))
     assert triton_runs(torch.device("cpu"), torch.float32, 64) is False
