@@ -126,7 +126,7 @@ def test_an_attribute_that_changes_at_every_call_ends_in_eager_runs_with_the_rea
 
 
 def _skips_a_layer(m: Any, x: Tensor) -> Tensor:
-    """Layer drop, as speech models do it: in evaluation mode nobody reads what was drawn."""
+    """Layer drop, as speech models do it: in evaluation mode the drawn number is never read."""
     for _ in range(3):
         drawn = torch.rand([])
         if not (m.training and drawn < 0.1):
