@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from simplegraph.graph.device import GraphDevice
 from simplegraph.module.call import Call
 from simplegraph.module.signature import PLAIN_TENSORS, ConstantArg, memory_order
-from simplegraph.module.state import CapturedState
+from simplegraph.module.state import CapturedState, any_requires_grad
 from simplegraph.module.torch_state import watch_settings
 from simplegraph.reasons import CannotBind, Reason
 
@@ -125,11 +125,13 @@ class _NoGraphs:
 
     def __init__(self, call: Call) -> None:
         watch_settings()  # as graphs do: reading torch's settings takes longer than all else
-        self._parameters: list[Callable[[], Tensor | None]] = [weakref.ref(p) for p in call.module.parameters()]
+        # Not of parameters: torch refuses to swap a tensor that somebody refers to weakly.
+        self._holders = [weakref.ref(module) for module in call.module.modules() if module._parameters]
 
     def wants_grad(self) -> bool:
         """True if eager would build an autograd graph, or if somebody has to look first."""
-        return any(parameter is None or parameter.requires_grad for parameter in (get() for get in self._parameters))
+        modules = [holder() for holder in self._holders]
+        return any(module is None or any_requires_grad(module._parameters.values()) for module in modules)
 
     def moved(self) -> bool:
         """Return False: nothing was read."""

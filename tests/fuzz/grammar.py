@@ -190,7 +190,7 @@ PIECES = PLAIN | STATE | MIXING | TROUBLE | ARGUMENTS
 
 OUTPUTS = {
     "h": Piece("return h"),
-    "pair": Piece("return h, h.sum(-1)"),
+    "pair": Piece("return h, h.abs().sum(-1)"),
     "dict": Piece("return {'h': h, 'n': None, 'k': 3}"),
     "list": Piece("return [h, h > 0, 'text']"),
     "two for one": Piece("return h.repeat_interleave(2, 0)"),

@@ -264,3 +264,12 @@ def test_eager_calls_of_two_threads_run_at_the_same_time(device: torch.device) -
     for thread in threads:
         thread.join()
     assert found == [True, True]
+
+
+def test_weights_can_be_swapped_although_their_models_calls_are_known_to_be_eager(device: torch.device) -> None:
+    model = refused(device)
+    weight = next(model.parameters())
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros_like(weight), requires_grad=weight.requires_grad))
+    assert not weight.any()
+    x = rows(4, device)
+    torch.testing.assert_close(model(x), x * 2)
