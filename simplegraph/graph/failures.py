@@ -53,6 +53,11 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "a random generator was used that the graph does not know.",
         "Keep the generator as an attribute of the module, and seed outside the forward.",
     ),
+    (
+        ("torchscript interpreter",),
+        "a scripted function failed; TorchScript does not say why: most often a tensor was read back (if, .item()).",
+        "Call the Python function that it was made from, or mark it with @simplegraph.eager_break (mode='PIECEWISE').",
+    ),
 )
 # Words of a read back to Python, and of a device that was waited for.
 _READS = (

@@ -90,10 +90,14 @@ def served(function: Callable[[Any, Tensor], Tensor], calls: int = 8, **settings
     return model
 
 
+# Its own text, without the compiler, brings numbers from the host inside an operator that is run whole.
+EAGER_FLEX = {name for name in CAPTURED if name.startswith("flex_attention with")}
+
+
 @pytest.mark.proofs
-@pytest.mark.parametrize("name", CAPTURED | GPU_ONLY)
+@pytest.mark.parametrize("name", sorted((CAPTURED.keys() | GPU_ONLY.keys()) - EAGER_FLEX))
 def test_it_is_captured_and_proven_and_replays_what_eager_does(name: str) -> None:
-    stats = served((CAPTURED | GPU_ONLY)[name], num_warmups=3).graph_stats
+    stats = served((CAPTURED | GPU_ONLY)[name], calls=10, num_warmups=3).graph_stats
     assert (stats.captures, stats.failures) == (1, {})
     assert stats.replays >= 3
     assert [graph.proof for graph in stats.graphs.values()] == ["exact"]
