@@ -100,7 +100,9 @@ def test_it_is_captured_and_proven_and_replays_what_eager_does(name: str) -> Non
     stats = served((CAPTURED | GPU_ONLY)[name], calls=10, num_warmups=3).graph_stats
     assert (stats.captures, stats.failures) == (1, {})
     assert stats.replays >= 3
-    assert [graph.proof for graph in stats.graphs.values()] == ["exact"]
+    (proof,) = [graph.proof for graph in stats.graphs.values()]
+    # Compiled code takes its memory past torch's operators, so a proof finds other memory written at every call.
+    assert proof == ("unverified: it keeps writing to other memory" if name == "a compiled part" else "exact")
 
 
 @pytest.mark.parametrize("name", CAPTURED | GPU_ONLY)
