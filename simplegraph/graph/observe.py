@@ -13,6 +13,7 @@ from simplegraph.errors import HostError
 from simplegraph.graph.device import GraphDevice
 from simplegraph.graph.failures import BREAK, current_user_location
 from simplegraph.graph.operators import OperatorMode, calls_eigensolver, is_composite, may_draw, written_args
+from simplegraph.graph.scalars import NumbersSeen
 from simplegraph.graph.tensors import storage_key
 
 _LIFTED = torch.ops.aten.lift_fresh.default
@@ -26,6 +27,7 @@ class MemoryObserver(OperatorMode):
 
     Args:
         device: where a capture is under way, to see if it records more than operators; None for an eager run.
+        rows: the batch size of the run; 0 if it is not known.
 
     Attributes:
         external: storage key -> a tensor of that memory, for memory that existed before.
@@ -36,9 +38,10 @@ class MemoryObserver(OperatorMode):
         refused: why the run cannot be captured, if it uses an operator that a capture would break for good.
         left: storage key -> which eager break made that memory and did not return it.
         found: that break -> what the forward did with such memory nevertheless.
+        numbers: what Python numbers operators are passed.
     """
 
-    def __init__(self, device: GraphDevice | None = None) -> None:
+    def __init__(self, device: GraphDevice | None = None, rows: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._last: tuple[int, int] | None = None
@@ -50,6 +53,7 @@ class MemoryObserver(OperatorMode):
         self.refused: HostError | None = None
         self.left: dict[int, int] = {}
         self.found: dict[int, str] = {}
+        self.numbers = NumbersSeen(rows)
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
         self._own: set[int] = set()
@@ -118,6 +122,7 @@ class MemoryObserver(OperatorMode):
                     external[key] = tensor
         for value in written_args(func, args, kwargs):
             self.written.update(key for key in map(storage_key, _tensors((value,))) if key not in own)
+        self.numbers.note(func, args, kwargs, tensors, in_break=inside is not None)
         result = func(*args, **kwargs)
         if self._device is not None:
             self._last = self._device.recorded()

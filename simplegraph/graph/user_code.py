@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import itertools
 import linecache
 import os
@@ -71,6 +72,19 @@ def running_lines() -> list[CalledLine]:
     """Return the lines that are running, outermost first."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
     return [CalledLine(*pair) for pair in zip(reversed(frames), traceback.extract_stack(frames[0]), strict=True)]
+
+
+def running_line() -> tuple[str, int] | None:
+    """Find the innermost line that is running and the user's: its file and its number."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def described_line(filename: str, number: int) -> str:
+    """Describe a line: its file, its number and its text."""
+    return _described(traceback.FrameSummary(filename, number, ""))
 
 
 def is_printing(lines: Sequence[CalledLine]) -> bool:
@@ -212,6 +226,7 @@ def _is_torchs(filename: str) -> bool:
     return os.path.abspath(filename).startswith(_TORCH)
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_users(filename: str) -> bool:
     if filename.startswith("<"):
         return filename.startswith(_TYPED_IN)

@@ -36,7 +36,7 @@ logger = logging.getLogger("simplegraph")
 
 
 def run_observed(
-    table: ProgramTable, run: Callable[[], Any], key: Key | None = None, *, traced: bool = False
+    table: ProgramTable, run: Callable[[], Any], key: Key | None = None, *, traced: bool = False, rows: int = 0
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
     """Run a forward eagerly, and note what it reads and writes.
 
@@ -45,8 +45,9 @@ def run_observed(
         run: the forward.
         key: whose warmup it is, a graph's or that of several; None if it is none.
         traced: note what its breaks return, too.
+        rows: its batch size, if known.
     """
-    observer = MemoryObserver()
+    observer = MemoryObserver(rows=rows)
     tracer = None
     if traced:
         operators = breaking_operators(table.config.break_ops)
@@ -244,7 +245,7 @@ class GraphCapture:
 
     def _run_captured(self, job: CaptureJob, host: HostCapture, observed: bool) -> Any:
         """Run the forward as it is recorded, hooks included."""
-        observer = MemoryObserver(self.table.device)
+        observer = MemoryObserver(self.table.device, job.rows)
         followed = observed or self.table.constants.met_host
         with (
             host.following() if followed else contextlib.nullcontext(),
@@ -272,7 +273,7 @@ class GraphCapture:
     def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
         try:
             traced = job.mode is CudaGraphMode.PIECEWISE
-            _, observer, trace = run_observed(self.table, job.run, job.key, traced=traced)
+            _, observer, trace = run_observed(self.table, job.run, job.key, traced=traced, rows=job.rows)
             if trace is not None:
                 self.table.add_trace(job.key, trace)
             if self._ranks.size > 1:

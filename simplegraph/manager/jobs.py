@@ -42,6 +42,11 @@ class CaptureJob:
     name: Callable[[torch.Tensor], str | None] = lambda _: None
 
     @property
+    def rows(self) -> int:
+        """The padded batch size."""
+        return self.descriptor.num_tokens
+
+    @property
     def label(self) -> str:
         kind = "" if self.mode is CudaGraphMode.FULL else f", {self.mode.name}"
         loras = f", {self.descriptor.num_active_loras} LoRAs" if self.descriptor.num_active_loras else ""

@@ -63,13 +63,17 @@ class ReplayProof:
         self._scrambled = False  # memory holds other values on purpose
         self.written_inputs: set[str] = set()
 
-    def run_eager(self, run: Callable[[], Any]) -> tuple[Any, MemoryObserver]:
+    def run_eager(self, run: Callable[[], Any], rows: int = 0) -> tuple[Any, MemoryObserver]:
         """Run the forward as the caller's own call; `close` brings its effects back after the replays.
+
+        Args:
+            run: the forward.
+            rows: its batch size, if known.
 
         Returns:
             Its result, and what it read and wrote.
         """
-        observer, program = MemoryObserver(), self._graph.program
+        observer, program = MemoryObserver(rows=rows), self._graph.program
         tape = None
         if program.breaks:
             tape = BreakTape(breaking_operators(self._table.config.break_ops), observer, self._memory)

@@ -34,6 +34,7 @@ from simplegraph.module.inputs import InputSet
 from simplegraph.module.left import WithLeft
 from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators
 from simplegraph.module.outside import MemoryInUse
+from simplegraph.module.padding import learn_numbers
 from simplegraph.module.plan import Plan, make_plan
 from simplegraph.module.signature import CallReader, ConstantArg
 from simplegraph.module.snapshot import has_address, tensors_in
@@ -91,7 +92,7 @@ class GraphBuilder:
         memory = call.memory  # before the run, which may give an argument other memory
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
         key = (call.binding.signature, None) if call.padding else call.key
-        result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs, key)
+        result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs, key, rows=call.batch)
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
             if not call.padding:
@@ -100,6 +101,7 @@ class GraphBuilder:
         call.binding.note_written(observer, memory)
         self.keep_external(call.module, [observer], set(memory.values()))
         call.binding.learn_run(call.batch, result)
+        learn_numbers(call.binding, self.manager.table, observer.numbers)
         if call.binding.unsupported is None:  # else the run may have given arguments other shapes
             self.reader.learn(call.batch, call.leaves, call.spec)
         call.binding.called = True
@@ -117,7 +119,7 @@ class GraphBuilder:
         return (_breaks(call) and untraced) or unknown or binding.warm[call.padded] < self.manager.config.num_warmups
 
     def _run_on_capture_stream(
-        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Hashable | None = None
+        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Hashable | None = None, *, rows: int
     ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
         """Run eagerly with these arguments, observed; trace a piecewise graph's breaks, keep constants by the key."""
         generators = self.memory(call).generators()
@@ -126,7 +128,7 @@ class GraphBuilder:
         limit = copy_limit(self.manager.device.free_memory())
         run = functools.partial(invoke_watched, call, self.reader, args, kwargs, limit)
         with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED), counted:
-            result, observer, trace = run_observed(self.manager.table, run, key, traced=_breaks(call))
+            result, observer, trace = run_observed(self.manager.table, run, key, traced=_breaks(call), rows=rows)
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
@@ -190,8 +192,7 @@ class GraphBuilder:
                 del self.manager.failures[call.key]  # the next call tries again
             self.manager.table.raise_failure(failed)
             raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
-        if call.binding.unsupported is not None:
-            raise call.binding.unsupported.again()
+        call.check(pad_random=self.manager.config.pad_random)  # as was learnt meanwhile
 
     def capture_sizes(self, call: Call) -> CaptureSummary:
         """Capture every size that is not captured yet, from a call that is an example of the largest."""
@@ -287,11 +288,12 @@ class GraphBuilder:
         args, kwargs = call.spec.unflatten(leaves)
         rehearsal.begin()
         try:
-            result, _, trace = self._run_on_capture_stream(call, args, kwargs)
+            result, observer, trace = self._run_on_capture_stream(call, args, kwargs, rows=other)
         except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
             logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
         else:
             binding.learn_run(other, result)
+            learn_numbers(binding, self.manager.table, observer.numbers)
             self.reader.learn(other, leaves, call.spec)
             if trace is not None:
                 binding.note_trace(other, trace)
@@ -301,6 +303,7 @@ def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, capture: Gra
     """Take note of what runs were seen to read and write."""
     for observer in capture.observers:
         call.binding.note_written(observer, inputs.memory)
+        learn_numbers(call.binding, builder.manager.table, observer.numbers)
     own = inputs.storages | call.host_copies
     builder.keep_external(call.module, capture.observers, own)
     builder.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}

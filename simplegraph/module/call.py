@@ -15,6 +15,7 @@ from simplegraph.batch.dispatch import Dispatch
 from simplegraph.context import CALLS
 from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.scalars import NumbersBySize
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
 from simplegraph.module.left import CountedState
@@ -61,6 +62,7 @@ class Binding:
         draws: True if it draws random numbers.
         counted: Python state that every run changes.
         made: places of the outputs that the forward was seen to make.
+        numbers: the Python numbers that its runs passed to operators.
     """
 
     signature: Signature
@@ -78,6 +80,7 @@ class Binding:
     layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
     traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)
     made: set[int] = dataclasses.field(default_factory=set)
+    numbers: NumbersBySize = dataclasses.field(default_factory=NumbersBySize)
 
     def inputs_for(self, padded: int, largest: int, args: Sequence[Arg], leaves: Sequence[Any]) -> InputSet:
         """Find or make the static inputs of a padded size; `args` and `leaves` in the order of the call that asks."""

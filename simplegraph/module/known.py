@@ -101,6 +101,7 @@ class KnownCalls:
         for binding in self.bindings.values():
             binding.warm.clear()
             binding.ran.clear()
+            binding.numbers.clear()  # what went stale may have held some
             binding.counted.look_again()
 
     def clear(self) -> None:

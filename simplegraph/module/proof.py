@@ -17,8 +17,9 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.memory import ModuleMemory
+from simplegraph.module.padding import learn_numbers, refuse_padding
 from simplegraph.module.plan import Plan
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 
@@ -79,10 +80,12 @@ class _CallProof:
         proof = ReplayProof(self._table, plan.graph, memory, self._where.generators())
         found = None
         try:
-            _, observer = proof.run_eager(self._run)
+            _, observer = proof.run_eager(self._run, self._call.batch)
+            number = learn_numbers(self._call.binding, self._table, observer.numbers)
             unknown = self._ranks.any(f"unknown memory that {self._label} writes", self._learn(proof, observer))
             if not unknown:
                 found = self._compare(proof)
+                found = (number if plan.padding else None) or found
         finally:
             proof.close()
             plan.inputs.dirty = plan.inputs.rows
@@ -164,12 +167,10 @@ class _CallProof:
         rank, said = failure
         where = f" on rank {rank}" if self._ranks.size > 1 else ""
         if plan.padding:
-            call.binding.refuse_padding(CannotBind(Reason.PADDING_SHOWS, said))
             text = f"padding {call.batch} rows to {call.padded} changes the answer{where}"
-            if table.config.on_capture_failure != "raise":
-                consequence = "Padded batches of such calls now run eagerly."
-                texts = table.stats.name, text, said, consequence, _REMEDY, Reason.PADDING_SHOWS.link
-                logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See %s", *texts)
+            if call.binding.unsliceable is None:  # else a number of the batch size was found, and warned of
+                warn = table.config.on_capture_failure != "raise"
+                refuse_padding(call.binding, table, text, said, _REMEDY, warn=warn)
         else:
             text = f"a replay of {self._label} does not equal eager{where}"
             self._owner.refuse(call, f"{text}: {said}", _REMEDY)

@@ -1,0 +1,151 @@
+"""A number that the forward computes from the batch size shows under padding, however little it changes the answer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import simplegraph as sg
+from tests.module.answers import reasons
+from tests.module.functions import WIDTH
+
+pytestmark = [pytest.mark.usefixtures("nothing_left_behind", "no_grad"), pytest.mark.proofs]
+
+# What a proof allows between two batch sizes in bfloat16 is more than a summand of this weight makes.
+FAINT = 1e-2
+
+SHOWING = {
+    "divided by rows": lambda m, x: x / len(x),
+    "times a share": lambda m, x: x * (1 / x.shape[0]),
+    "mean of a mask": lambda m, x: torch.where(x > 0, x, x.sum() / len(x)),
+    "scaled by a root": lambda m, x: F.gelu(x) * math.sqrt(x.shape[0]),
+    "faint": lambda m, x: x + FAINT * len(x),
+    "faint weight": lambda m, x: torch.add(x, x, alpha=FAINT * len(x)),
+    "faint where": lambda m, x: torch.where(x > 0, x, FAINT * len(x)),
+    "faint fill": lambda m, x: x.masked_fill(x > 0, FAINT * len(x)),
+    "faint tensor": lambda m, x: x + torch.tensor(FAINT * len(x), dtype=x.dtype, device=x.device),
+    "faint item": lambda m, x: set_column(x.clone(), FAINT * len(x)),
+    "faint epsilon": lambda m, x: F.layer_norm(x, (WIDTH,), eps=FAINT * len(x)),
+}
+
+HIDDEN = {
+    "positions": lambda m, x: x + torch.arange(len(x), device=x.device)[:, None] * 0 + 1,
+    "clamped indices": lambda m, x: x + m.table[m.order[: len(x)].clamp(max=len(x) - 1)] * 0,
+    "divided indices": lambda m, x: x + (m.order[: len(x)] // len(x))[:, None] * 0,
+    "dropout": lambda m, x: F.dropout(x, 0.5, training=False) * 2,
+    "attention scale": lambda m, x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], scale=0.3)[:, 0],
+    "layer norm": lambda m, x: F.layer_norm(x, (WIDTH,), eps=1e-3),
+    "shapes": lambda m, x: (x.reshape(len(x) * WIDTH, 1) * 0.5).view(len(x), WIDTH),
+    "made by rows": lambda m, x: x * torch.ones(len(x), 1, device=x.device, dtype=x.dtype),
+    "chunks": lambda m, x: torch.cat([part * 0.5 for part in x.split(1)]),
+}
+
+
+def set_column(x, value):
+    x[:, 0] = value
+    return x
+
+
+class Computing(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.register_buffer("table", torch.randn(16, WIDTH))
+        self.register_buffer("order", torch.arange(16))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def graphed(device, function, **settings):
+    settings = {"capture_sizes": [4, 8], "progress": False, "batch_dims": {"x": 0}} | settings
+    return sg.wrap(Computing(function).to(device).eval(), **settings)
+
+
+def assert_eager(model, sizes, device, dtype):
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
+    for size in sizes:
+        x = torch.rand(size, WIDTH, device=device).to(dtype) + 1
+        torch.testing.assert_close(model(x), sg.unwrap(model)(x), **tolerance)
+
+
+CALLS = (4, 3, 3, 4, 2, 4, 1, 5, 8, 7, 8, 6, 3, 2, 1)
+
+
+@pytest.mark.parametrize("verify", [1, 0], ids=["proven", "unproven"])
+@pytest.mark.parametrize("upfront", [True, False], ids=["upfront", "lazy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("function", SHOWING.values(), ids=SHOWING)
+def test_no_replay_uses_the_number_of_another_batch_size(device, function, dtype, upfront, verify):
+    model = graphed(device, function, verify=verify)
+    if upfront:
+        model.capture_graphs(torch.randn(8, WIDTH, device=device, dtype=dtype))
+    assert_eager(model, CALLS, device, dtype)
+    assert reasons(model)["padding_shows"] >= 4
+    assert model.graph_stats.padded_tokens == 0
+    assert model.graph_stats.replays > 0  # exact sizes are graphs all the same
+
+
+@pytest.mark.parametrize("upfront", [True, False], ids=["upfront", "lazy"])
+@pytest.mark.parametrize("function", HIDDEN.values(), ids=HIDDEN)
+def test_what_follows_the_batch_size_and_is_no_number_of_the_arithmetic_is_padded(device, function, upfront):
+    model = graphed(device, function)
+    if upfront:
+        model.capture_graphs(torch.randn(8, WIDTH, device=device))
+    assert_eager(model, CALLS, device, torch.float32)
+    assert "padding_shows" not in reasons(model)
+    assert model.graph_stats.padded_tokens > 0
+
+
+def test_the_warning_names_the_operator_the_line_and_what_to_do(device, caplog):
+    model = graphed(device, lambda m, x: x / len(x))
+    model.capture_graphs(torch.randn(8, WIDTH, device=device))
+    assert_eager(model, (3, 3, 5, 4, 3), device, torch.float32)
+    said = [record.getMessage() for record in caplog.records if "batch size goes into" in record.getMessage()]
+    assert len(said) == 1
+    assert "a number that the forward computes from the batch size goes into aten.div.Tensor" in said[0]
+    assert "test_batch_numbers.py:" in said[0]
+    assert "x / len(x)" in said[0]
+    assert "capture_sizes" in said[0]
+    assert "aten.div.Tensor" in model.graph_stats.explained(sg.Reason.PADDING_SHOWS)
+
+
+def test_a_number_of_an_eager_break_is_seen_too(device):
+    @sg.eager_break
+    def shared(x):
+        return x + FAINT * len(x)
+
+    model = graphed(device, lambda m, x: shared(x * 2) * 0.5, mode="PIECEWISE")
+    assert_eager(model, CALLS, device, torch.bfloat16)
+    assert model.graph_stats.padded_tokens == 0
+
+
+def test_a_number_that_changes_for_another_reason_is_not_taken_for_one_of_the_batch_size(device):
+    scale = [1.0]
+    model = graphed(device, lambda m, x: x * scale[0], num_warmups=3)
+    for scale[0] in (1.0, 2.0):
+        assert_eager(model, (4,), device, torch.float32)  # the same size, another number
+    assert_eager(model, (3, 3, 3, 3, 2), device, torch.float32)
+    assert "padding_shows" not in reasons(model)
+    assert model.graph_stats.padded_tokens > 0
+
+
+def test_a_number_of_a_model_that_was_changed_since_is_forgotten(device):
+    scale = [2.0]
+    model = graphed(device, lambda m, x: x * m.table[0] * scale[0])
+    assert_eager(model, (2, 4, 4, 4), device, torch.float32)
+    scale[0], model.table = 3.0, torch.randn(16, WIDTH, device=device)
+    assert_eager(model, (3, 3, 3, 3), device, torch.float32)
+    assert "padding_shows" not in reasons(model)
+    assert model.graph_stats.padded_tokens > 0
+
+
+def test_without_padding_nothing_is_said(device, caplog):
+    model = graphed(device, lambda m, x: x / len(x), padding=False)
+    assert_eager(model, (4, 4, 3, 8, 8, 4), device, torch.float32)
+    assert model.graph_stats.replays > 0
+    assert not [record for record in caplog.records if "goes into" in record.getMessage()]
