@@ -101,6 +101,29 @@ def test_what_follows_the_batch_size_and_is_no_number_of_the_arithmetic_is_padde
     assert model.graph_stats.padded_tokens > 0
 
 
+def test_a_number_that_no_captured_size_shows_is_found_by_the_proof(device):
+    model = graphed(device, lambda m, x: x + FAINT * (len(x) % 4))
+    model.capture_graphs(torch.randn(8, WIDTH, device=device, dtype=torch.bfloat16))
+    assert_eager(model, CALLS, device, torch.bfloat16)
+    assert reasons(model)["padding_shows"] >= 4
+    assert {graph.proof for graph in model.graph_stats.graphs.values()} == {"exact"}
+
+
+def test_a_number_that_a_proof_finds_is_raised_where_failures_are(device):
+    model = graphed(device, lambda m, x: x + FAINT * (len(x) % 4), on_capture_failure="raise")
+    model.capture_graphs(torch.randn(8, WIDTH, device=device, dtype=torch.bfloat16))
+    with pytest.raises(sg.VerificationError, match="from the batch size goes into aten.add.Tensor"):
+        model(torch.randn(3, WIDTH, device=device, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("verify", [1, 0], ids=["proven", "unproven"])
+def test_a_number_that_the_capture_is_first_to_show_spoils_no_call(device, verify):
+    model = graphed(device, lambda m, x: x + FAINT * (len(x) // 4), verify=verify)
+    assert_eager(model, (3, 2, 3, 2, 1, 3, 4, 4), device, torch.bfloat16)
+    assert model.graph_stats.padded_tokens == 0
+    assert model.graph_stats.replays > 0
+
+
 def test_the_warning_names_the_operator_the_line_and_what_to_do(device, caplog):
     model = graphed(device, lambda m, x: x / len(x))
     model.capture_graphs(torch.randn(8, WIDTH, device=device))

@@ -10,6 +10,7 @@ FAULTS = ("tests/manager/test_failures.py", "tests/module/test_fault_matrix.py",
 ESCAPES = ("tests/module/test_escapes.py",)
 PROOFS = ("tests/module/test_proofs.py",)
 HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
+NUMBERS = ("tests/module/test_batch_numbers.py",)
 EAGER = ("tests/module/test_eager_plans.py",)
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
 
@@ -297,5 +298,33 @@ MUTANTS = [
         "        return CannotBind(self.reason, self.detail, self.size)\n",
         "        return self\n",
         ("tests/module/test_lifetimes.py",),
+    ),
+    Mutant(
+        "numbers that follow the batch size are padded",
+        "graph/scalars.py",
+        "if repr(pair[0].numbers) != repr(pair[1].numbers):",
+        "if False:",
+        NUMBERS,
+    ),
+    Mutant(
+        "what a proof's eager run computes from the batch size is not compared with the capture",
+        "module/proof.py",
+        "found = (number if plan.padding else None) or found",
+        "pass",
+        NUMBERS,
+    ),
+    Mutant(
+        "a capture that shows a number of the batch size serves its padded call",
+        "module/builder.py",
+        "        call.check(pad_random=self.manager.config.pad_random)  # as was learnt meanwhile\n",
+        "",
+        NUMBERS,
+    ),
+    Mutant(
+        "numbers are remembered of a model that was changed",
+        "module/known.py",
+        "binding.numbers.clear()",
+        "pass",
+        NUMBERS,
     ),
 ]
