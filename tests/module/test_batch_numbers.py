@@ -112,7 +112,7 @@ def test_a_number_that_no_captured_size_shows_is_found_by_the_proof(device):
 def test_a_number_that_a_proof_finds_is_raised_where_failures_are(device):
     model = graphed(device, lambda m, x: x + FAINT * (len(x) % 4), on_capture_failure="raise")
     model.capture_graphs(torch.randn(8, WIDTH, device=device, dtype=torch.bfloat16))
-    with pytest.raises(sg.VerificationError, match="from the batch size goes into aten.add.Tensor"):
+    with pytest.raises(sg.VerificationError, match=r"from the batch size goes into aten\.add\.Tensor"):
         model(torch.randn(3, WIDTH, device=device, dtype=torch.bfloat16))
 
 
