@@ -6,6 +6,7 @@ A replay rewrites such memory, and until the first one it is undefined, so it me
 from __future__ import annotations
 
 import gc
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -155,7 +156,8 @@ def _tensors_at(addresses: set[int]) -> list[_Found]:
         return []
     kinds = set(_tensor_classes(Tensor))
     with torch._C.DisableTorchFunctionSubclass():
-        tensors = [thing for thing in gc.get_objects() if type(thing) in kinds]
+        things = gc.get_objects()
+        tensors = itertools.compress(things, map(kinds.__contains__, map(type, things)))  # there may be millions
         return [(weakref.ref(tensor), _address(tensor)) for tensor in tensors if _address(tensor) in addresses]
 
 

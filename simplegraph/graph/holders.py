@@ -156,7 +156,8 @@ def _name(path: Sequence[Any]) -> str:
         return f"the attribute {_key(*path[-3:-5:-1]) if len(path) > 3 else '?'} of a threading.local"
     if isinstance(top, types.FrameType):
         # Python 3.10 keeps what a suspended generator holds in a frame of its own.
-        suspended = next((owner for owner in gc.get_referrers(top) if isinstance(owner, _SUSPENDED)), None)
+        owners = gc.get_referrers(top) if sys.version_info < (3, 11) else ()
+        suspended = next((owner for owner in owners if isinstance(owner, _SUSPENDED)), None)
         if suspended is None:
             return f"a local variable of {top.f_code.co_name}, whose frame is kept"
         top = suspended
