@@ -17,6 +17,8 @@ _operators: Any = _python_dispatch  # typed loosely because torch leaves it unty
 _NUMBERS = frozenset({int, float, complex})
 _NUMERIC = ("Tensor", "number", "float")  # an operator's int is a dimension, a size or an index
 _LIFTED = torch.ops.aten.lift_fresh.default
+_SCALAR = torch.ops.aten.scalar_tensor.default
+_FULL = torch.ops.aten.full.default
 _MAX_SIZES = 3  # of as many batch sizes the latest run is remembered
 
 
@@ -59,7 +61,7 @@ class NumbersSeen:
             positions, names = _numeric_args(func)
             found = [args[at] for at in positions if at < len(args) and args[at].__class__ in _NUMBERS]
             found += [kwargs[name] for name in names if kwargs.get(name).__class__ in _NUMBERS] if kwargs else ()
-            if found and (_makes_number(func, kwargs) or any(map(_is_inexact, tensors))):
+            if found and (_makes_number(func, args, kwargs) or any(map(_is_inexact, tensors))):
                 numbers = PassedNumbers(func, tuple(found), running_line())
                 (self.breaks if in_break else self.segments).append(numbers)
 
@@ -113,9 +115,12 @@ def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _makes_number(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """True if an operator makes a tensor of a number for another operator, as torch.where does without gradients."""
-    return func is torch.ops.aten.scalar_tensor.default and kwargs.get("dtype", torch.float32).is_floating_point
+def _makes_number(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """True if an operator makes a tensor of one number for another operator, as torch.where does without gradients."""
+    if func is not _SCALAR and (func is not _FULL or args[0]):
+        return False
+    dtype = kwargs.get("dtype")
+    return args[-1].__class__ is float if dtype is None else bool(dtype.is_floating_point)
 
 
 def _text(numbers: tuple[Any, ...]) -> str:

@@ -28,6 +28,7 @@ SHOWING = {
     "faint where": lambda m, x: torch.where(x > 0, x, FAINT * len(x)),
     "faint fill": lambda m, x: x.masked_fill(x > 0, FAINT * len(x)),
     "faint tensor": lambda m, x: x + torch.tensor(FAINT * len(x), dtype=x.dtype, device=x.device),
+    "faint full": lambda m, x: x + torch.full((), FAINT * len(x), dtype=x.dtype, device=x.device),
     "faint item": lambda m, x: set_column(x.clone(), FAINT * len(x)),
     "faint epsilon": lambda m, x: F.layer_norm(x, (WIDTH,), eps=FAINT * len(x)),
 }
@@ -41,6 +42,7 @@ HIDDEN = {
     "layer norm": lambda m, x: F.layer_norm(x, (WIDTH,), eps=1e-3),
     "shapes": lambda m, x: (x.reshape(len(x) * WIDTH, 1) * 0.5).view(len(x), WIDTH),
     "made by rows": lambda m, x: x * torch.ones(len(x), 1, device=x.device, dtype=x.dtype),
+    "a whole number": lambda m, x: x + (m.order[: len(x)] + torch.full((), len(x), device=x.device))[:, None] * 0,
     "chunks": lambda m, x: torch.cat([part * 0.5 for part in x.split(1)]),
 }
 
