@@ -274,8 +274,8 @@ MUTANTS = [
     Mutant(
         "random numbers on the CPU are captured",
         "graph/host/capture.py",
-        "if on_host and torch.Tag.nondeterministic_seeded in func.tags",
-        "if False and torch.Tag.nondeterministic_seeded in func.tags",
+        "if on_host and _draws_on_cpu(func, kwargs):",
+        "if False and _draws_on_cpu(func, kwargs):",
         HOST,
     ),
     Mutant(
