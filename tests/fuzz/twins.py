@@ -165,9 +165,7 @@ class Twins:
     def _compare_state(self, where: str, coarsest: torch.dtype | None = None) -> None:
         state, wanted = _state(self.model), _state(self.eager)
         for name in state.keys() & wanted.keys():
-            if (
-                ".cache" in name
-            ):  # the sizes that calls are padded to have entries, too, and early: their graphs read them
+            if ".cache" in name:  # sizes that calls are padded to have entries, too, and early: graphs read them
                 state[name] = {size: state[name][size] for size in wanted[name] if size in state[name]}
         found = difference(state, wanted, coarsest=coarsest)
         self._raise(found, f"{where}: state of the module")
