@@ -62,7 +62,7 @@ class Finding:
 
 
 class NotHere(Exception):
-    """What was to be tried is not available here; the message says why."""
+    """Says why something that was to be tried is not available here."""
 
 
 def doctor() -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Why a batch ran the way it did: what counters count, and the report explains."""
+"""Reasons why a batch ran the way it did, which counters count and the report explains."""
 
 from __future__ import annotations
 

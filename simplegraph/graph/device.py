@@ -140,7 +140,7 @@ class GraphDevice(Protocol):
         """Undo a capture that failed at any point since `begin`; harmless when none is under way.
 
         Returns:
-            The rule that was broken first, if the device knows: TorchScript tells nobody what went wrong inside of it.
+            The rule that was broken first, if the device knows: TorchScript conceals what went wrong inside of it.
         """
 
     def synchronize(self) -> None:

@@ -75,7 +75,7 @@ class CaptureSession:
         self._stack.__exit__(*exc_info)  # type: ignore[arg-type]
 
     def _hand_over(self) -> None:
-        # The caller's stream has waited for the capture stream. Nobody else may wait for that one later:
+        # The caller's stream has waited for the capture stream. Nothing else may wait for that one later:
         # it may be capturing for another thread by then.
         self.pool.stream = self.device.current_stream()
 

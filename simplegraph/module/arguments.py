@@ -37,7 +37,7 @@ def invoke_watched(
 
 
 class _Values:
-    """What is in the tensors of one run of a forward before it, those that it copies first, small ones first."""
+    """Holds the values of a forward's tensors before one run of it, small tensors first."""
 
     def __init__(self, call: Call, leaves: Iterable[tuple[str, Any]], limit: int) -> None:
         self._binding, self._copies = call.binding, []

@@ -214,7 +214,7 @@ class Call(NamedTuple):
 
     @property
     def plan_key(self) -> Hashable:
-        """What the plan of such calls is found by, in their layout."""
+        """Return the key of such calls' plan in their layout."""
         return self.batch if CALLS.context is None else (self.batch, CALLS.context.batch)
 
     @property

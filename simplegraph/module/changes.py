@@ -89,7 +89,7 @@ class Changes:
 
     @classmethod
     def begin(cls) -> None:
-        """Count from now on; what changed before, nobody told."""
+        """Count from now on; earlier changes are not known."""
         cls._set(next(_NUMBERS))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What runs of a forward change below its module: Python state, as ``self.calls += 1``, and tensors that they leave.
+"""Find what runs of a forward change below its module: Python state (``self.calls += 1``) and tensors that they leave.
 
 No replay runs Python. But tensors that a run leaves, as ``self.last_attention = attention`` does, are further outputs
 of a graph: after each replay the places are bound to them again, as eager would do it. That is for places which every
@@ -27,14 +27,14 @@ _MAX_SEEN = 64  # kinds of what eager runs left in one place: beyond that it cha
 
 
 class WithLeft(NamedTuple):
-    """What a run returns, and what it leaves below its module, in the order of its places."""
+    """Holds what a run returns, and what it leaves below its module, in the order of its places."""
 
     result: Any
     left: tuple[Any, ...]
 
 
 class LeftPlaces:
-    """Where the runs of a graph leave tensors.
+    """Lists the places where the runs of a graph leave tensors.
 
     Args:
         groups: places that hold one value, the very same object.
@@ -117,7 +117,7 @@ class LeftState:
 
     @property
     def links(self) -> Iterator[tuple[Any, Any, Any]]:
-        """What is on the way to the places of all graphs: (container, key, value)."""
+        """List what is on the way to the places of all graphs: (container, key, value)."""
         return (link for known in self._places.values() for group in known.groups for p in group for link in p.links)
 
     def learn_captured(self, graph: Hashable, size: int, left: Sequence[Any]) -> None:

@@ -265,7 +265,7 @@ class Plan:
         if names:
             raise StaleGraphError(
                 f"no longer where the graph of {self.graph.counters.label} reads it: {', '.join(names)}. "
-                "Something resized or replaced it; call reset_graphs() to capture anew."
+                "Something resized or replaced it; call reset_graphs() to capture again."
             )
 
     def check_kept(self, module: Any) -> None:

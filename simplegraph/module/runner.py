@@ -219,7 +219,7 @@ class GraphRunner:
         if self.config.on_stale == "raise":
             raise StaleGraphError(
                 f"moved or replaced since capture: {moved}. A replay would use the old values. "
-                "Call reset_graphs() to capture anew, or set on_stale='recapture'."
+                "Call reset_graphs() to capture again, or set on_stale='recapture'."
             )
         # Where it moved on this rank alone, the others replay on: then this waits in vain, and says so.
         builder.manager.ranks.any("dropping graphs, since what they read was moved or replaced", True)

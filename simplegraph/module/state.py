@@ -73,7 +73,7 @@ class MemoryRead:
 class CapturedState(Watcher):
     """Remembers what graphs captured from a module read of it, and notices when any of that moved.
 
-    It owns that memory, so that a change nobody noticed means old numbers and never freed memory. From a change that is
+    It owns that memory: a change that goes unnoticed means old numbers, never freed memory. From a change that is
     noticed until somebody has looked, it owns nothing: what was replaced is free at once.
 
     Args:

@@ -88,13 +88,13 @@ class TorchSettings:
 
     @classmethod
     def changed(cls) -> None:
-        """Read the settings anew at the next call."""
+        """Read the settings again at the next call."""
         cls._change = object()
         cls.current = None
 
     @classmethod
     def unwatch(cls) -> None:
-        """Read the settings at every call, since nobody says any more when they change."""
+        """Read the settings at every call, since nothing tells any more when they change."""
         cls._watched = False
         cls.changed()
 
@@ -104,7 +104,7 @@ def _value(getter: Callable[..., Any] | None, *names: str) -> Any:
         value = None if getter is None else getter(*names)
     except RuntimeError:  # set in the old way and in the new, which torch refuses to tell apart
         return "mixed"
-    if value == "none":  # nobody set it, and nothing that it follows
+    if value == "none":  # neither it was set, nor anything that it follows
         return "ieee"
     return tuple(value) if isinstance(value, list) else value
 

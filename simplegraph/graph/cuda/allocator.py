@@ -80,7 +80,7 @@ class Addresses:
 
 
 class Allocations:
-    """Where allocations of the current thread on one device go.
+    """Routes allocations of the current thread on one device.
 
     Args:
         device: the device.
@@ -125,7 +125,7 @@ class Allocations:
         return None
 
     def keep_workspaces(self) -> None:
-        """Let cuBLAS have its workspaces for this thread and stream in memory that nobody else is ever given.
+        """Let cuBLAS have its workspaces for this thread and stream in memory that is given to nothing else.
 
         They live in a table that anyone may clear, as compiled modules with graphs of their own do, and graphs captured
         before go on using them. So they come from a pool of their own, which is never released.

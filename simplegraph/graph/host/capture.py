@@ -67,7 +67,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if self._error is None or error is self._error or error.__cause__ is not None:
                 raise
-            raise error from self._error  # which TorchScript tells nobody
+            raise error from self._error  # which TorchScript conceals
         finally:
             SERVING.active = before
             self._draws.end()

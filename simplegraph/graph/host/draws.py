@@ -69,7 +69,7 @@ class UnreadDraws:
         return where if storage is not None and not storage.expired() else None
 
     def end(self) -> None:
-        """Put the generator back, if nobody else used it."""
+        """Put the generator back, if nothing else used it."""
         if self.again:
             with _operators._disable_current_modes():
                 self._look(next(iter(self._drawn.values()))[1])
@@ -78,7 +78,7 @@ class UnreadDraws:
 
     @property
     def refused(self) -> str | None:
-        """Where numbers were drawn that are still held, or among draws of others; None if replays can draw them."""
+        """Name the place of draws that are still held, or lie among draws of others; None if replays can draw them."""
         return self._interrupted or next((at for held, at in self._drawn.values() if not held.expired()), None)
 
 

@@ -109,7 +109,7 @@ class HostMode(OperatorMode):
         return bool(made)
 
     def _copies_pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if this copies from the user's pinned memory without waiting: a graph does so anew at every replay."""
+        """True if this copies from the user's pinned memory without waiting: a graph does so at every replay."""
         at_once = args[2] if func is _COPY and len(args) > 2 else kwargs.get("non_blocking")
         source = args[1] if func is _COPY else args[0]
         if not at_once or not source.is_cpu or storage_key(source) in self._made:
