@@ -122,7 +122,8 @@ class MemoryObserver(OperatorMode):
                     external[key] = tensor
         for value in written_args(func, args, kwargs):
             self.written.update(key for key in map(storage_key, _tensors((value,))) if key not in own)
-        self.numbers.note(func, args, kwargs, tensors, in_break=inside is not None)
+        if inside is None:
+            self.numbers.note(func, args, kwargs, tensors)
         result = func(*args, **kwargs)
         if self._device is not None:
             self._last = self._device.recorded()

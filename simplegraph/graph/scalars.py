@@ -39,7 +39,8 @@ class PassedNumbers(NamedTuple):
 class NumbersSeen:
     """The numbers that a run passes to operators on floating tensors, in their order.
 
-    Those of breaks and of data are kept apart: a capture runs no break, and data may be made on the device.
+    Those of data are kept apart: data may be made on the device. What breaks pass is not looked at: they run at every
+    call, and their Python may change for any reason.
 
     Args:
         rows: the batch size of the run; 0 if it is not known.
@@ -48,12 +49,9 @@ class NumbersSeen:
     def __init__(self, rows: int = 0) -> None:
         self.rows = rows
         self.segments: list[PassedNumbers] = []
-        self.breaks: list[PassedNumbers] = []
         self.data: list[PassedNumbers] = []
 
-    def note(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], *, in_break: bool
-    ) -> None:
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         """Note what an operator is passed, `tensors` among it; this runs for every operator observed."""
         if func is _LIFTED:
             self._note_data(args[0])
@@ -62,8 +60,7 @@ class NumbersSeen:
             found = [args[at] for at in positions if at < len(args) and args[at].__class__ in _NUMBERS]
             found += [kwargs[name] for name in names if kwargs.get(name).__class__ in _NUMBERS] if kwargs else ()
             if found and (_makes_number(func, args, kwargs) or any(map(_is_inexact, tensors))):
-                numbers = PassedNumbers(func, tuple(found), running_line())
-                (self.breaks if in_break else self.segments).append(numbers)
+                self.segments.append(PassedNumbers(func, tuple(found), running_line()))
 
     def _note_data(self, tensor: Tensor) -> None:
         """Note a number that became a tensor, where reading it needs no wait for the device."""
@@ -73,7 +70,7 @@ class NumbersSeen:
 
     def other(self, seen: NumbersSeen) -> tuple[PassedNumbers, PassedNumbers] | None:
         """Find the first operator that two runs of the same operators pass other numbers."""
-        for own, others in ((self.segments, seen.segments), (self.breaks, seen.breaks), (self.data, seen.data)):
+        for own, others in ((self.segments, seen.segments), (self.data, seen.data)):
             if [passed.func for passed in own] == [passed.func for passed in others]:
                 for pair in zip(own, others, strict=True):
                     if repr(pair[0].numbers) != repr(pair[1].numbers):  # NaN differs from itself

@@ -129,12 +129,13 @@ def _same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]
 
 
 def _groups(indices: Sequence[int], outputs: Sequence[Any]) -> list[list[int]]:
-    """Group outputs that have elements of one memory in common, or one element more than once."""
+    """Group outputs that have elements of one memory in common or lie between each other's, or repeat an element."""
     found: dict[int, list[int]] = collections.defaultdict(list)
     for index in indices:
         if outputs[index].numel():
             found[outputs[index].untyped_storage().data_ptr()].append(index)
-    return [members for members in found.values() if _overlap([outputs[index] for index in members])]
+    tensors = [(members, [outputs[index] for index in members]) for members in found.values()]
+    return [members for members, lying in tensors if _overlap(lying) or _interleave(lying)]
 
 
 def _overlap(tensors: Sequence[Tensor]) -> bool:
@@ -143,6 +144,12 @@ def _overlap(tensors: Sequence[Tensor]) -> bool:
         return not all(itertools.starmap(_apart, itertools.combinations(tensors, 2)))
     sizes = zip(tensors[0].shape, tensors[0].stride(), strict=True)
     return any(stride == 0 and size > 1 for size, stride in sizes) and not _is_lazy(tensors[0])
+
+
+def _interleave(tensors: Sequence[Tensor]) -> bool:
+    """True if views of one memory have gaps, as the columns of a matrix have, which others may fill."""
+    plain = len({tensor.dtype for tensor in tensors}) == 1 and not any(map(_is_lazy, tensors))
+    return plain and len(tensors) > 1 and any(_end(tensor) > tensor.numel() for tensor in tensors)
 
 
 def _apart(one: Tensor, other: Tensor) -> bool:

@@ -43,7 +43,7 @@ class WrongForThree(nn.Module):
     """Its answer to a padded batch depends on the rows that pad it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + x.sum(0, keepdim=True) + len(x)
+        return x + (x == 0).all(1).sum()
 
 
 def test_a_ragged_batch_is_part_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
