@@ -181,11 +181,12 @@ class RunWatch:
         attributes = {(type(place.owner), place.key) for place in self._places if place.owner is not None}
         self._attributes = {key: WatchedAttribute(*key) for key in attributes}
         held = {id(place.holder): place for place in self._places if place.owner is None}
-        self._containers = {key: WATCHED[type(place.holder)](place.holder) for key, place in held.items()}
+        self._containers: dict[int, Any] = {}
         try:
             for attribute in self._attributes.values():
                 self._undo.enter_context(attribute)
-            for key, place in held.items():
+            for key, place in sorted(held.items(), key=lambda entry: -len(entry[1].links)):  # the inner ones first
+                self._containers[key] = WATCHED[type(place.holder)](place.holder)
                 self._undo.enter_context(swapped(place, self._containers[key]))
         except BaseException:
             self._undo.close()

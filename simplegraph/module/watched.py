@@ -152,22 +152,36 @@ WATCHED: dict[type, Any] = {dict: _watched(dict), list: _watched(list)}
 
 @contextlib.contextmanager
 def swapped(place: HeldPlace, watched: Any) -> Iterator[None]:
-    """Let a watched container stand for another one, which afterwards holds what that one holds."""
+    """Let a watched container stand for another one, which afterwards holds what that one holds.
+
+    What is written meanwhile to the other one itself, since something else holds it too, stays and counts as read.
+    """
     holder, key, container = place.links[0]
     if holder[key] is not container:
         yield
         return
+    before = _items(watched)
     holder[key] = watched
     try:
         yield
     finally:
         if holder[key] is watched:
             holder[key] = container
-        if isinstance(watched, list):
-            container[:] = list.__getitem__(watched, slice(None))
+        now, own = _items(watched), _items(container)
+        written_past = {name for name in before | own if own.get(name, ABSENT) is not before.get(name, ABSENT)}
+        if written_past:
+            watched.read |= before.keys() | own.keys()
+            now = {name: item for name, item in now.items() if name not in written_past}
+            now |= {name: own[name] for name in own if name in written_past}
+        if isinstance(container, list):
+            container[:] = now.values()
         else:
-            items = dict(dict.items(watched))
-            for name in container.keys() - items.keys():
+            for name in own.keys() - now.keys():
                 del container[name]
-            container.update(items)
+            container.update(now)
         type(container).clear(watched)  # it may outlive the run
+
+
+def _items(container: Any) -> dict[Any, Any]:
+    """Return what a dict or a list holds, by key, read past what watches it."""
+    return dict(enumerate(list.__iter__(container)) if isinstance(container, list) else dict.items(container))

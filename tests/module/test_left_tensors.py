@@ -105,6 +105,12 @@ def _constant(m: Any, x: Tensor, y: Tensor) -> None:
     m.s = [y, torch.tensor([1.0, 2.0], device=y.device)]
 
 
+def _nested(m: Any, x: Tensor, y: Tensor) -> None:
+    m.s["inner"]["list"][0] = y
+    m.s["inner"]["y"] = y * 2
+    m.s["y"] = y * 3
+
+
 LEFT: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "attribute": (_attribute, lambda: {"s": None}),
     "attribute that was not there": (_attribute, dict),
@@ -116,6 +122,7 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "objects": (_objects, lambda: {"s": Box(inner=Box(y=None))}),
     "child": (_child, dict),
     "deep": (_deep, lambda: {"s": {"list": [Box(), {}]}}),
+    "nested": (_nested, lambda: {"s": {"inner": {"list": [None]}}}),
     "shared": (_shared, dict),
     "shared list": (_shared_list, dict),
     "input": (_input, dict),
@@ -370,6 +377,23 @@ def _vars(m: Any, x: Tensor, y: Tensor) -> None:
     vars(m)["s"] = y * 1
 
 
+def _held_twice(m: Any, x: Tensor, y: Tensor) -> None:
+    m.s.inner.again["y"] = y * 1
+
+
+def _held_twice_carried(m: Any, x: Tensor, y: Tensor) -> None:
+    m.s.held["count"] = m.s.inner.again["count"] + 1
+    m.s.held["y"] = y * 1
+
+
+def _list_held_twice(m: Any, x: Tensor, y: Tensor) -> None:
+    m.s.inner.again[0] = y * 1
+
+
+def _both(held: Any) -> dict[str, Any]:
+    return {"s": Box(held=held, inner=Box(again=held))}
+
+
 REFUSED: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
     _carried: lambda: {"s": None},
     _carried_by_default: dict,
@@ -382,6 +406,9 @@ REFUSED: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
     _own_list: lambda: {"s": [None]},
     _another_kind: dict,
     _vars: dict,
+    _held_twice: lambda: _both({}),
+    _held_twice_carried: lambda: _both({"count": 0}),
+    _list_held_twice: lambda: _both([None]),
 }
 
 
