@@ -16,9 +16,9 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph", "numpy", "triton
 
 _MAX_PLACES = 5_000
 _MAX_ITEMS = 1_000  # a larger container is a vocabulary or data
-_DEPTH = 4  # a class, its module's globals, a container there, what it holds
+_DEPTH = 6  # a class, its module's globals, a function there, the globals of that one, a container, what it holds
 _LRU: Any = type(functools.lru_cache(bool))
-_DULL = (str, bytes, int, float, complex, type(None), types.ModuleType, types.BuiltinFunctionType)
+_DULL = (str, bytes, int, float, complex, type(None), types.BuiltinFunctionType)
 
 
 class Surroundings:
@@ -47,6 +47,8 @@ class Surroundings:
         if kind is types.FunctionType:
             namespace = () if is_library(value.__module__) else (value.__globals__,)
             return (*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, *namespace)
+        if issubclass(kind, types.ModuleType):
+            return () if is_library(value.__name__) else (vars(value),)
         if kind is types.MethodType:
             return value.__func__, value.__self__
         if kind is functools.partial:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -392,6 +393,34 @@ def test_the_error_names_the_place_and_one_size_does_not_spoil_the_others(device
     strict = sg.wrap(net, capture_sizes=[2], progress=False, on_capture_failure="raise")
     with pytest.raises(CaptureError, match="the global STEPS"):
         strict.capture_graphs(torch.randn(2, 4, device=device))
+
+
+RECORDER = """
+LAST = [None, None, None]
+ALL = []
+
+def record(y):
+    LAST[1] = y
+    ALL.append(y)
+    return y
+"""
+
+
+@pytest.mark.parametrize("through", ["the file", "the function", "a function that calls it"])
+def test_a_list_of_another_file_has_as_many_items_as_eager_leaves(through: str, device: torch.device) -> None:
+    recorder: Any = types.ModuleType("recorder")
+    exec(RECORDER, vars(recorder))
+    record, by_file = recorder.record, lambda y: recorder.record(y)
+    beside = {"the file": by_file, "the function": record, "a function that calls it": lambda y: record(y)}[through]
+    net = Net(beside).to(device).eval()
+    model = sg.wrap(net, capture_sizes=[2], progress=False)
+    for calls in range(1, 5):
+        x = torch.randn(2, 4, device=device)
+        torch.testing.assert_close(model(x), net.l(x) * 2)
+        assert [type(item) for item in recorder.LAST] == [type(None), Tensor, type(None)]
+        torch.testing.assert_close(recorder.LAST[1], net.l(x))
+        assert len(recorder.ALL) == calls
+    assert model.graph_stats.eager[Reason.CAPTURE_FAILED] >= 2
 
 
 def test_an_engines_forward_that_keeps_a_tensor_is_refused(device: torch.device) -> None:
