@@ -75,7 +75,8 @@ class WatchedAttribute:
                 self.read.add(id(thing))
             if self._name in vars(thing):
                 return vars(thing)[self._name]
-        for base in (kind or type(thing)).__mro__:
+        mro = (kind or type(thing)).__mro__
+        for base in mro[mro.index(self._kind) :]:  # the classes before it have none, or watch it, too
             found = self._before if base is self._kind else vars(base).get(self._name, ABSENT)
             if found is not ABSENT:
                 return found.__get__(thing, kind) if hasattr(type(found), "__get__") else found

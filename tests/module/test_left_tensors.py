@@ -576,6 +576,35 @@ def test_classes_and_containers_are_as_they_were_after_captures(device: torch.de
     assert module.s == "a default of the class"
 
 
+class Default(Leaves):
+    """Reads a default of the class where it leaves nothing."""
+
+    s: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.l(x)
+        if self.leave is not None:
+            self.s = y
+        return y if self.s is not None else y * 2
+
+
+class Derived(Default):
+    """Inherits the default."""
+
+
+def test_a_default_of_a_class_is_read_while_a_derived_class_leaves_tensors_too(device: torch.device) -> None:
+    kinds = ((Default, _attribute), (Derived, _attribute), (Derived, None), (Default, None))
+    module: Any = nn.Sequential(*(kind(leave) for kind, leave in kinds)).to(device).eval()
+    twin = copy.deepcopy(module)
+    model = sg.wrap(module, capture_sizes=[2, 4], progress=False)
+    for size in SIZES:
+        x = torch.randn(size, 4, device=device)
+        torch.testing.assert_close(model(x), twin(x))
+        torch.testing.assert_close([child.s for child in module[:2]], [child.s for child in twin[:2]])
+        assert module[2].s is module[3].s is None
+    assert (model.graph_stats.failures, model.graph_stats.captures) == ({}, 2)
+
+
 def test_a_failed_capture_puts_back_what_was_left(device: torch.device) -> None:
     def leave(m: Any, x: Tensor, y: Tensor) -> None:
         m.s, m.t["y"] = y, y + 1
