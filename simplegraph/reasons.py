@@ -81,7 +81,8 @@ class Reason(str, enum.Enum):
     )
     BATCH_DIM_UNCONFIRMED = (
         "batch_dim_unconfirmed",
-        "only one batch size has been seen, so what follows it is a guess, and is not padded; name it in batch_dims",
+        "only one batch size has been seen with such arguments, so which dimensions are the batch is a guess, and not "
+        "padded; call another batch size or capture_graphs, or name the dimensions in batch_dims",
     )
     OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
     # Generation by a library beside this one.

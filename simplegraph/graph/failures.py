@@ -54,6 +54,11 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Keep the generator as an attribute of the module, and seed outside the forward.",
     ),
     (
+        ("nestedtensorimpl",),
+        "torch made a nested tensor, whose sizes are read back to Python.",
+        "Pass enable_nested_tensor=False to nn.TransformerEncoder.",
+    ),
+    (
         ("torchscript interpreter",),
         "a scripted function failed; TorchScript does not say why: most often a tensor was read back (if, .item()).",
         "Call the Python function that it was made from, or mark it with @simplegraph.eager_break (mode='PIECEWISE').",
@@ -64,8 +69,8 @@ _READS = (
     *("read back", "stream is capturing", "during capture", "graph capture", "stream capture"),
     *("a capturing stream", "a capturing blocking stream"),
 )
-_FIX = "Fix it, or call the module inside `with simplegraph.eager():`."
 BREAK = "mark the function with @simplegraph.eager_break (mode='PIECEWISE')"
+_FIX = f"Fix it, or {BREAK}."
 
 
 def capture_error(error: Exception, label: str) -> CaptureError:

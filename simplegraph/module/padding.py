@@ -13,7 +13,7 @@ logger = logging.getLogger("simplegraph")
 
 _NUMBER_REMEDY = (
     "A replay of a padded batch would use the number of the padded size. Add the sizes of your batches to "
-    "capture_sizes, or pass the number as a tensor."
+    "capture_sizes, or pass the number as a tensor. If it changed for another reason, name it in state_key."
 )
 
 
