@@ -81,8 +81,7 @@ class Reason(str, enum.Enum):
     )
     BATCH_DIM_UNCONFIRMED = (
         "batch_dim_unconfirmed",
-        "only one batch size has been seen with such arguments, so which dimensions are the batch is a guess, and not "
-        "padded; call another batch size or capture_graphs, or name the dimensions in batch_dims",
+        "one batch size was seen, so the batch dimensions are a guess: call another, use capture_graphs or batch_dims",
     )
     OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
     # Generation by a library beside this one.

@@ -443,3 +443,39 @@ def test_an_input_that_lies_otherwise_may_round_otherwise_but_no_more(device):
     with torch.inference_mode():
         model(rows(4, device))
     assert 4 not in proofs(model)  # where it lies alike, every bit counts
+
+
+def test_rows_that_only_repeated_padding_shows_to_be_mixed_are_not_padded(device):
+    class Sums(nn.Module):
+        def forward(self, x):
+            return x + x.sum(0, keepdim=True)  # zeros add nothing
+
+    model = sg.wrap(Sums().eval(), capture_sizes=[2, 4], progress=False)
+    with torch.no_grad():
+        model.capture_graphs(torch.randn(4, 8, device=device))
+        for _ in range(3):
+            x = torch.randn(3, 8, device=device)
+            torch.testing.assert_close(model(x), x + x.sum(0, keepdim=True))
+    assert model.graph_stats.eager[sg.Reason.PADDING_SHOWS] == 2
+    assert model.graph_stats.padded_tokens == 0
+
+
+def test_a_replay_that_passes_other_tensors_to_a_break_than_eager_is_found(device):
+    added = [torch.ones(8, device=device)]
+
+    @sg.eager_break
+    def doubled(x):
+        return x * 2
+
+    class Broken(nn.Module):
+        def forward(self, x):
+            return doubled(x + added[0])
+
+    model = sg.wrap(Broken().eval(), capture_sizes=[4], mode="PIECEWISE", progress=False)
+    with torch.no_grad():
+        model.capture_graphs(torch.randn(4, 8, device=device))
+        added[0] = torch.zeros(8, device=device)  # in a closure, which nothing watches
+        for _ in range(3):
+            x = torch.randn(4, 8, device=device)
+            torch.testing.assert_close(model(x), x * 2)
+    assert model.graph_stats.replays == 0
