@@ -12,7 +12,15 @@ from torch import Tensor
 from simplegraph.errors import HostError
 from simplegraph.graph.device import GraphDevice
 from simplegraph.graph.failures import BREAK, current_user_location
-from simplegraph.graph.operators import OperatorMode, calls_eigensolver, is_composite, may_draw, written_args
+from simplegraph.graph.operators import (
+    OperatorMode,
+    calls_eigensolver,
+    defined,
+    is_composite,
+    may_draw,
+    strided_tensors,
+    written_args,
+)
 from simplegraph.graph.scalars import NumbersSeen
 from simplegraph.graph.tensors import storage_key
 
@@ -65,7 +73,7 @@ class MemoryObserver(OperatorMode):
 
     def pass_on(self, tensors: Sequence[Any]) -> None:
         """Note what a break is passed and the run did not make."""
-        for tensor in _tensors(tensors):
+        for tensor in strided_tensors(tensors):
             if not self.made(tensor):
                 self.passed[storage_key(tensor)] = tensor
         self.find(tensors, "passes it to another break")
@@ -86,7 +94,7 @@ class MemoryObserver(OperatorMode):
 
     def find(self, tensors: Iterable[Any], use: str) -> None:
         """Note which of these tensors, that the forward uses in this way, a break left behind."""
-        for tensor in _tensors(tensors) if self.left else ():
+        for tensor in strided_tensors(tensors) if self.left else ():
             number = self.left.get(storage_key(tensor))
             if number is not None:
                 self.found.setdefault(number, use)
@@ -110,7 +118,7 @@ class MemoryObserver(OperatorMode):
         if self._device is not None:
             self._look_for_unseen(self._device)
         own, inside, external = self._own, self._made_inside, self.external
-        tensors = _tensors((*args, *kwargs.values()) if kwargs else args)
+        tensors = strided_tensors((*args, *kwargs.values()) if kwargs else args)
         given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
         if func is _LIFTED:  # Python data, which became a tensor before any operator saw it
             own.update(given)
@@ -121,20 +129,20 @@ class MemoryObserver(OperatorMode):
                 if key not in own and key not in external:
                     external[key] = tensor
         for value in written_args(func, args, kwargs):
-            self.written.update(key for key in map(storage_key, _tensors((value,))) if key not in own)
+            self.written.update(key for key in map(storage_key, strided_tensors((value,))) if key not in own)
         if inside is None:
             self.numbers.note(func, args, kwargs, tensors)
         result = func(*args, **kwargs)
         if self._device is not None:
             self._last = self._device.recorded()
-        for tensor in _tensors((result,)):
+        for tensor in strided_tensors((result,)):
             key = tensor.untyped_storage()._cdata
             if key not in given and key not in external:  # new memory; its key may have been another's before
                 own.add(key)
                 self.left.pop(key, None)
                 if inside is not None:
                     inside.add(key)
-        return [_defined(item) for item in result] if type(result) is list else result
+        return defined(result)
 
     def _look_for_unseen(self, device: GraphDevice) -> None:
         """Note if more was recorded since the last operator, or since the segment began."""
@@ -146,20 +154,3 @@ class MemoryObserver(OperatorMode):
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         if self._device is not None:
             self._look_for_unseen(self._device)
-
-
-def _defined(item: Any) -> Any:
-    """An undefined tensor in a list comes out as None, which cannot go back in: FlashAttention-3 returns such."""
-    return torch.empty(0) if item is None else item
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments, lists of them included; this runs for every operator observed."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.layout is torch.strided:
-                found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -152,6 +153,33 @@ def may_draw(func: Any) -> bool:
     """True if the operator draws random numbers, or is not torch's own and may do so unsaid."""
     own = func.namespace in ("aten", "prims", "prim")  # no higher-order operator is
     return not own or torch.Tag.nondeterministic_seeded in func.tags
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_no_value(func: Any) -> bool:
+    """True if the operator returns a view of its argument, or looks at its shape, dtype and device only."""
+    name = func._schema.name.partition("::")[2]
+    if name.endswith("_like") or name.startswith(("new_", "empty", "sym_")):
+        return True
+    results = [result.alias_info for result in func._schema.returns]
+    return bool(results) and all(alias is not None and not alias.is_write for alias in results)
+
+
+def strided_tensors(values: Iterable[Any]) -> list[Tensor]:
+    """List the strided tensors among arguments, lists of them included; this runs for every operator observed."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += strided_tensors(value)
+    return found
+
+
+def defined(result: Any) -> Any:
+    """Return an operator's result; an undefined tensor in a list comes out as None, which cannot go back in."""
+    return [torch.empty(0) if item is None else item for item in result] if type(result) is list else result
 
 
 def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -14,8 +14,8 @@ from simplegraph.graph.breaks.operators import ACTIVE
 from simplegraph.graph.failures import BREAK
 from simplegraph.graph.host.constants import LARGEST_BYTES, SERVING, WATCHED_BYTES, content, is_watchable, span
 from simplegraph.graph.host.draws import UnreadDraws
-from simplegraph.graph.host.modes import HostMode, is_list, reads_no_value, strided_tensors, target, target_device
-from simplegraph.graph.operators import is_higher_order, written_args
+from simplegraph.graph.host.modes import HostMode, is_list, target, target_device
+from simplegraph.graph.operators import is_higher_order, reads_no_value, strided_tensors, written_args
 from simplegraph.graph.tensors import storage_key
 
 

@@ -17,8 +17,7 @@ the device, so that it shows neither stale CPU values nor CPU random numbers, wr
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,14 @@ from torch.utils import _python_dispatch
 
 from simplegraph.graph.breaks.operators import ACTIVE
 from simplegraph.graph.host.constants import is_watchable
-from simplegraph.graph.operators import OperatorMode, is_composite, is_higher_order, written_args
+from simplegraph.graph.operators import (
+    OperatorMode,
+    defined,
+    is_composite,
+    is_higher_order,
+    strided_tensors,
+    written_args,
+)
 from simplegraph.graph.tensors import storage_key
 
 _operators: Any = _python_dispatch  # typed loosely because torch leaves it untyped
@@ -227,30 +233,3 @@ def target_device(kwargs: dict[str, Any]) -> str:
 def is_list(tensor: Tensor) -> bool:
     """True if Python data is more than a number, which an operator can take along by itself."""
     return tensor.dim() > 0 and tensor.numel() > 0
-
-
-@functools.lru_cache(maxsize=4096)
-def reads_no_value(func: Any) -> bool:
-    """True if the operator returns a view of its argument, or looks at its shape, dtype and device only."""
-    name = func._schema.name.partition("::")[2]
-    if name.endswith("_like") or name.startswith(("new_", "empty", "sym_")):
-        return True
-    results = [result.alias_info for result in func._schema.returns]
-    return bool(results) and all(alias is not None and not alias.is_write for alias in results)
-
-
-def strided_tensors(values: Iterable[Any]) -> list[Tensor]:
-    """List the strided tensors among arguments, lists of them included."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.layout is torch.strided:
-                found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += strided_tensors(value)
-    return found
-
-
-def defined(result: Any) -> Any:
-    """Return an operator's result; an undefined tensor in a list comes out as None, which cannot go back in."""
-    return [torch.empty(0) if item is None else item for item in result] if type(result) is list else result
