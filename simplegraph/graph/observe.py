@@ -135,7 +135,10 @@ class MemoryObserver(OperatorMode):
         result = func(*args, **kwargs)
         if self._device is not None:
             self._last = self._device.recorded()
-        for tensor in strided_tensors((result,)):
+        made = strided_tensors((result,))
+        if inside is None:
+            self.numbers.note_choice(func, tensors, made)
+        for tensor in made:
             key = tensor.untyped_storage()._cdata
             if key not in given and key not in external:  # new memory; its key may have been another's before
                 own.add(key)

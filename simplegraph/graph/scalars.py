@@ -1,4 +1,8 @@
-"""Numbers that a forward computes in Python and passes to operators: a graph holds those of the size it is for."""
+"""What of a run follows the batch size unseen: numbers that Python passes to operators, and choices among all rows.
+
+A graph holds the numbers of the size it is for. A maximum over rows may be one of the padding's, though the padding of
+a proof is none by chance.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,14 @@ _NUMERIC = ("Tensor", "number", "float")  # an operator's int is a dimension, a 
 _LIFTED = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten.scalar_tensor.default
 _FULL = torch.ops.aten.full.default
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
+_PICKING = {"max", "amax", "min", "amin", "aminmax", "_aminmax", "argmax", "argmin", "any", "all", "topk", "kthvalue"}
+_PICKING |= {"median", "nanmedian", "mode", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"}
+_NUMBER_REMEDY = (
+    "A replay of a padded batch would use the number of the padded size. Add the sizes of your batches to "
+    "capture_sizes, or pass the number as a tensor. If it changed for another reason, name it in state_key."
+)
+_ROWS_REMEDY = "Add the sizes of your batches to capture_sizes, or pick in each row."
 _MAX_SIZES = 3  # of as many batch sizes the latest run is remembered
 
 
@@ -36,6 +48,23 @@ class PassedNumbers(NamedTuple):
     line: tuple[str, int] | None
 
 
+class ChosenRows(NamedTuple):
+    """An operator that picks values among others, as a maximum does.
+
+    Attributes:
+        func: the operator.
+        given, made: the shapes of the tensors that it is passed and returns.
+        memory: the storage keys of what it returns.
+        line: the file and the number of the user's line; None if there is none.
+    """
+
+    func: Any
+    given: tuple[torch.Size, ...]
+    made: tuple[torch.Size, ...]
+    memory: frozenset[int]
+    line: tuple[str, int] | None
+
+
 class NumbersSeen:
     """The numbers that a run passes to operators on floating tensors, in their order.
 
@@ -50,6 +79,7 @@ class NumbersSeen:
         self.rows = rows
         self.segments: list[PassedNumbers] = []
         self.data: list[PassedNumbers] = []
+        self.choices: list[ChosenRows] = []
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         """Note what an operator is passed, `tensors` among it; this runs for every operator observed."""
@@ -68,6 +98,21 @@ class NumbersSeen:
             with _operators._disable_current_modes():
                 self.data.append(PassedNumbers(_LIFTED, (tensor.item(),), running_line()))
 
+    def note_choice(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Note an operator that picks values; this runs for every operator observed."""
+        if _picks_values(func):
+            self.choices.append(ChosenRows(func, _shapes(given), _shapes(made), _memory(made), running_line()))
+        elif func in _READS:  # for a branch of Python's, which no capture takes
+            read = _memory(given)
+            self.choices = [chosen for chosen in self.choices if chosen.memory.isdisjoint(read)]
+
+    def choice(self, seen: NumbersSeen) -> ChosenRows | None:
+        """Find the first operator that picks as many values among the rows of two batch sizes."""
+        if [chosen.func for chosen in self.choices] != [chosen.func for chosen in seen.choices]:
+            return None
+        pairs = zip(self.choices, seen.choices, strict=True)
+        return next((now for now, then in pairs if now.given != then.given and now.made == then.made), None)
+
     def other(self, seen: NumbersSeen) -> tuple[PassedNumbers, PassedNumbers] | None:
         """Find the first operator that two runs of the same operators pass other numbers."""
         for own, others in ((self.segments, seen.segments), (self.data, seen.data)):
@@ -76,6 +121,13 @@ class NumbersSeen:
                     if repr(pair[0].numbers) != repr(pair[1].numbers):  # NaN differs from itself
                         return pair
         return None
+
+
+class PaddingFault(NamedTuple):
+    """What padding would change, and what to do about it."""
+
+    said: str
+    remedy: str
 
 
 class NumbersBySize:
@@ -88,24 +140,46 @@ class NumbersBySize:
         """Forget them."""
         self._seen.clear()
 
-    def learn(self, seen: NumbersSeen) -> str | None:
-        """Remember a run; say which number follows the batch size, as runs of two sizes tell, or None."""
+    def learn(self, seen: NumbersSeen) -> PaddingFault | None:
+        """Remember a run; say what follows the batch size unseen, as runs of two sizes tell, or None."""
         rows = seen.rows
         before = self._seen.pop(rows, None)
         if before is not None and before.other(seen) is not None:
             self._seen.clear()  # it changes at one size, too, so other sizes tell nothing
         found = ((size, known.other(seen)) for size, known in self._seen.items())
         differ = next(((size, *pair) for size, pair in found if pair is not None), None)
+        chosen = next(filter(None, map(seen.choice, self._seen.values())), None)
         self._seen[rows] = seen
         while len(self._seen) > _MAX_SIZES:
             del self._seen[next(iter(self._seen))]
-        if differ is None:
-            return None
-        size, then, now = differ
-        where = "" if now.line is None else f" at {described_line(*now.line)}"
-        values = {size: _text(then.numbers), rows: _text(now.numbers)}
-        said = ", ".join(f"{values[key]} for {key} rows" for key in sorted(values))
-        return f"a number that the forward computes from the batch size goes into {now.func}{where}: {said}"
+        if differ is not None:
+            size, then, now = differ
+            values = {size: _text(then.numbers), rows: _text(now.numbers)}
+            said = ", ".join(f"{values[key]} for {key} rows" for key in sorted(values))
+            what = f"a number that the forward computes from the batch size goes into {now.func}{_place(now.line)}"
+            return PaddingFault(f"{what}: {said}", _NUMBER_REMEDY)
+        if chosen is not None:
+            said = f"{chosen.func}{_place(chosen.line)} picks among all rows, those of padding too"
+            return PaddingFault(said, _ROWS_REMEDY)
+        return None
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in tensors)
+
+
+def _memory(tensors: Sequence[Tensor]) -> frozenset[int]:
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+
+
+def _place(line: tuple[str, int] | None) -> str:
+    return "" if line is None else f" at {described_line(*line)}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _picks_values(func: Any) -> bool:
+    """True if the operator returns some of the values that it is passed, or where they lie, as a maximum does."""
+    return not is_higher_order(func) and func._schema.name.removeprefix("aten::") in _PICKING
 
 
 def _is_inexact(tensor: Tensor) -> bool:

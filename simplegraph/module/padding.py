@@ -11,11 +11,6 @@ from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
 
-_NUMBER_REMEDY = (
-    "A replay of a padded batch would use the number of the padded size. Add the sizes of your batches to "
-    "capture_sizes, or pass the number as a tensor. If it changed for another reason, name it in state_key."
-)
-
 
 def refuse_padding(
     binding: Binding, table: ProgramTable, text: str, said: str, remedy: str, *, warn: bool = True
@@ -37,8 +32,8 @@ def refuse_padding(
 
 
 def learn_numbers(binding: Binding, table: ProgramTable, seen: NumbersSeen) -> str | None:
-    """Learn what numbers a run passed to operators; where one follows the batch size, refuse padding and say so."""
-    said = binding.numbers.learn(seen)
-    if said is not None and binding.unsliceable is None and table.config.padding:
-        refuse_padding(binding, table, "padding changes the answer", said, _NUMBER_REMEDY)
-    return said
+    """Learn what of a run follows the batch size unseen; refuse padding where something does, and say so."""
+    found = binding.numbers.learn(seen)
+    if found is not None and binding.unsliceable is None and table.config.padding:
+        refuse_padding(binding, table, "padding changes the answer", found.said, found.remedy)
+    return None if found is None else found.said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 
 import simplegraph as sg
 from simplegraph.graph import memory
+from simplegraph.graph.select import graph_device
 from simplegraph.manager import table
 from tests.module.answers import reasons
 
@@ -479,3 +482,57 @@ def test_a_replay_that_passes_other_tensors_to_a_break_than_eager_is_found(devic
             x = torch.randn(4, 8, device=device)
             torch.testing.assert_close(model(x), x * 2)
     assert model.graph_stats.replays == 0
+
+
+SHARED_BY_ROWS = {
+    "max": lambda m, x: (x * 2, (x * 2).max(0).values),
+    "amin": lambda m, x: (x * 2, x.amin(0)),
+    "any": lambda m, x: (x * 2, (x > 2.5).any()),
+    "argmax": lambda m, x: (x * 2, x.argmax(0)),
+    "written": lambda m, x: (x * 2, torch.zeros(WIDTH, device=x.device).copy_(x.amax(0))),
+    "left": lambda m, x: (x * 2, setattr(m, "last", x.amax(0)))[0],
+}
+
+
+@pytest.mark.parametrize("upfront", [False, True], ids=["lazy", "upfront"])
+@pytest.mark.parametrize("name", SHARED_BY_ROWS)
+def test_what_all_rows_share_is_not_padded_although_the_first_padding_changes_nothing(device, name, upfront):
+    model = graphed(device, SHARED_BY_ROWS[name])
+    eager = copy.deepcopy(sg.unwrap(model))
+    if upfront:
+        model.capture_graphs(rows(4, device))
+    for turn, count in enumerate((2, 2, 2, 3, 3, 3, 4, 1, 3, 4, 4, 4)):
+        # High values first: rows of padding are no maximum and no minimum yet.
+        x = rows(count, device).abs() + 1 if turn < 4 else -rows(count, device).abs() - 1
+        if name == "amin":
+            x = -x
+        torch.testing.assert_close(model(x), eager(x.clone()), rtol=0, atol=0)
+        if name == "left":
+            torch.testing.assert_close(sg.unwrap(model).last, eager.last, rtol=0, atol=0)
+    assert model.graph_stats.padded_tokens == 0
+    assert model.graph_stats.replays > 0
+
+
+def test_what_follows_from_no_row_is_padded_as_before(device):
+    def answers(m, x):
+        return x * 2, torch.ones(4, 4, device=x.device).tril(), x.new_zeros(3) + 1, m.bias * 2
+
+    model = graphed(device, answers)
+    model.bias = torch.randn(WIDTH, device=device)
+    for count in (2, 3, 3, 3, 1, 3):
+        x = rows(count, device)
+        torch.testing.assert_close(model(x), answers(model, x), rtol=0, atol=0)
+    assert model.graph_stats.padded_tokens > 0
+
+
+def test_a_choice_among_rows_that_python_alone_reads_is_padded_as_before(device):
+    def checked(m, x):
+        if not graph_device(device).is_capturing():
+            assert bool((x < 100).all())
+        return x * 2
+
+    model = graphed(device, checked)
+    for count in (2, 3, 3, 3, 1, 3):
+        x = rows(count, device)
+        torch.testing.assert_close(model(x), x * 2, rtol=0, atol=0)
+    assert model.graph_stats.padded_tokens > 0

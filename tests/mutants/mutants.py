@@ -279,6 +279,13 @@ MUTANTS = [
         HOST,
     ),
     Mutant(
+        "a choice among all rows is not noticed",
+        "graph/scalars.py",
+        "if _picks_values(func):",
+        "if False:",
+        PROOFS,
+    ),
+    Mutant(
         "calls run eagerly for a reason that is gone",
         "module/eager_plan.py",
         "return self._owner.lessons == self._number",
