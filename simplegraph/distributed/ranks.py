@@ -18,6 +18,7 @@ import torch.distributed as dist
 from simplegraph.distributed.rendezvous import Rendezvous, require_group
 from simplegraph.errors import ConfigError, RankError, ReplayError
 from simplegraph.graph.device import GraphDevice
+from simplegraph.graph.stopwatch import Stopwatch
 
 _made: collections.Counter[str] = collections.Counter()  # RankGroups of each group, so that all ranks number them alike
 
@@ -33,6 +34,9 @@ class RankGroup:
         communicators: further groups whose collectives the graphs hold, if there are any beside `group`.
         timeout: seconds that a rank waits for the others around a capture, before all that came raise `RankError`.
             A hang in a collective of eager code, warmups included, ends at that group's own timeout.
+
+    Attributes:
+        seconds: what setting up ``communicators`` and ``meetings`` have taken; a capture session starts anew.
 
     Raises:
         ConfigError: torch.distributed is not initialised, this rank is not in a group, or `timeout` is invalid.
@@ -50,6 +54,7 @@ class RankGroup:
         name = str(self._group.group_name)
         _made[name] += 1
         self._rendezvous = Rendezvous(f"{name}/{_made[name]}", self.rank, self.size, timeout)
+        self.seconds = Stopwatch()
         # Private to torch, since the public functions take as long as a replay.
         self._alive: Mapping[Any, Any] = dist.distributed_c10d._world.pg_map
 
@@ -91,12 +96,13 @@ class RankGroup:
         """
         self.check_alive()
         self._check_backends(device.torch_device.type)
-        answers = self._rendezvous.ask("a capture", [dict(settings), captures])
+        answers = self._ask("a capture", [dict(settings), captures])
         _refuse_differences([settings for settings, _ in answers])
         _refuse_other_captures([captures for _, captures in answers])
-        self._connect(device.torch_device)
-        device.synchronize()
-        self._rendezvous.ask("the begin of a capture", None)
+        with self.seconds.timed("communicators"):
+            self._connect(device.torch_device)
+            device.synchronize()
+        self._ask("the begin of a capture", None)
 
     def _connect(self, device: torch.device) -> None:
         """Run a first collective of every communicator, which sets it up; that is not allowed inside a capture."""
@@ -115,8 +121,25 @@ class RankGroup:
         Raises:
             RankError: a rank did not come, or is at another point of the program.
         """
-        words = self._rendezvous.ask(f"the result of {what}", None if error is None else str(error))
+        words = self._ask(f"the result of {what}", None if error is None else str(error))
         return next(((rank, word) for rank, word in enumerate(words) if word is not None), None)
+
+    def failures(self, what: str, errors: Mapping[str, Exception]) -> dict[str, tuple[int, str]]:
+        """Return what failed on any rank, by name: the first rank that it failed on, and its message.
+
+        Args:
+            what: was done to all of them.
+            errors: of this rank, by name.
+
+        Raises:
+            RankError: a rank did not come, or is at another point of the program.
+        """
+        words = self._ask(f"the result of {what}", {name: str(error) for name, error in errors.items()})
+        found: dict[str, tuple[int, str]] = {}
+        for rank, messages in enumerate(words):
+            for name, message in messages.items():
+                found.setdefault(name, (rank, message))
+        return found
 
     def any(self, what: str, flag: bool) -> bool:
         """True if `flag` is True on any rank.
@@ -124,7 +147,11 @@ class RankGroup:
         Raises:
             RankError: a rank did not come, or is at another point of the program.
         """
-        return any(self._rendezvous.ask(what, flag))
+        return any(self._ask(what, flag))
+
+    def _ask(self, question: str, answer: Any) -> list[Any]:
+        with self.seconds.timed("meetings"):
+            return self._rendezvous.ask(question, answer)
 
     def _check_backends(self, device_type: str) -> None:
         for group in self._groups:
@@ -143,6 +170,9 @@ class SingleRank:
 
     rank, size = 0, 1
 
+    def __init__(self) -> None:
+        self.seconds = Stopwatch()  # nothing takes any
+
     def together(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -151,6 +181,9 @@ class SingleRank:
 
     def failure(self, what: str, error: Exception | None) -> tuple[int, str] | None:
         return None if error is None else (self.rank, str(error))
+
+    def failures(self, what: str, errors: Mapping[str, Exception]) -> dict[str, tuple[int, str]]:
+        return {name: (self.rank, str(error)) for name, error in errors.items()}
 
     def any(self, what: str, flag: bool) -> bool:
         return flag

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from simplegraph.errors import CaptureError, EscapeError, InputError
 from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.breaks.trace import BreakTracer
+from simplegraph.graph.device import GraphDevice
 from simplegraph.graph.escapes import PythonState, take_back
 from simplegraph.graph.failures import capture_error, release_locals
 from simplegraph.graph.host.capture import HostCapture
@@ -27,8 +28,9 @@ from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
+from simplegraph.graph.stopwatch import Stopwatch
 from simplegraph.graph.tensors import wait_collectives
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key, joined_labels
 from simplegraph.manager.progress import capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable
 
@@ -81,6 +83,7 @@ class GraphCapture:
         observers: what warmups and captures were seen to read. Looking costs time, so where the largest and the
             smallest size read the same memory, the others are taken to do so too.
         reads: CPU tensors from before whose values captures took, by their place in memory.
+        parts: seconds by part; see `CaptureSummary`.
     """
 
     table: ProgramTable
@@ -92,6 +95,7 @@ class GraphCapture:
     state: PythonState = dataclasses.field(default_factory=PythonState)
     observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
     reads: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
+    parts: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     _failed: dict[str, CaptureError] = dataclasses.field(default_factory=dict)
     _raised: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by eager runs
     _traced: list[MemoryObserver] = dataclasses.field(default_factory=list)  # of warmups for what breaks return
@@ -113,6 +117,8 @@ class GraphCapture:
         table, jobs, ranks = self.table, self.jobs, self._ranks
         breaking_operators(table.config.break_ops)
         started = time.perf_counter()
+        self.parts.clear()
+        ranks.seconds.clear()
         with ranks.together():
             shared = _shared_settings(table, self.settings, num_warmups)
             ranks.begin(shared, ", ".join(job.label for job in jobs), table.device)
@@ -128,7 +134,8 @@ class GraphCapture:
         table.add_failures({job: self._failed[job.label] for job in jobs if job.label in self._failed}, outcome)
         self.observers += self._traced
         taken = max(0, free_before - table.device.free_memory())
-        return CaptureSummary(captured, self._failed, time.perf_counter() - started, taken)
+        parts = {**ranks.seconds, **self.parts}
+        return CaptureSummary(captured, self._failed, time.perf_counter() - started, taken, parts)
 
     def _run_session(self, num_warmups: int, warmed_up: Callable[[], object]) -> None:
         table, jobs = self.table, self.jobs
@@ -141,8 +148,11 @@ class GraphCapture:
             try:
                 self._capture_each(session)
             finally:  # whatever came of the others
-                unready = _wait_for_graphs(table, jobs)
-            self._drop_unready(unready)
+                with self.parts.timed("instantiate"):
+                    unready = _wait_for_graphs(table, jobs)
+            dropped = _on_all_ranks(table, "instantiating", jobs, unready)
+            table.forget([job for job in jobs if job.label in dropped])
+            self._failed |= dropped
 
     def _raise_own_error(self) -> None:
         """Raise what the forward raised if it fails at every size without graphs, too, and not for want of memory."""
@@ -158,56 +168,60 @@ class GraphCapture:
         # A warmup shows what the first one reads, but for hooks, which it does not run.
         first = len(jobs) - 1 if self.observers and not table.hooks else 0
         compared = 0 if first else len(self.observers)
-        unseen = []
+        observed = {jobs[first].label, jobs[-1].label}
         with capture_bar(len(jobs), show) as bar:
-            for index, job in enumerate(jobs):
-                bar.next(job.descriptor.num_tokens, table.device)
-                observed = index in (first, len(jobs) - 1)
-                unseen += [] if observed else [job]
-                self._capture_or_fail(session, job, observed=observed)
+            self._capture_or_fail(session, jobs, observed, bar.next)
             seen = self.observers[compared:]
             differ = len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys()
             if self._ranks.any("what graphs read", differ):
-                again = [job for job in unseen if job.key in table.graphs]
+                again = [job for job in jobs if job.label not in observed and job.key in table.graphs]
                 table.forget(again)
-                for job in again:
-                    self._capture_or_fail(session, job)
+                self._capture_or_fail(session, again, {job.label for job in again})
 
-    def _drop_unready(self, unready: Mapping[str, CaptureError]) -> None:
-        """Drop the graphs that the driver could not instantiate, for want of memory say, on any rank."""
-        if self._ranks.any("graphs that cannot be instantiated", bool(unready)):
-            for job in self.jobs:
-                error = self._on_all_ranks("instantiating", job, unready.get(job.label))
-                if error is not None:
-                    self.table.forget([job])
-                    self._failed[job.label] = error
+    def _capture_or_fail(
+        self,
+        session: CaptureSession,
+        jobs: Sequence[CaptureJob],
+        observed: Container[str],
+        announce: Callable[[int, GraphDevice], object] = lambda *_: None,
+    ) -> None:
+        """Capture jobs, those that failed on any rank a second time after a warmup of their own; note what failed.
 
-    def _capture_or_fail(self, session: CaptureSession, job: CaptureJob, *, observed: bool = True) -> None:
-        """Capture a job, a second time after a warmup of its own if the first one fails; note what went wrong."""
-        error = self._capture_one(session, job, observed=observed)
-        if error is not None and self.retry:
-            self.state.put_back()
-            self.before_retry()
-            if self._warm_up(job) is None:
-                earlier = copy.copy(self.state)
-                if isinstance(error, EscapeError):
-                    self.state.remember()  # a cache that the warmup filled: the graph will read what is in it
-                error = self._capture_one(session, job)
-                if error is not None:  # then nothing needs what the warmup changed
-                    self.state.go_back_to(earlier)
-        if error is not None:
-            self._failed[job.label] = error
+        Ranks meet once for all jobs, since a meeting takes as long as the capture of a small model.
+        """
+        errors: dict[str, CaptureError] = {}
+        for job in jobs:
+            announce(job.descriptor.num_tokens, self.table.device)
+            errors |= _labelled(job, self._capture_one(session, job, observed=job.label in observed))
+        errors = _on_all_ranks(self.table, "capturing", jobs, errors)
+        for job in jobs:
+            if job.label in errors:
+                error = errors[job.label]
+                self._failed |= _labelled(job, self._try_again(session, job, error) if self.retry else error)
+
+    def _try_again(self, session: CaptureSession, job: CaptureJob, error: CaptureError) -> CaptureError | None:
+        """Capture a job after a warmup of its own; return what went wrong on any rank."""
+        self.state.put_back()
+        self.before_retry()
+        if self._warm_up(job) is not None:
+            return error
+        earlier = copy.copy(self.state)
+        if isinstance(error, EscapeError):
+            self.state.remember()  # a cache that the warmup filled: the graph will read what is in it
+        again = _on_all_ranks(self.table, "capturing", [job], _labelled(job, self._capture_one(session, job)))
+        if again:  # then nothing needs what the warmup changed
+            self.state.go_back_to(earlier)
+        return again.get(job.label)
 
     def _capture_one(self, session: CaptureSession, job: CaptureJob, *, observed: bool = True) -> CaptureError | None:
-        """Capture a job into the table; return what went wrong on any rank."""
-        failed = None
+        """Capture a job into the table; return what went wrong on this rank."""
         try:
             for refused in filter(None, (observer.refused for observer in self.observers)):
                 raise capture_error(refused, job.label)
             trace = self._trace(job)
             host = HostCapture(self.table.device.torch_device, self.table.constants.copies(job.key), job.name)
             self._announce(job)
-            with torch.profiler.record_function(f"simplegraph.capture {job.label}"):
+            with torch.profiler.record_function(f"simplegraph.capture {job.label}"), self.parts.timed("capture"):
                 program = self._recorded(session, job, trace, host, observed)
             program.use_host(host.served, host.draws)
             try:
@@ -218,8 +232,8 @@ class GraphCapture:
                 raise
             self.reads |= host.reads
         except CaptureError as error:
-            failed = error
-        return self._on_all_ranks("capturing", job, failed)
+            return error
+        return None
 
     def _recorded(
         self, session: CaptureSession, job: CaptureJob, trace: BreakTrace | None, host: HostCapture, observed: bool
@@ -268,12 +282,14 @@ class GraphCapture:
 
     def _warm_up(self, job: CaptureJob) -> CaptureError | None:
         """Run a job eagerly, so that its capture finds everything set up; return what went wrong on any rank."""
-        return self._on_all_ranks("warming up", job, self._warm_up_here(job, self.observers))
+        error = _labelled(job, self._warm_up_here(job, self.observers))
+        return _on_all_ranks(self.table, "warming up", [job], error).get(job.label)
 
     def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
         try:
             traced = job.mode is CudaGraphMode.PIECEWISE
-            _, observer, trace = run_observed(self.table, job.run, job.key, traced=traced, rows=job.rows)
+            with self.parts.timed("warmup"):
+                _, observer, trace = run_observed(self.table, job.run, job.key, traced=traced, rows=job.rows)
             if trace is not None:
                 self.table.add_trace(job.key, trace)
             if self._ranks.size > 1:
@@ -300,16 +316,26 @@ class GraphCapture:
                 raise error
         return self.table.trace(job.key)
 
-    def _on_all_ranks(self, what: str, job: CaptureJob, error: CaptureError | None) -> CaptureError | None:
-        """Return the error, or another rank's: a graph that one rank does not have, no rank may replay."""
-        failure = self._ranks.failure(f"{what} {job.label}", error)
-        if failure is None or error is not None:
-            return error
-        self.table.forget([job])
-        rank, found = failure
-        cause = f"it failed on rank {rank}, and its collectives need all ranks"
-        said = found.replace("\n", "\n  ")
-        return CaptureError(f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}", cause=cause)
+
+def _on_all_ranks(
+    table: ProgramTable, what: str, jobs: Sequence[CaptureJob], errors: Mapping[str, CaptureError]
+) -> dict[str, CaptureError]:
+    """Return the errors of all ranks by label: a graph that one rank does not have, no rank may replay."""
+    found = dict(errors)
+    others = table.ranks.failures(f"{what} {joined_labels([job.label for job in jobs])}", errors) if jobs else {}
+    for job in jobs:
+        if job.label in others and job.label not in errors:
+            table.forget([job])
+            rank, words = others[job.label]
+            cause = f"it failed on rank {rank}, and its collectives need all ranks"
+            said = words.replace("\n", "\n  ")
+            message = f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}"
+            found[job.label] = CaptureError(message, cause=cause)
+    return found
+
+
+def _labelled(job: CaptureJob, error: CaptureError | None) -> dict[str, CaptureError]:
+    return {} if error is None else {job.label: error}
 
 
 def _wait_for_graphs(table: ProgramTable, jobs: Sequence[CaptureJob]) -> dict[str, CaptureError]:

@@ -104,12 +104,15 @@ class CaptureSummary:
         failed: label -> error of those that were not.
         seconds: wall time, warmup included.
         bytes: device memory taken, as the device's free memory saw it.
+        parts: where the seconds went: ``communicators`` that were set up, ``meetings`` of ranks, which includes waiting
+            for the slowest, ``warmup``, ``capture``, and ``instantiate``, waiting for the driver at the end.
     """
 
     captured: int
     failed: dict[str, CaptureError]
     seconds: float
     bytes: int
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         total = f"{self.captured} of {self.captured + len(self.failed)} graphs captured"

@@ -97,6 +97,23 @@ def test_sizes_are_captured_on_all_ranks_as_calls_come() -> None:
         assert report["replays"] >= 4
 
 
+def meetings(rank: int, size: int, sizes: list[int]) -> tuple[int, dict[str, float], float]:
+    ranks = sg.RankGroup(timeout=30)
+    model = sg.wrap(InPlace(rank, size).eval(), capture_sizes=sizes, ranks=ranks, progress=False)
+    with torch.inference_mode():
+        summary = model.capture_graphs(batch(3))
+    assert summary.captured == len(sizes)
+    return ranks._rendezvous._round, dict(summary.parts), summary.seconds
+
+
+def test_ranks_meet_no_more_often_for_many_sizes_than_for_two() -> None:
+    (few, _, _), (other, _, _) = values(run_ranks(meetings, 2, [2, 4]))
+    (many, parts, seconds), _ = values(run_ranks(meetings, 2, [1, 2, 3, 4, 5, 6, 7, 8]))
+    assert few == other == many
+    assert set(parts) == {"communicators", "meetings", "warmup", "capture", "instantiate"}
+    assert 0 < sum(parts.values()) <= seconds
+
+
 class ReducesItsInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dist.all_reduce(x)

@@ -30,7 +30,7 @@ def test_a_rank_that_dies_in_the_midst_of_a_capture_is_missed_where_they_meet_ne
     assert dead.text == GONE
     name, text, seconds = left
     assert name == "RankError"
-    assert "rank 1 did not come within 1.5 s, where rank 0 was at the result of capturing batch size 2" in text
+    assert "rank 1 did not come within 1.5 s, where rank 0 was at the result of capturing batch sizes 4, 2" in text
     assert seconds < BOUND
 
 
