@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from bench.arms.base import Arm, Setup
+from bench.arms.static import fill, padded_size, rows
+from bench.models.workload import Batch
 
 # Largest error of a model of few layers: the norm of the difference over the norm of eager's output.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4, torch.float64: 1e-9}
@@ -33,12 +35,16 @@ class Comparison:
         captured: True if the arm has this exact size, so that nothing was padded.
         error: norm of the difference over norm of eager's output.
         equal: True if equal bit for bit.
+        padded_error, padded_equal: the same against eager on the batch padded to the next size, as graphs pad it. Where
+            this is exact, `error` is what kernels of another batch size round otherwise.
     """
 
     count: int
     captured: bool
     error: float
     equal: bool
+    padded_error: float
+    padded_equal: bool
 
 
 def compare_with_eager(arm: Arm, setup: Setup, counts: list[int]) -> list[Comparison]:
@@ -78,10 +84,16 @@ def counts_to_compare(sizes: list[int]) -> list[int]:
 def _compare(arm: Arm, setup: Setup, count: int, *, start: int, mixed: bool) -> Comparison:
     batch = setup.batch(count, start=start, mixed_lengths=mixed)
     expected = setup.model(*batch).clone()
+    padded = rows(setup.largest, padded_size(sorted(setup.sizes), count))
+    static: Batch = tuple(tensor.clone() for tensor in padded)  # type: ignore[assignment]
+    fill(static, batch)
+    as_padded = setup.model(*static)[:count].clone()
     found = arm(*batch)
     if found.shape != expected.shape:
         raise Mismatch(f"{arm.name}: batch {count} gave {tuple(found.shape)}, eager gives {tuple(expected.shape)}.")
-    return Comparison(count, count in setup.sizes, relative_error(found, expected), torch.equal(found, expected))
+    error, padded_error = relative_error(found, expected), relative_error(found, as_padded)
+    equal, padded_equal = torch.equal(found, expected), torch.equal(found, as_padded)
+    return Comparison(count, count in setup.sizes, error, equal, padded_error, padded_equal)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

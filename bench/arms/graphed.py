@@ -78,7 +78,7 @@ class Upfront(Arm):
         stats = self.graphed.graph_stats
         counted = {"captures": stats.captures, "replays": stats.replays, "graph_bytes": stats.graph_bytes}
         summary = self._summary
-        return counted | ({} if summary is None else {"capture_s": summary.seconds, "capture_bytes": summary.bytes})
+        return counted | ({} if summary is None else _of_captures(summary))
 
     def _check_captured(self) -> None:
         """Refuse sizes that run eagerly: their figures would be of another arm."""
@@ -188,3 +188,7 @@ def flashinfer() -> ModuleType:
         return importlib.import_module("flashinfer")
     except ImportError as error:
         raise NotAvailable(f"FlashInfer cannot be imported ({error}); {install_command('bench-gpu')}") from None
+
+
+def _of_captures(summary: Any) -> dict[str, Any]:
+    return {"capture_s": summary.seconds, "capture_bytes": summary.bytes, "parts_s": dict(summary.parts)}

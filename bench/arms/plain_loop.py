@@ -11,6 +11,7 @@ from bench.arms.base import Arm, Setup, require_cuda
 from bench.arms.static import fill, padded_size
 from bench.models.workload import Batch
 from bench.tools.measure import Timeline
+from simplegraph.graph.stopwatch import Stopwatch
 
 
 class Captured(NamedTuple):
@@ -31,6 +32,7 @@ class PlainLoop(Arm):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.captured: dict[int, Captured] = {}
+        self.parts = Stopwatch()
         self._ascending = sorted(setup.sizes)
 
     @classmethod
@@ -50,11 +52,13 @@ class PlainLoop(Arm):
         """Capture one size as in the PyTorch notes on CUDA graphs: a warmup on a side stream, then the capture."""
         inputs: Batch = tuple(tensor[:size].clone() for tensor in self.setup.largest)  # type: ignore[assignment]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        first = "first warmup" if not self.captured else "warmups"  # the first one sets up NCCL, where there are ranks
+        with torch.cuda.stream(side), self.parts.timed(first):
             for _ in range(self.warmups):
                 self.setup.model(*inputs)
         torch.cuda.current_stream().wait_stream(side)
-        return self._record(inputs, pool)
+        with self.parts.timed("captures"):
+            return self._record(inputs, pool)
 
     def _record(self, inputs: Batch, pool: Any) -> Captured:
         graph = torch.cuda.CUDAGraph()
@@ -73,4 +77,4 @@ class PlainLoop(Arm):
         return "CUDA graphs"
 
     def details(self) -> dict[str, Any]:
-        return {"captures": len(self.captured)}
+        return {"captures": len(self.captured), "parts_s": dict(self.parts)}
