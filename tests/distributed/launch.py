@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-COLLECTIVE_TIMEOUT = 6.0  # of the process group: what bounds a collective whose peer never comes
+# Of the process group: what bounds a collective whose peer never comes. NCCL's first one sets up the communicator, which
+# took 8 seconds on a busy machine.
+COLLECTIVE_TIMEOUT = {"gloo": 6.0, "nccl": 60.0}
 GONE = "the process ended without a word"
 # Imported once, by the server that ranks are forked from; none of it touches a device.
 PRELOADED = ["torch.distributed.tensor.parallel", "simplegraph.attention", "pytest", "transformers", "hypothesis"]
@@ -88,7 +90,7 @@ def _main(pipe: Any, body: Callable[..., Any], rank: int, size: int, port: int, 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0")
     torch.set_num_threads(1)
     try:
-        timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)
+        timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT["nccl" if "nccl" in backend else "gloo"])
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
         torch.manual_seed(0)
         pipe.send(body(rank, size, *args))
