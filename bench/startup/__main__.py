@@ -10,8 +10,8 @@ from pathlib import Path
 from bench.arms import ALONE, ARMS, OF_RANKS
 from bench.startup import plot, runs, table
 from bench.startup.processes import CompileCaches
-from bench.startup.results import comparison
-from bench.tools import environment, torchrun
+from bench.startup.results import Result, comparison
+from bench.tools import torchrun
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import device_of
 from bench.tools.options import add_device, add_json, add_model, add_names, changed, count, numbers, positive
@@ -32,12 +32,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torchrun.check_launched(parser, options.tp)
     plan = plan_of(options)
+
+    def save(results: dict[str, Result]) -> None:
+        if torchrun.rank() == 0:
+            # Described by the processes that measured: this one asks the GPU nothing while they do.
+            machine = next((one["environment"] for one in results.values() if "environment" in one), {})
+            figures = {"machine_info": machine, "results": results, "comparison": comparison(results)}
+            save_figures(options.json, figures)
+
     with tempfile.TemporaryDirectory(prefix="compile-caches-") as folder:
-        results = runs.run_all(runs_of(options), plan, CompileCaches(Path(folder)))
+        results = runs.run_all(runs_of(options), plan, CompileCaches(Path(folder)), save)
     if torchrun.rank() == 0:
         print(table.render(results))
-        figures = {"machine_info": environment.describe(), "results": results, "comparison": comparison(results)}
-        save_figures(options.json, figures)
         plot.save(results, options.json.with_suffix(".png"))
     return int(any(result["status"] == "failed" for result in results.values()))
 

@@ -39,5 +39,6 @@ def measure_arm(options: argparse.Namespace) -> Figures:
         figures |= {"graphs": arm.graphs(), "details": arm.details(), "notes": arm.notes}
         if arm_class.restartable and device.type == "cuda":
             del arm
-            figures["primed"] = timing.start(arm_class, setup)[1]
+            again, primed = timing.start(arm_class, setup)
+            figures["primed"] = primed | {"details": again.details()}
     return figures | timing.shape(setup) | {"environment": environment.describe()}

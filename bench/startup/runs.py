@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from bench.arms import ARMS, COMPILED, load_arm
@@ -115,11 +115,24 @@ def command(run: Run, plan: StartupPlan) -> list[str]:
 _meetings = itertools.count()  # every rank runs the same arms in the same order, so it counts them alike
 
 
-def run_all(runs: Sequence[Run], plan: StartupPlan, caches: CompileCaches) -> dict[str, Result]:
-    """Run everything, and return each run's combined result by label."""
+def run_all(
+    runs: Sequence[Run],
+    plan: StartupPlan,
+    caches: CompileCaches,
+    keep: Callable[[dict[str, Result]], object] = lambda results: None,
+) -> dict[str, Result]:
+    """Run everything, and return each run's combined result by label.
+
+    Args:
+        keep: called with all results so far after each run, so that one cut short loses none of them.
+    """
     shares = [share for run in runs for share in plan.rounds_of(run) * [_share(run)]]
+    results: dict[str, Result] = {}
     with contextlib.closing(Progress(shares)) as progress:
-        return {run.label: combine(measure_rounds(run, plan, caches, progress)) for run in runs}
+        for run in runs:
+            results[run.label] = combine(measure_rounds(run, plan, caches, progress))
+            keep(results)
+    return results
 
 
 def measure_rounds(
