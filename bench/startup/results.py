@@ -28,15 +28,15 @@ def combine(results: Sequence[Result]) -> Result:
     bad = next((result for result in results if result["status"] != "ok"), None)
     if bad is not None:
         return bad
-    combined = _median_of(list(results))
+    combined = medians(list(results))
     return combined | {"rounds": [result["seconds"] for result in results]}
 
 
-def _median_of(values: list[Any]) -> Any:
+def medians(values: Sequence[Any]) -> Any:
     """Return medians of floats, recursively in dicts; of everything else the first."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: _median_of([value[key] for value in values if key in value]) for key in first}
+        return {key: medians([value[key] for value in values if key in value]) for key in first}
     return statistics.median(values) if isinstance(first, float) else first
 
 

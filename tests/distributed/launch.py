@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Of the process group: what bounds a collective whose peer never comes. NCCL's first one sets up the communicator, which
+# Of the process group: what bounds a collective whose peer never comes. NCCL's first one sets up the communicator, and
 # took 8 seconds on a busy machine.
 COLLECTIVE_TIMEOUT = {"gloo": 6.0, "nccl": 60.0}
 GONE = "the process ended without a word"
