@@ -283,6 +283,33 @@ def _tp4() -> str:
     return _parallel("h200x4_tp4_70b", "h200x4_tp4_70b_compiled", order=order, first=True)
 
 
+def _tp8() -> str:
+    order = ("eager", "plain-loop", "simplegraph", "simplegraph-piecewise", "compiled-piecewise (cold)")
+    files = ("h200x8_tp8_70b", "h200x8_tp8_70b_eager", "h200x8_tp8_70b_compiled")
+    return _parallel(*files, order=order, first=True)
+
+
+def _tp8_parts() -> str:
+    runs = load("h200x8_tp8_70b")["results"]
+    columns = [one for name in ("plain-loop", "simplegraph") for one in (runs[name], runs[name]["primed"])]
+    found = [(run["seconds"]["ready"], run["details"]["parts_s"]) for run in columns]
+    names = {
+        "NCCL's communicators": ("communicators",),
+        "the first warmup; of the plain loop with NCCL's communicators": ("first warmup", "warmup"),
+        "the other 50 warmups": ("warmups",),
+        "51 captures": ("capture", "captures"),
+        "waiting for the driver to instantiate the last graphs": ("instantiate",),
+        "meetings of the ranks, waiting for the slowest included": ("meetings",),
+    }
+    rows = []
+    for text, keys in names.items():
+        cells = [[parts[key] for key in keys if key in parts] for _, parts in found]
+        rows.append([text, *(f"{sum(cell):.2f}" if cell else "" for cell in cells)])
+    rows.append(["everything else", *(f"{ready - sum(parts.values()):.2f}" for ready, parts in found)])
+    rows.append(["every size ready", *(f"{ready:.2f}" for ready, _ in found)])
+    return _grid(["seconds on rank 0", "plain loop", "again", "simplegraph", "again"], rows)
+
+
 def _dtensor() -> str:
     runs = load("h200x2_dtensor")["results"]
     names = {"simplegraph": "plain tensors", "simplegraph-dtensor": "DTensors"}
@@ -342,6 +369,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "speculative": _spec,
     "two-gpus": _tp2,
     "four-gpus": _tp4,
+    "eight-gpus": _tp8,
+    "eight-gpus-parts": _tp8_parts,
     "dtensor": _dtensor,
     "consensus": _consensus,
     "host": _host,
