@@ -7,6 +7,7 @@ import collections
 import functools
 import graphlib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,12 +21,33 @@ ROOMS = [
 DOORS = {"__init__", "__main__", "_version"}
 
 
-TREES = {
-    path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
-    for package in ("simplegraph", "bench")
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
-PACKAGE = [path for path in TREES if path.parts[0] == "simplegraph"]
+FILES = [
+    path.relative_to(ROOT) for package in ("simplegraph", "bench") for path in sorted((ROOT / package).rglob("*.py"))
+]
+PACKAGE = [path for path in FILES if path.parts[0] == "simplegraph"]
+
+
+class Source(NamedTuple):
+    """What is asked of a file; its tree is not kept, whose nodes every later garbage collection would visit.
+
+    Attributes:
+        imports: every (module, name), also under TYPE_CHECKING and inside functions; a module has no name.
+        classes: every class's name and number of lines.
+        docstring: the file's own.
+    """
+
+    imports: list[tuple[str, str]]
+    classes: list[tuple[str, int]]
+    docstring: str | None
+
+
+@functools.cache
+def read(path: Path) -> Source:
+    """Read a file of the package or the benchmarks."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [(node.name, (node.end_lineno or 0) - node.lineno + 1) for node in nodes]
+    return Source(imported_names(tree), classes, ast.get_docstring(tree))
 
 
 def room(path: Path) -> str:
@@ -47,7 +69,7 @@ def home_of(door: str, name: str) -> Path | None:
 
 
 def imported_names(tree: ast.AST) -> list[tuple[str, str]]:
-    """Every (module, name) that is imported, also under TYPE_CHECKING and inside functions; a module has no name."""
+    """Return every (module, name) that is imported; see `Source`."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -61,24 +83,25 @@ def imported_names(tree: ast.AST) -> list[tuple[str, str]]:
 @functools.cache
 def imported_files(path: Path) -> frozenset[Path]:
     """The package's other files that a file imports."""
-    names = imported_names(TREES[path])
+    names = read(path).imports
     files = (file_of(f"{module}.{name}") or home_of(module, name) or file_of(module) for module, name in names)
     return frozenset(file for file in files if file not in (None, path))
 
 
-def classes() -> list[tuple[Path, ast.ClassDef]]:
-    return [(path, node) for path in PACKAGE for node in ast.walk(TREES[path]) if isinstance(node, ast.ClassDef)]
+def classes() -> list[tuple[Path, str, int]]:
+    """Return every class of the package: its file, its name and its number of lines."""
+    return [(path, *found) for path in PACKAGE for found in read(path).classes]
 
 
 @pytest.mark.parametrize(("package", "most"), [("simplegraph", 8), ("bench", 6)])
 def test_little_lies_loose_at_the_top_level(package: str, most: int) -> None:
-    assert len(loose := [path.name for path in TREES if path.parent == Path(package)]) <= most, loose
+    assert len(loose := [path.name for path in FILES if path.parent == Path(package)]) <= most, loose
 
 
 def test_every_folder_says_what_lives_there() -> None:
-    for folder in sorted({path.parent for path in TREES}):
-        assert (init := folder / "__init__.py") in TREES, f"{folder} has no __init__.py"
-        assert ast.get_docstring(TREES[init]), f"{init} has no docstring"
+    for folder in sorted({path.parent for path in FILES}):
+        assert (init := folder / "__init__.py") in FILES, f"{folder} has no __init__.py"
+        assert read(init).docstring, f"{init} has no docstring"
 
 
 def test_no_file_is_above_400_lines() -> None:
@@ -87,14 +110,14 @@ def test_no_file_is_above_400_lines() -> None:
 
 
 def test_no_class_is_above_250_lines() -> None:
-    lengths = {f"{path}: {node.name}": (node.end_lineno or 0) - node.lineno + 1 for path, node in classes()}
+    lengths = {f"{path}: {name}": lines for path, name, lines in classes()}
     assert {name: lines for name, lines in lengths.items() if lines > 250} == {}
 
 
 def test_no_two_classes_have_one_name() -> None:
     homes = collections.defaultdict(list)
-    for path, node in classes():
-        homes[node.name].append(str(path))
+    for path, name, _ in classes():
+        homes[name].append(str(path))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
@@ -135,7 +158,7 @@ def test_what_a_room_keeps_to_itself_is_imported_by_no_other() -> None:
         f"{path} imports {module}.{name}"
         for path in PACKAGE
         if room(path) not in DOORS
-        for module, name in imported_names(TREES[path])
+        for module, name in read(path).imports
         if (file := file_of(f"{module}.{name}") or file_of(module)) and room(file) != room(path)
         if any(part.startswith("_") for part in (*module.split(".")[2:], name))
     ]
@@ -147,5 +170,5 @@ def test_what_shape_will_run_is_decided_without_torch() -> None:
     while todo:
         path = todo.pop()
         seen.add(path)
-        assert not [module for module, _ in imported_names(TREES[path]) if module.split(".")[0] == "torch"], path
+        assert not [module for module, _ in read(path).imports if module.split(".")[0] == "torch"], path
         todo += imported_files(path) - seen
