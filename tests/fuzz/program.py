@@ -94,11 +94,13 @@ class Program:
 
     def difference(self, device: str = "cpu") -> str | None:
         """Run it; how the module with graphs differs from its twin, or None."""
+        namespace = {"__name__": "program"}
         try:
-            exec(compile(self.text(device), "<program>", "exec"), {"__name__": "program"})
+            exec(compile(self.text(device), "<program>", "exec"), namespace)
         except Different as error:
             return str(error)
         finally:
+            namespace.clear()  # else both modules live on with their class, which caches by class keep
             _restore()
         return None
 
