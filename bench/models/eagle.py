@@ -11,10 +11,10 @@ from __future__ import annotations
 import abc
 import copy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, LlamaConfig
 
 from bench.models.checkpoint import CheckpointError, load_checkpoint, load_tensors, read_checkpoint
 from bench.models.joined import Joined
@@ -28,9 +28,13 @@ from bench.models.llama import (
     materialize,
     randomize,
 )
+from bench.models.llama_kinds import load_config
 from bench.models.rotary import RotaryEmbedding
 from bench.models.serving_step import ServingStep
 from bench.tools.files import DATA
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 TINY = DATA / "eagle"
 _NO_CACHE = CacheShape(1, 1)  # the layers' own caches are not used: the backend has one
@@ -226,7 +230,7 @@ def load_eagle(folder: Path | str, target: Llama) -> Eagle | Eagle3:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json.")
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     tensors = {_named(name): tensor for name, tensor in read_checkpoint(folder).items()}
     fused = tensors.get("fc.weight")
     if fused is None:
@@ -257,7 +261,7 @@ def tiny_pair(
     kind: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Llama, Eagle | Eagle3]:
     """Load the tiny target of `data/eagle` and its draft, trained by `bench.spec_decode.train_eagle`."""
-    config = AutoConfig.from_pretrained(TINY / "target")
+    config = load_config(TINY / "target")
     target = build_llama(config, _NO_CACHE, 1, device=device, dtype=dtype, random_weights=False)
     load_checkpoint(target, TINY / "target")
     return target, load_eagle(TINY / kind, target)

@@ -7,18 +7,20 @@ Face checkpoints. Qwen2 and Qwen3 are Llamas but for biases and a norm of querie
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from bench.models import attention
 from bench.models.joined import Joined
 from bench.models.llama_kinds import config_dtype, llama_kind
 from bench.models.rotary import RotaryEmbedding, head_dim, rotate
 from bench.models.shard import WHOLE, Shard, normal_part
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 # Called before each layer with its index and its input, (T, hidden_size), which is valid during the call.
 Tap = Callable[[int, Tensor], None]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from transformers import LlamaConfig
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 
 class LlamaKind(NamedTuple):
@@ -36,6 +39,14 @@ def llama_kind(config: LlamaConfig) -> LlamaKind:
     if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window is true; attention here is over the whole context.")
     return KINDS[kind]
+
+
+def load_config(folder: Path | str) -> LlamaConfig:
+    """Load a folder's config.json."""
+    from transformers import AutoConfig  # which takes longer to import than torch
+
+    config: LlamaConfig = AutoConfig.from_pretrained(folder)
+    return config
 
 
 def config_dtype(config: LlamaConfig) -> torch.dtype:

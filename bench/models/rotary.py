@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 
 class RotaryEmbedding(nn.Module):

@@ -7,13 +7,15 @@ Embeddings, norms and lm_head are on every rank.
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")

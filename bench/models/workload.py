@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, LlamaConfig
 
 from bench.models.checkpoint import has_checkpoint, load_checkpoint
 from bench.models.llama import CacheShape, Llama, build_llama
-from bench.models.llama_kinds import config_dtype
+from bench.models.llama_kinds import config_dtype, load_config
 from bench.models.shard import WHOLE, Shard
 from bench.tools import text
 from bench.tools.options import CONFIGS, SHAPES, listed
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 INPUT_NAMES = ("input_ids", "positions", "slot_mapping", "seq_lens", "block_table")
 PAD_VALUES = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "seq_lens": 0, "block_table": 0}
@@ -80,7 +83,7 @@ class Workload:
 
     def config(self) -> LlamaConfig:
         """Load the model's config."""
-        config: LlamaConfig = AutoConfig.from_pretrained(self.folder)
+        config = load_config(self.folder)
         config.num_hidden_layers = self.layers or config.num_hidden_layers
         return config
 

@@ -7,6 +7,7 @@ first and filled in the second. Weights are random: reading them from disk would
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import sys
@@ -67,6 +68,7 @@ def _one(arm: str, cache: str, model: str, caches: CompileCaches) -> Figures:
 
 def _engine_stages(arm: str, model: str, began: float) -> Figures:
     """Measure one process's stages, in seconds since it began."""
+    importlib.import_module("transformers.models.llama.configuration_llama")  # which building would else import
     seconds = {"imported": time.time() - began}
     device = device_of()
     llama = Workload(model, (1,), device, lm_head=True).build()
