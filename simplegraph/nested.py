@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,7 +18,7 @@ import torch.utils._pytree as pytree
 class TreeSpec:
     """The nesting of leaves. Equal specs nest alike; a spec without a type is one leaf.
 
-    Containers are lists, tuples, named tuples, dicts, dataclasses that hold nothing beside their fields,
+    Containers are lists, tuples, named tuples, mappings, dataclasses that hold nothing beside their fields,
     and whatever is registered as a pytree node (transformers' ModelOutput, for one). Everything else is a leaf.
     """
 
@@ -62,7 +64,7 @@ class TreeSpec:
         return [
             name
             for key, child in zip(self.keys, self.children, strict=True)
-            for name in child.names(f"{prefix}.{key}" if prefix else str(key))
+            for name in child.names(prefix if key is _ITEMS else f"{prefix}.{key}" if prefix else str(key))
         ]
 
 
@@ -95,8 +97,17 @@ def containers(value: Any) -> list[Any]:
     return own + [found for item in opened[1] for found in containers(item)]
 
 
-def opened_once(value: Any) -> tuple[Iterable[Any], Iterable[Any], Any] | None:
-    """Open a container: its keys, its values, and what a registered node is rebuilt with; None for a leaf."""
+Opened = tuple[Iterable[Any], Iterable[Any], Any]
+
+
+def opened_once(value: Any) -> Opened | None:
+    """Open a container: its keys, its values, and what other than builtin ones are rebuilt with; None for a leaf."""
+    opened = _opened_plain(value)
+    return _opened_mapping(value) if opened is None and isinstance(value, Mapping) else opened
+
+
+def _opened_plain(value: Any) -> Opened | None:
+    """Open a container of a known class, a registered one, or a dataclass."""
     kind = type(value)
     if kind is list or kind is tuple:
         return range(len(value)), value, None
@@ -114,6 +125,100 @@ def opened_once(value: Any) -> tuple[Iterable[Any], Iterable[Any], Any] | None:
         if set(names).issuperset(getattr(value, "__dict__", ())) and all(hasattr(value, name) for name in names):
             return names, [getattr(value, name) for name in names], None
     return None
+
+
+# Mappings of other classes: UserDict and what is derived from it or from dict, read-only views, classes of the user's.
+
+_ITEMS = ""  # the key of the attribute that holds a mapping's items: names of leaves go without it
+
+
+class WithheldError(RuntimeError):
+    """A forward that is being captured read what a mapping holds beside its items; eager calls may."""
+
+
+class Withheld:
+    """Stands in a capture for what a mapping holds beside its items, such as a tokenizer's encodings.
+
+    It may differ from call to call, and captured calls do not read it: a forward that does is refused.
+
+    Args:
+        kind: the type that it stands for.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.__dict__["kind"] = kind
+
+    def __repr__(self) -> str:
+        return f"a {self.__dict__['kind'].__name__} beside the items of a mapping"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Withheld and other.__dict__["kind"] is self.__dict__["kind"]
+
+    def __hash__(self) -> int:
+        return hash(self.__dict__["kind"])
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise WithheldError(f"the forward reads {self!r}")
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __call__ = _refuse
+
+
+_withheld: Callable[[Any], Withheld] = functools.lru_cache(maxsize=256)(
+    Withheld
+)  # one a type: equal calls, equal leaves
+
+
+def _opened_mapping(value: Any) -> Opened | None:
+    """Open a mapping that can be rebuilt without its own code: from its items, its attributes, or both."""
+    kind: Any = type(value)
+    if kind is types.MappingProxyType:
+        items = dict(value)
+        return items.keys(), items.values(), (_rebuilt_proxy, tuple(items))
+    base = _base_of_mapping(kind)
+    if base is None:
+        return None
+    items = dict(base.items(value)) if base is not object else {}
+    attributes = vars(value) if hasattr(value, "__dict__") else {}
+    names, held = list(items), list(items.values())
+    for name, item in attributes.items():
+        holds_items = type(item) is dict and len(item) == len(value) and item.keys() == value.keys()
+        names.append(_ITEMS if holds_items else name)
+        held.append(item if holds_items or _is_plain(item) else _withheld(type(item)))
+    return names, held, (_rebuilt_mapping, (base, kind, tuple(items), tuple(attributes)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _base_of_mapping(kind: Any) -> Any:
+    """Return the builtin class that holds a mapping's items, object if attributes do, None if its state is hidden."""
+    base = next(base for base in (OrderedDict, dict, object) if issubclass(kind, base))
+    slots = [vars(parent).get("__slots__", ()) for parent in kind.__mro__]
+    hidden = any(set([names] if isinstance(names, str) else names) - {"__dict__", "__weakref__"} for names in slots)
+    in_c = isinstance(kind.__new__, types.BuiltinFunctionType) and kind.__new__ is not base.__new__
+    empty = base is object and not kind.__dictoffset__
+    return None if hidden or in_c or empty else base
+
+
+def _is_plain(value: Any) -> bool:
+    """True for tensors, numbers, functions and the like, and for containers of nothing else."""
+    opened = None if type(value) in _PLAIN_LEAVES else _opened_plain(value)
+    if opened is not None:
+        return all(map(_is_plain, opened[1]))
+    return isinstance(value, (torch.Tensor, *ATOMS, types.FunctionType, types.BuiltinFunctionType))
+
+
+def _rebuilt_proxy(children: list[Any], keys: tuple[Any, ...]) -> Any:
+    return types.MappingProxyType(dict(zip(keys, children, strict=True)))
+
+
+def _rebuilt_mapping(children: list[Any], context: tuple[Any, ...]) -> Any:
+    """Rebuild a mapping without its ``__init__`` and ``__setitem__``, which may convert or copy what they get."""
+    base, kind, keys, attributes = context
+    mapping = base.__new__(kind)
+    for key, item in zip(keys, children[: len(keys)], strict=True):
+        base.__setitem__(mapping, key, item)
+    if attributes:
+        vars(mapping).update(zip(attributes, children[len(keys) :], strict=True))
+    return mapping
 
 
 ATOMS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, range)

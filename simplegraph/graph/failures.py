@@ -54,6 +54,11 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Keep the generator as an attribute of the module, and seed outside the forward.",
     ),
     (
+        ("beside the items of a mapping",),
+        "what a mapping holds beside its items was read, which may change from call to call unnoticed.",
+        "Read the items alone, or pass what is needed as an argument of its own.",
+    ),
+    (
         ("nestedtensorimpl",),
         "torch made a nested tensor, whose sizes are read back to Python.",
         "Pass enable_nested_tensor=False to nn.TransformerEncoder.",

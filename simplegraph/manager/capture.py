@@ -33,6 +33,7 @@ from simplegraph.graph.tensors import wait_collectives
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key, joined_labels
 from simplegraph.manager.progress import capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable
+from simplegraph.nested import WithheldError
 
 logger = logging.getLogger("simplegraph")
 
@@ -300,7 +301,8 @@ class GraphCapture:
             return error  # the library's own refusal
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)
-            self._raised[job.label] = error
+            if not isinstance(error, WithheldError):  # which eager calls do not raise
+                self._raised[job.label] = error
             return capture_error(error, job.label)
         observers.append(observer)
         return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.graph.tensors import is_wrapper
-from simplegraph.nested import TreeSpec
+from simplegraph.nested import TreeSpec, Withheld
 from simplegraph.reasons import CannotBind, Reason
 
 _RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -110,6 +110,8 @@ def unreturnable(leaves: Sequence[Any]) -> str | None:
     for leaf in leaves:
         if isinstance(leaf, (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
             return f"a {type(leaf).__name__}, whose body would run after the capture; return its values instead"
+        if type(leaf) is Withheld:
+            return repr(leaf)
         opaque = isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or is_wrapper(leaf))
         if opaque or not isinstance(leaf, _RETURNABLE):
             return f"a {type(leaf).__name__}"

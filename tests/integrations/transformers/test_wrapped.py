@@ -67,3 +67,29 @@ def test_a_cache_object_in_the_output_runs_eagerly_and_says_so(device: torch.dev
             model(tokens)
     assert model.graph_stats.replays == 0
     assert model.graph_stats.eager[sg.Reason.UNSUPPORTED_OUTPUT] >= 2
+
+
+class Embedder(torch.nn.Module):
+    """Takes a tokenizer's result as it is, as sentence encoders do."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.bert = bert(device)
+
+    def forward(self, batch):
+        hidden = self.bert(**batch).last_hidden_state
+        return transformers.BatchEncoding({"mean": hidden.mean(1)})
+
+
+def test_a_tokenizers_result_is_an_argument_and_an_output_as_it_comes(device: torch.device) -> None:
+    module = Embedder(device).eval()
+    model = sg.wrap(module, capture_sizes=SIZES, progress=False)
+    with torch.inference_mode():
+        for rows in (4, 2, 3, 4, 3):
+            tokens = {"input_ids": ids(rows, device), "attention_mask": torch.ones(rows, TOKENS, device=device)}
+            batch = transformers.BatchEncoding(tokens, [object() for _ in range(rows)], n_sequences=1)
+            found, expected = model(batch), module(batch)
+            assert type(found) is transformers.BatchEncoding
+            torch.testing.assert_close(found["mean"], expected["mean"], rtol=1e-3, atol=1e-3)
+    assert model.graph_stats.replays >= 1
+    assert not model.graph_stats.failures
