@@ -28,6 +28,7 @@ from simplegraph.module.outputs import unreturnable
 from simplegraph.module.signature import CallReader, batch_dim_of
 from simplegraph.module.snapshot import Snapshot, has_address
 from simplegraph.module.survey import HeldTensor, held_tensors
+from simplegraph.module.torch_modules import known_arguments
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -62,7 +63,7 @@ class ModuleTrial:
         number: int = 0,
     ):
         self._module = module
-        reader = CallReader(module.forward, config)
+        reader = CallReader(module.forward, config, known_arguments(module))
         self._leaves, self._names, self._spec = reader.leaves(args, kwargs)
         try:
             self._rows, self._args, _ = reader.read(self._leaves, self._names, self._spec, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,3 +50,25 @@ def wait_collectives(value: Any) -> Any:
     if not any(isinstance(leaf, kind) for leaf in leaves):
         return value  # the very containers, which somebody may write to
     return spec.unflatten(leaf.wait() if isinstance(leaf, kind) else leaf for leaf in leaves)
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Sort dimensions by falling stride; this keeps ``channels_last`` and its like."""
+    natural = tuple(range(tensor.dim()))
+    strides = tensor.stride()
+    if tensor.is_contiguous():
+        # With one channel, or one pixel, images are contiguous either way, and convolutions go by the strides.
+        last = (0, *natural[2:], 1)
+        is_last = len(natural) in (4, 5) and strides == _strides(tensor.shape, last) != _strides(tensor.shape, natural)
+        return last if is_last else natural
+    order = tuple(sorted(natural, key=lambda dim: (-strides[dim], dim)))
+    return order if tensor.permute(order).is_contiguous() else natural
+
+
+def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose dimensions lie in this order, without gaps."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)

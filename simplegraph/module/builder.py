@@ -36,7 +36,7 @@ from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators
 from simplegraph.module.outside import MemoryInUse
 from simplegraph.module.padding import learn_numbers
 from simplegraph.module.plan import Plan, make_plan
-from simplegraph.module.signature import CallReader, ConstantArg
+from simplegraph.module.signature import CallReader
 from simplegraph.module.snapshot import has_address, tensors_in
 from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
@@ -281,10 +281,7 @@ class GraphBuilder:
         if (sliced and confirmed) or binding.unsliceable or binding.unsupported or call.padded == 1:
             return
         other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
-        leaves = [
-            arg.leaf if isinstance(arg, ConstantArg) else inputs.inputs[arg.name].part(call.padded, 0, other).clone()
-            for arg in call.layout.args
-        ]
+        leaves = inputs.passed(call.layout.args, lambda static: static.part(call.padded, 0, other).clone())
         args, kwargs = call.spec.unflatten(leaves)
         rehearsal.begin()
         try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from simplegraph.graph.tensors import storage_key
-from simplegraph.module.signature import Arg, ConstantArg, TensorArg, batch_dim_of
+from simplegraph.module.signature import Arg, ConstantArg, SameArg, TensorArg, batch_dim_of
 
 # Static inputs are made for the largest size at once, so that all sizes share them, unless that would
 # take more than this; then a size gets its own when it is captured.
@@ -135,7 +135,15 @@ class InputSet:
 
     def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
         """Return what the forward of a captured size is passed: views of the buffers, and constants as they were."""
-        return [arg.leaf if isinstance(arg, ConstantArg) else self.inputs[arg.name].view(padded) for arg in args]
+        return self.passed(args, lambda static: static.view(padded))
+
+    def passed(self, args: Sequence[Arg], view: Callable[[StaticInput], Tensor]) -> list[Any]:
+        """Return what a forward is passed: a view of each tensor's static input, and constants as they were."""
+        tensors = {name: view(static) for name, static in self.inputs.items()}
+        return [
+            arg.leaf if isinstance(arg, ConstantArg) and not isinstance(arg, SameArg) else tensors[_input_name(arg)]
+            for arg in args
+        ]
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
         """Copy a call's tensors in, given by name, and set the padding rows."""
@@ -181,6 +189,17 @@ class InputSet:
     def storages(self) -> set[int]:
         """Keys of the memory that belongs to the buffers themselves."""
         return {key for name, key in self.memory.items() if self.inputs[name]._reference is None}
+
+
+def _input_name(arg: Arg) -> str:
+    return str(arg.key) if isinstance(arg, SameArg) else arg.name
+
+
+def compared_pairs(args: Sequence[Arg]) -> list[tuple[int, int, bool]]:
+    """List the pairs of arguments that the forward compares by identity, and if they are one tensor."""
+    compared = [at for at, arg in enumerate(args) if isinstance(arg, SameArg) or getattr(arg, "compared", False)]
+    pairs = itertools.combinations(compared, 2)
+    return [(one, other, _input_name(args[one]) == _input_name(args[other])) for one, other in pairs]
 
 
 def overlap(tensors: Iterable[Tensor]) -> bool:

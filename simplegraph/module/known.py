@@ -13,6 +13,7 @@ from simplegraph.module.call import Binding, CallLayout
 from simplegraph.module.changes import Changes
 from simplegraph.module.signature import CallReader
 from simplegraph.module.switches import known_switches
+from simplegraph.module.torch_modules import known_arguments
 from simplegraph.module.torch_state import TorchSettings, function_modes
 from simplegraph.nested import TreeSpec
 
@@ -44,7 +45,7 @@ class KnownCalls:
     def reader(self, module: Any) -> CallReader:
         """Return what names the leaves of the module's calls."""
         if self._reader is None:
-            self._reader = CallReader(module.forward, self._config)
+            self._reader = CallReader(module.forward, self._config, known_arguments(module))
         return self._reader
 
     def read(

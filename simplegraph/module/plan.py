@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import StaleGraphError
+from simplegraph.graph.tensors import memory_order
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.call import Call
-from simplegraph.module.inputs import InputSet, Spans, StaticInput, overlap, overlaps_itself, slot
+from simplegraph.module.inputs import InputSet, Spans, StaticInput, compared_pairs, overlap, overlaps_itself, slot
 from simplegraph.module.left import WithLeft
 from simplegraph.module.sharing import SharedOutputs
-from simplegraph.module.signature import PLAIN_TENSORS, memory_order
+from simplegraph.module.signature import PLAIN_TENSORS
 from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import held_tensors
@@ -56,14 +57,11 @@ class Plan:
     ) -> None:
         self.state, self.table = state, table
         self.graph, self.program = graph, graph.program
-        self.device = table.device
-        self.pool = table.pool
+        self.device, self.pool = table.device, table.pool
         self.is_capturing = table.device.is_capturing
         self.inputs = inputs
         self._guards = guards
-        self.rows = call.batch
-        self.padded = call.padded
-        self.padding = call.padding
+        self.rows, self.padded, self.padding = call.batch, call.padded, call.padding
         self.debug = table.config.debug
         self._static = table.config.outputs == "static"
         self._prepare_inputs(call)
@@ -76,6 +74,7 @@ class Plan:
         self._prepare_padding([static for static in inputs.inputs.values() if static.batched])
         written = call.binding.written
         self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
+        self._compared = compared_pairs(args)
         self._addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
 
     def _prepare_outputs(self, call: Call) -> None:
@@ -91,7 +90,7 @@ class Plan:
         passed = inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(program.outputs, passed, self.outputs, self.slots, clone)
         self._shares = bool(self._shared)
-        self.guarded = bool(self.written_back or self._shared.sources or self._guards)
+        self.guarded = bool(self.written_back or self._shared.sources or self._guards or self._compared)
         self._spec = program.spec
         single = len(self.outputs) == 1 and not program.spec.children and program.spec.type is None
         self._single = single and not self._shares
@@ -190,6 +189,8 @@ class Plan:
 
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
         """Return why a replay cannot serve these leaves as eager would; None unless the plan is `guarded`."""
+        if any((leaves[one] is leaves[other]) is not same for one, other, same in self._compared):
+            return CannotBind(Reason.ALIASED_INPUTS, "the forward asks if they are one tensor")
         if self.written_back and self._aliased(leaves):
             return CannotBind(Reason.ALIASED_INPUTS, "the forward writes to one of them")
         if self._static and any(self.device.in_pool(self.pool, leaves[index]) for index in self.written_back):

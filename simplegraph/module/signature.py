@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.errors import ConfigError, InputError, did_you_mean
 from simplegraph.graph.host.constants import WATCHED_BYTES, value_bytes
+from simplegraph.graph.tensors import memory_order
+from simplegraph.module.torch_modules import NOTHING_KNOWN, KnownArguments
 from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -35,6 +37,7 @@ class TensorArg:
         order: its dimensions from largest to smallest stride, for memory formats.
         address: only of a tensor taken by address.
         pad: how padding rows are filled; pad_declared: True if that was declared.
+        compared: True if the forward asks if it is the very tensor that another argument is.
     """
 
     name: str
@@ -46,6 +49,7 @@ class TensorArg:
     pad: PadRule = "zero"
     address: int | None = None
     pad_declared: bool = False
+    compared: bool = False
 
     def __str__(self) -> str:
         """Show dtype and shape, such as ``float32[n, 64]``, where n is the batch."""
@@ -80,6 +84,18 @@ class HostArg(ConstantArg):
         return type(leaf) in PLAIN_TENSORS and leaf.is_cpu and self.key == _host_key(leaf)
 
 
+@dataclasses.dataclass(frozen=True)
+class SameArg(ConstantArg):
+    """The very tensor that another argument is, named by `key`, where the forward asks for that."""
+
+    def __str__(self) -> str:
+        return f"the tensor {self.key}"
+
+    def holds(self, leaf: Any) -> bool:
+        """True; a plan compares all leaves of a call together."""
+        return True
+
+
 Arg = TensorArg | ConstantArg
 
 
@@ -109,10 +125,14 @@ class CallReader:
     Args:
         forward: the function whose parameters name the arguments.
         config: declared batch dimensions, pad rules and trusted arguments.
+        known: what need not be declared.
     """
 
-    def __init__(self, forward: Callable[..., Any], config: CudaGraphConfig) -> None:
-        self._config = config
+    def __init__(
+        self, forward: Callable[..., Any], config: CudaGraphConfig, known: KnownArguments = NOTHING_KNOWN
+    ) -> None:
+        self._config, self._known = config, known
+        self._pads = {**known.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
         parameters = inspect.signature(forward).parameters.values()
         self._check_names(parameters)
@@ -182,6 +202,10 @@ class CallReader:
             if index in hosted or not isinstance(leaf, Tensor):
                 args.append(_host_arg(name, leaf) if index in hosted else self._constant(name, leaf))
                 continue
+            first = next((at for at in tensors if leaves[at] is leaf and names[at] in self._known.compared), index)
+            if name in self._known.compared and first < index:
+                args.append(SameArg(name, Tensor, names[first], None))
+                continue
             dim = anchor_dim if index == anchor else self._batch_dim(name, leaf, batch, seen[index])
             args.append(self._tensor(name, leaf, dim))
         return batch, args, self._signature(args, spec, context)
@@ -197,19 +221,23 @@ class CallReader:
             if tensor.device != first:
                 raise CannotBind(Reason.WRONG_DEVICE, f"{name} is on {tensor.device}, {names[tensors[0]]} on {first}")
 
-    def _declared(self, name: str) -> tuple[bool, BatchDim]:
+    def _declared(self, name: str, tensor: Tensor) -> tuple[bool, BatchDim]:
         """Look up if, and as what, the batch dimension of an argument is declared; a prefix declares all below it."""
         declared = self._config.batch_dims
-        return next(((True, declared[prefix]) for prefix in _prefixes(name) if prefix in declared), (False, None))
+        for prefix in _prefixes(name):
+            if prefix in declared:
+                return True, declared[prefix]
+        known = self._known.dims.get(name.split(".")[0], {})
+        return tensor.dim() in known, known.get(tensor.dim())
 
     def _anchor(self, leaves: Sequence[Any], names: Sequence[str], tensors: Sequence[int]) -> tuple[int, int]:
         """Find the tensor that gives the batch size: the first declared one, else the first one's dimension 0."""
         for index in tensors:
-            _, dim = self._declared(names[index])
+            _, dim = self._declared(names[index], leaves[index])
             if isinstance(dim, int):
                 return index, _normal(dim, leaves[index], names[index])
         for index in tensors:
-            if leaves[index].dim() and not self._declared(names[index])[0]:
+            if leaves[index].dim() and not self._declared(names[index], leaves[index])[0]:
                 return index, 0
         raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no tensor argument has a batch dimension")
 
@@ -230,11 +258,12 @@ class CallReader:
     def confirmed(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> bool:
         """True if no batch dimension of a call is a guess: each is declared, or followed two batch sizes."""
         triples = zip(leaves, names, self._shapes(leaves, spec), strict=True)
-        guesses = [seen for leaf, name, seen in triples if isinstance(leaf, Tensor) and not self._declared(name)[0]]
+        tensors = ((leaf, name, seen) for leaf, name, seen in triples if isinstance(leaf, Tensor))
+        guesses = [seen for leaf, name, seen in tensors if not self._declared(name, leaf)[0]]
         return all(any(rows != batch for rows in seen) for seen in guesses)
 
     def _batch_dim(self, name: str, tensor: Tensor, batch: int, seen: dict[int, tuple[int, ...]]) -> BatchDim:
-        declared, dim = self._declared(name)
+        declared, dim = self._declared(name, tensor)
         if declared:
             if isinstance(dim, int):
                 dim = _normal(dim, tensor, name)
@@ -261,7 +290,7 @@ class CallReader:
 
     def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim) -> TensorArg:
         shape = tuple(-1 if dim == batch_dim else size for dim, size in enumerate(tensor.shape))
-        rules = self._config.pad_values
+        rules = self._pads
         declared = next((prefix for prefix in _prefixes(name) if prefix in rules), None)
         pad: PadRule = "zero" if declared is None else rules[declared]
         address = tensor.data_ptr() if batch_dim == "reference" else None
@@ -275,6 +304,7 @@ class CallReader:
             pad,
             address,
             declared is not None,
+            name in self._known.compared,
         )
 
     def _constant(self, name: str, value: Any) -> ConstantArg:
@@ -347,28 +377,6 @@ def _normal(dim: int, tensor: Tensor, name: str) -> int:
 def _form(leaves: Sequence[Any], spec: TreeSpec) -> Hashable:
     """Describe a call without its shapes."""
     return spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-
-
-def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Sort dimensions by falling stride; this keeps ``channels_last`` and its like."""
-    natural = tuple(range(tensor.dim()))
-    strides = tensor.stride()
-    if tensor.is_contiguous():
-        # With one channel, or one pixel, images are contiguous either way, and convolutions go by the strides.
-        last = (0, *natural[2:], 1)
-        is_last = len(natural) in (4, 5) and strides == _strides(tensor.shape, last) != _strides(tensor.shape, natural)
-        return last if is_last else natural
-    order = tuple(sorted(natural, key=lambda dim: (-strides[dim], dim)))
-    return order if tensor.permute(order).is_contiguous() else natural
-
-
-def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose dimensions lie in this order, without gaps."""
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= shape[dim]
-    return tuple(strides)
 
 
 @functools.lru_cache(maxsize=1024)
