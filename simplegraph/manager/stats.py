@@ -14,7 +14,7 @@ logger = logging.getLogger("simplegraph")
 
 # Reasons of the normal course, and those that a failed capture or proof warned of; the others are worth a warning.
 _EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.EAGER_CONTEXT, Reason.NESTED, Reason.MODE_NONE, Reason.PROOF}
-_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS}
+_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS, Reason.CHANGING_NUMBER}
 _MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every captured size
 
 
@@ -159,13 +159,17 @@ class GraphStats:
         self.graphs[key] = counters
 
     def uncaptured(self, key: Hashable) -> None:
-        """Take back a capture that turned out unusable before it was replayed."""
-        self.captures -= 1
-        del self.graphs[key]
+        """Take back a capture that turned out unusable; the totals of its replays stay."""
+        graph = self.graphs.pop(key)
+        self.captures -= not graph.replays
+        self._keep_totals(graph)
 
     def dropped(self) -> None:
         """Keep the totals of graphs that were dropped."""
-        self._dropped_padding = self.padded_tokens
         for graph in self.graphs.values():
-            self._dropped_sizes.update(graph.batch_sizes())
+            self._keep_totals(graph)
         self.graphs.clear()
+
+    def _keep_totals(self, graph: GraphCounters) -> None:
+        self._dropped_padding += graph.padded_tokens
+        self._dropped_sizes.update(graph.batch_sizes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class CapturedGraph:
     Attributes:
         unproven, unproven_padded: how many of its next calls with exactly its rows, and with fewer, are compared with
             eager; tries: how many of them could not be.
+        proven_numbers: what numbers that go into it were in calls that were compared.
     """
 
     mode: CudaGraphMode
@@ -46,6 +47,11 @@ class CapturedGraph:
     unproven: int = 0
     unproven_padded: int = 0
     tries: int = 0
+    proven_numbers: set[Hashable] = dataclasses.field(default_factory=set)
+
+    def need_proofs(self, count: int) -> None:
+        """Compare at least so many of its next calls with eager."""
+        self.unproven, self.unproven_padded = max(self.unproven, count), max(self.unproven_padded, count)
 
     def prove(self, *, padded: bool, both: bool = False, unverified: str = "") -> None:
         """Note that a call was compared with eager, or why none can be.
@@ -94,6 +100,7 @@ class ProgramTable:
     _traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
     _trace_of_any_size: BreakTrace | None = None
     _warned: set[str] = dataclasses.field(default_factory=set)  # origins of failures
+    _trying: bool = False
 
     def __post_init__(self) -> None:
         self._current_stream = self.device.current_stream  # on the path of every replay, so looked up once
@@ -164,6 +171,8 @@ class ProgramTable:
             failed: the errors.
             outcome: what became of other sizes, for the warning; each cause gets one in the table's life.
         """
+        if self._trying:
+            return
         for job, error in failed.items():
             self._forget_failure(job)
             self.failures[job.key] = error
@@ -181,6 +190,15 @@ class ProgramTable:
             said = self.stats.name, message, run, outcome, Reason.CAPTURE_FAILED.link
             logger.warning("simplegraph: %s: %s\n  %s; %s.\n  See %s", *said)
 
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Note no failures in here: who asks for the captures knows another way."""
+        self._trying = True
+        try:
+            yield
+        finally:
+            self._trying = False
+
     def _forget_failure(self, job: CaptureJob) -> None:
         message = str(self.failures.pop(job.key, ""))
         for label in (job.label, job.label_with_inputs):
@@ -190,10 +208,14 @@ class ProgramTable:
     def forget(self, jobs: Iterable[CaptureJob]) -> None:
         """Drop these jobs' programs as if they had not been captured."""
         for job in jobs:
-            graph = self.graphs.pop(job.key, None)
-            if graph is not None:
-                graph.program.drop()
-                self.stats.uncaptured(job.key)
+            self.forget_key(job.key)
+
+    def forget_key(self, key: Key) -> None:
+        """Drop the program of a key as if it had not been captured."""
+        graph = self.graphs.pop(key, None)
+        if graph is not None:
+            graph.program.drop()
+            self.stats.uncaptured(key)
 
     def refuse(self, jobs: Sequence[CaptureJob], cause: str, remedy: str) -> dict[str, CaptureError]:
         """Drop these jobs' programs for a cause that shows only after the capture; the errors by label."""

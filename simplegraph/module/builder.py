@@ -29,6 +29,7 @@ from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
+from simplegraph.module.changing import PROVEN_VALUES
 from simplegraph.module.effects import ModuleState
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.left import WithLeft
@@ -189,7 +190,7 @@ class GraphBuilder:
         failed = self._build(call, inputs, jobs, lazy=True).failed
         if failed and call.binding.unsupported is None:
             if self.manager.config.on_capture_failure == "raise":
-                del self.manager.failures[call.key]  # the next call tries again
+                self.manager.failures.pop(call.key, None)  # the next call tries again
             self.manager.table.raise_failure(failed)
             raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
         call.check(pad_random=self.manager.config.pad_random)  # as was learnt meanwhile
@@ -227,7 +228,7 @@ class GraphBuilder:
         manager, binding = self.manager, call.binding
         state = ModuleState((call.module, *call.trusted), manager.device, manager.pool, binding.counted)
         rehearsal = Rehearsal(self.memory(call))
-        retry = not lazy or call.padding > 0
+        retry = not lazy or call.padding > 0 or bool(call.layout.numbers)  # which no warmup passed as tensors
         capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
         kept: list[str] = []
         # The last first, and each whatever becomes of the others; no other thread draws before random states are back.
@@ -266,6 +267,7 @@ class GraphBuilder:
             graph = self.manager.table.graphs.get(job.key)
             if graph is not None:
                 self.inputs_of[job.key] = inputs
+                graph.need_proofs(PROVEN_VALUES if call.layout.numbers else 0)
                 _learn_program(call, job, graph.program)
         if self.state is None:
             self.state = CapturedState(call.module)

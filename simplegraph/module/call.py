@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.scalars import NumbersBySize
 from simplegraph.graph.tensors import storage_key
+from simplegraph.manager.table import CapturedGraph
+from simplegraph.module.changing import with_tensors
 from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
 from simplegraph.module.left import CountedState
 from simplegraph.module.outputs import OutputShapes, unreturnable
@@ -30,7 +32,7 @@ from simplegraph.module.signature import (
     batch_dim_of,
     short_repr,
 )
-from simplegraph.nested import LEAF, ById, TreeSpec, flatten
+from simplegraph.nested import LEAF, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 
 _TRACES = 3  # of as many batch sizes traces of eager calls are kept, to learn from two of them
@@ -167,6 +169,12 @@ class CallLayout:
         self._num_args, self._keywords = len(positional.children), keyword.keys
         # The number of arguments if all of them are leaves, passed by position: then they are the leaves.
         self.positional = self._num_args if self._flat and not self._keywords else -1
+        numbers = (arg.number if isinstance(arg, TensorArg) else None for arg in self.args)
+        found = [(index, kind) for index, kind in enumerate(numbers) if kind is not None]
+        # Its numbers that are tensors in graphs: their indices, types and devices.
+        self.numbers = [(index, kind, cast(TensorArg, self.args[index]).device) for index, kind in found]
+        if self.numbers:
+            self.positional = -1
         dims = enumerate(map(batch_dim_of, self.args))
         self.anchor, self.anchor_dim = next((index, dim) for index, dim in dims if dim is not None)
 
@@ -178,6 +186,10 @@ class CallLayout:
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         """Return the call's leaves in the order of `args`, or None if it passes its arguments another way."""
+        leaves = self._passed(args, kwargs)
+        return with_tensors(leaves, self.numbers) if self.numbers else leaves
+
+    def _passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         if not self._flat:
             leaves, spec = flatten((args, kwargs))
             return leaves if spec == self.spec else None
@@ -216,6 +228,16 @@ class Call(NamedTuple):
     def plan_key(self) -> Hashable:
         """Return the key of such calls' plan in their layout."""
         return self.batch if CALLS.context is None else (self.batch, CALLS.context.batch)
+
+    @property
+    def number_values(self) -> Hashable:
+        """Return the values of numbers that are tensors in graphs, and if it has padding rows."""
+        passed, _ = flatten((self.args, dict(self.kwargs)))
+        return self.padding > 0, tuple(constant_key(passed[index]) for index, _, _ in self.layout.numbers)
+
+    def proven_with(self, graph: CapturedGraph) -> bool:
+        """True if a graph that numbers go into was proven with those of this call."""
+        return bool(self.layout.numbers) and self.number_values in graph.proven_numbers
 
     @property
     def padded(self) -> int:

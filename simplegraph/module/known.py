@@ -11,6 +11,7 @@ from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
 from simplegraph.module.call import Binding, CallLayout
 from simplegraph.module.changes import Changes
+from simplegraph.module.changing import ChangingNumbers
 from simplegraph.module.signature import CallReader
 from simplegraph.module.switches import known_switches
 from simplegraph.module.torch_modules import known_arguments
@@ -27,14 +28,16 @@ class KnownCalls:
 
     Args:
         config: how arguments are read, and how many signatures there may be.
+        changing: True if numbers that change from call to call may become tensors.
 
     Attributes:
         layouts: by nesting and signature; bindings: by signature; last: the layout of the latest call.
         state_key: reads the module's Python state that is part of the key; None if there is none.
     """
 
-    def __init__(self, config: CudaGraphConfig) -> None:
+    def __init__(self, config: CudaGraphConfig, *, changing: bool = False) -> None:
         self._config = config
+        self._changing = ChangingNumbers() if changing else None
         self.layouts: dict[Hashable, CallLayout] = {}
         self.bindings: dict[Hashable, Binding] = {}
         self.last: CallLayout | None = None
@@ -46,10 +49,11 @@ class KnownCalls:
         """Return what names the leaves of the module's calls."""
         if self._reader is None:
             self._reader = CallReader(module.forward, self._config, known_arguments(module))
+            self._reader.changing = self._changing
         return self._reader
 
     def read(
-        self, module: Any, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec, autocast: torch.dtype | None
+        self, module: Any, leaves: list[Any], names: Sequence[str], spec: TreeSpec, autocast: torch.dtype | None
     ) -> tuple[int, CallLayout]:
         """Find the batch size and the layout of a call; a new layout is kept once it is in `use`.
 
@@ -65,6 +69,11 @@ class KnownCalls:
             return size, known
         binding = self.bindings.get(signature) or Binding(signature)
         return size, CallLayout(spec, args, autocast, state, settings, modes, binding)
+
+    @property
+    def advice(self) -> str:
+        """Say which arguments' values made signatures, for a message; empty if none were tried otherwise."""
+        return "" if self._changing is None else self._changing.advice
 
     def is_full(self, layout: CallLayout) -> bool:
         """True if the layout would be of one signature too many."""

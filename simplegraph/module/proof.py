@@ -17,8 +17,9 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.memory import ModuleMemory
-from simplegraph.module.padding import learn_numbers, refuse_padding
+from simplegraph.module.padding import learn_numbers, refuse_numbers, refuse_padding
 from simplegraph.module.plan import Plan
+from simplegraph.module.signature import CallReader
 from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
@@ -32,7 +33,13 @@ _REMEDY = (
 
 
 class Owner(Protocol):
-    """Owns the graphs that are proven."""
+    """Owns the graphs that are proven.
+
+    Attributes:
+        reader: of calls.
+    """
+
+    reader: CallReader
 
     def memory(self, call: Call) -> ModuleMemory:
         """Find the memory that a call's forward may write."""
@@ -74,6 +81,10 @@ class _CallProof:
         plan, memory, unsaved = self._plan, self._memory, self._memory is None
         if self._ranks.any(f"memory that a proof of {self._label} cannot copy", unsaved) or memory is None:
             self._leave_unverified("it writes more memory than a proof copies")
+            if self._call.layout.numbers:
+                self._table.stats.ran_eagerly(Reason.CHANGING_NUMBER, size=self._call.batch)
+                self._run()
+                return self._result
             return plan.replay(self._call.leaves, plan.copies(self._call.leaves))
         started = time.perf_counter()
         self._table.stats.ran_eagerly(Reason.PROOF, size=self._call.batch)
@@ -161,7 +172,13 @@ class _CallProof:
         plan, call, table = self._plan, self._call, self._table
         error = None if found is None else VerificationError(found)
         failure = self._ranks.failure(f"the proof of {self._label}", error)
+        if failure is not None and call.layout.numbers and (not plan.padding or plan.graph.unproven > 0):
+            why = f"a replay does not equal eager: {failure[1]}"
+            refuse_numbers(table, self._owner.reader.changing, call, why)
+            return
         if failure is None:
+            if call.layout.numbers:
+                plan.graph.proven_numbers.add(call.number_values)
             plan.graph.prove(padded=bool(plan.padding), both=self._ranks.size > 1)
             return
         rank, said = failure
@@ -178,4 +195,7 @@ class _CallProof:
             raise VerificationError(f"{text}: {said}.\n  {_REMEDY}")
 
     def _leave_unverified(self, why: str) -> None:
-        self._plan.graph.prove(padded=True, both=True, unverified=why)
+        if self._call.layout.numbers:
+            refuse_numbers(self._table, self._owner.reader.changing, self._call, why)
+        else:
+            self._plan.graph.prove(padded=True, both=True, unverified=why)

@@ -27,6 +27,7 @@ from simplegraph.module.builder import GraphBuilder
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.eager_plan import remember
 from simplegraph.module.known import KnownCalls
+from simplegraph.module.padding import refuse_numbers
 from simplegraph.module.proof import prove
 from simplegraph.module.replay import MISS, replay_checked, try_replay
 from simplegraph.module.signature import device_of
@@ -61,7 +62,7 @@ class GraphRunner:
         self.settings, self.config = settings, config
         self._pool, self._ranks = pool, ranks
         self.builder: GraphBuilder | None = None
-        self._known = KnownCalls(config)
+        self._known = KnownCalls(config, changing=config.verify > 0 and ranks is None)
         self._disabled = Reason.MODE_NONE if config.mode is CudaGraphMode.NONE else None
 
     def __reduce__(self) -> tuple[type, tuple[CudaGraphConfig]]:
@@ -150,7 +151,7 @@ class GraphRunner:
         """Drop all graphs for one signature more than `max_signatures`, or refuse it."""
         count = len(self._known.bindings)
         if self.config.on_too_many_signatures == "eager":
-            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known", size)
+            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known{self._known.advice}", size)
         builder.manager.ranks.any("dropping graphs, since there are more signatures than max_signatures", True)
         logger.info("%s: dropping all graphs, since %d signatures are known", self.stats.name, count)
         self.stats.flushes += 1
@@ -198,7 +199,7 @@ class GraphRunner:
                 return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
             if builder.needs_warmup(call):
                 return builder.run_as_called(call, Reason.WARMUP)
-            builder.capture(call)
+            _capture(builder, call)
             self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
         if call.padding and not binding.outputs.known:
             return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
@@ -206,7 +207,7 @@ class GraphRunner:
             return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
         plan = builder.plan(call)
         copies = plan.copies(call.leaves)
-        if plan.unproven:
+        if plan.unproven and not call.proven_with(plan.graph):
             return prove(builder, call, plan)
         if plan.debug:
             return replay_checked(call.module, plan, call.leaves, copies)
@@ -289,6 +290,20 @@ class GraphRunner:
         self._known.drop_plans()
         if self.builder is not None:
             self.builder.drop()
+
+
+def _capture(builder: GraphBuilder, call: Call) -> None:
+    """Capture the call's size; a forward that needs the value of a number has it as part of the key instead."""
+    if not call.layout.numbers:
+        builder.capture(call)
+        return
+    try:
+        with builder.manager.table.trying():
+            builder.capture(call)
+    except (CannotBind, CaptureError) as error:
+        why = str(error.args[0]).replace("\n ", "")
+        refuse_numbers(builder.manager.table, builder.reader.changing, call, why)
+        raise CannotBind(Reason.CHANGING_NUMBER, why) from None
 
 
 def _check_device(device: torch.device) -> None:

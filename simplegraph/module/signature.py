@@ -16,6 +16,7 @@ from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.errors import ConfigError, InputError, did_you_mean
 from simplegraph.graph.host.constants import WATCHED_BYTES, value_bytes
 from simplegraph.graph.tensors import memory_order
+from simplegraph.module.changing import ChangingNumbers, number_tensor
 from simplegraph.module.torch_modules import NOTHING_KNOWN, KnownArguments
 from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
@@ -38,6 +39,7 @@ class TensorArg:
         address: only of a tensor taken by address.
         pad: how padding rows are filled; pad_declared: True if that was declared.
         compared: True if the forward asks if it is the very tensor that another argument is.
+        number: the type of the Python number that it stands for, if any.
     """
 
     name: str
@@ -50,12 +52,15 @@ class TensorArg:
     address: int | None = None
     pad_declared: bool = False
     compared: bool = False
+    number: type | None = None
 
     def __str__(self) -> str:
         """Show dtype and shape, such as ``float32[n, 64]``, where n is the batch."""
         sizes = ", ".join("n" if size == -1 else str(size) for size in self.shape)
         order = "" if self.order == tuple(range(len(self.shape))) else f" by strides {self.order}"
-        return f"{short_repr(self.dtype)}[{sizes}]{order}" + ("" if self.address is None else f" at {self.address:#x}")
+        number = "" if self.number is None else f"{self.number.__name__} as "
+        where = "" if self.address is None else f" at {self.address:#x}"
+        return f"{number}{short_repr(self.dtype)}[{sizes}]{order}{where}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +131,16 @@ class CallReader:
         forward: the function whose parameters name the arguments.
         config: declared batch dimensions, pad rules and trusted arguments.
         known: what need not be declared.
+
+    Attributes:
+        changing: finds the numbers that are tensors in graphs; None if none are.
     """
 
     def __init__(
         self, forward: Callable[..., Any], config: CudaGraphConfig, known: KnownArguments = NOTHING_KNOWN
     ) -> None:
         self._config, self._known = config, known
+        self.changing: ChangingNumbers | None = None
         self._pads = {**known.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
         parameters = inspect.signature(forward).parameters.values()
@@ -179,9 +188,9 @@ class CallReader:
         return [*zip(names, positional.children), *zip(keyword.keys, keyword.children)]  # noqa: B905
 
     def read(
-        self, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec, context: Hashable
+        self, leaves: list[Any], names: Sequence[str], spec: TreeSpec, context: Hashable
     ) -> tuple[int, list[Arg], Signature]:
-        """Find the batch size of a call, its arguments in order, and its signature.
+        """Find the batch size of a call, its arguments in order, and its signature; numbers that change become tensors.
 
         Raises:
             CannotBind: a graph cannot serve the call.
@@ -196,9 +205,15 @@ class CallReader:
         batch = leaves[anchor].shape[anchor_dim]
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
+        numbers = {} if self.changing is None else self.changing.find(leaves, names)
+        for index in numbers:
+            leaves[index] = number_tensor(leaves[index], device)
         seen = self._shapes(leaves, spec)
         args: list[Arg] = []
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
+            if index in numbers:
+                args.append(TensorArg(name, leaf.dtype, leaf.device, (), None, (), number=numbers[index]))
+                continue
             if index in hosted or not isinstance(leaf, Tensor):
                 args.append(_host_arg(name, leaf) if index in hosted else self._constant(name, leaf))
                 continue
