@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -25,7 +26,14 @@ class CallContext(NamedTuple):
 
 
 class _CallState(threading.local):
+    """The context of this thread.
+
+    Attributes:
+        eager_inside: the file and line of the last `eager` inside a forward that a graph owns.
+    """
+
     context: CallContext | None = None
+    eager_inside: tuple[str, int] | None = None
 
 
 CALLS = _CallState()
@@ -77,5 +85,12 @@ def describe(
 
 
 def eager() -> contextlib.AbstractContextManager[None]:
-    """Leave graphs alone in here: every wrapped module of this thread runs eagerly, and counts it."""
+    """Leave graphs alone in here: every wrapped module of this thread runs eagerly, and counts it.
+
+    Around calls of wrapped modules. Inside a forward that is captured it changes nothing, and a warning says so: there,
+    mark the part as an eager break (`eager_break`, `break_at`).
+    """
+    if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
+        caller = sys._getframe(1)
+        CALLS.eager_inside = caller.f_code.co_filename, caller.f_lineno
     return bypassed(Reason.EAGER_CONTEXT)

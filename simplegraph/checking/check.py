@@ -14,6 +14,7 @@ from simplegraph.checking.trial import ModuleTrial
 from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
 from simplegraph.graph.breaks.operators import name_of
+from simplegraph.graph.failures import BREAK
 from simplegraph.manager.estimate import MemoryEstimate
 from simplegraph.module.mixin import wrap
 
@@ -54,7 +55,7 @@ class CheckReport:
     def __str__(self) -> str:
         independent = {
             None: "unknown, since two eager runs on the same inputs differ",
-            True: "yes, padding is safe",
+            True: "yes, padding is safe as far as these inputs tell",
             False: f"no ({self.mixing}); use padding=False, which captures exact sizes only",
         }
         lines = [*self._capture_lines(), f"rows independent: {independent[self.rows_independent]}"]
@@ -74,7 +75,7 @@ class CheckReport:
             return [f"capturable: no\n  {self.problem}", f"  not piecewise either: {self.piecewise}"]
         guilty = {name: problem for name, problem in self.breaks.items() if problem is not None}
         lines = ["capturable: piecewise, not as one full graph"]
-        lines += [f"  {name} must stay an eager break: {problem}" for name, problem in guilty.items()]
+        lines += [f"  {name} must stay an eager break: {_without_advice(problem)}" for name, problem in guilty.items()]
         lines += [f"  {name} could be captured" for name in self.breaks if name not in guilty]
         return lines if guilty else [*lines, f"  all breaks together: {self.problem}"]
 
@@ -143,6 +144,8 @@ def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None
     # Measure memory first: the first capture also allocates what libraries keep for the capture stream.
     memory = None if capture_sizes is None else first.memory(capture_sizes)
     mixing = first.mixing()
+    for trial in trials[1:] if mixing == "" else ():
+        mixing = trial.mixing() or mixing
     problem = _problem(trials)
     functions = list(dict.fromkeys(function for trial in trials for function in trial.breaks))
     piecewise = _problem(trials, "PIECEWISE") if functions else problem
@@ -161,6 +164,11 @@ def _report(trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None
         first.output_aliases,
         memory,
     )
+
+
+def _without_advice(problem: str) -> str:
+    """Leave out how to do what is done: these are breaks already."""
+    return "\n".join(line for line in problem.splitlines() if BREAK not in line)
 
 
 def _problem(trials: Sequence[ModuleTrial], mode: str = "FULL", inlined: Collection[Any] = ()) -> str | None:

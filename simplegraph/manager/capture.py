@@ -19,7 +19,6 @@ from simplegraph.errors import CaptureError, EscapeError, InputError
 from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.breaks.trace import BreakTracer
-from simplegraph.graph.device import GraphDevice
 from simplegraph.graph.escapes import PythonState, take_back
 from simplegraph.graph.failures import capture_error, release_locals
 from simplegraph.graph.host.capture import HostCapture
@@ -31,7 +30,7 @@ from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.stopwatch import Stopwatch
 from simplegraph.graph.tensors import wait_collectives
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key, joined_labels
-from simplegraph.manager.progress import capture_bar
+from simplegraph.manager.progress import CaptureBar, capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable
 from simplegraph.nested import WithheldError
 
@@ -171,34 +170,32 @@ class GraphCapture:
         compared = 0 if first else len(self.observers)
         observed = {jobs[first].label, jobs[-1].label}
         with capture_bar(len(jobs), show) as bar:
-            self._capture_or_fail(session, jobs, observed, bar.next)
+            self._capture_or_fail(session, jobs, observed, bar)
             seen = self.observers[compared:]
             differ = len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys()
             if self._ranks.any("what graphs read", differ):
                 again = [job for job in jobs if job.label not in observed and job.key in table.graphs]
                 table.forget(again)
-                self._capture_or_fail(session, again, {job.label for job in again})
+                self._capture_or_fail(session, again, {job.label for job in again}, CaptureBar(None))
 
     def _capture_or_fail(
-        self,
-        session: CaptureSession,
-        jobs: Sequence[CaptureJob],
-        observed: Container[str],
-        announce: Callable[[int, GraphDevice], object] = lambda *_: None,
+        self, session: CaptureSession, jobs: Sequence[CaptureJob], observed: Container[str], bar: CaptureBar
     ) -> None:
         """Capture jobs, those that failed on any rank a second time after a warmup of their own; note what failed.
 
-        Ranks meet once for all jobs, since a meeting takes as long as the capture of a small model.
+        Ranks meet once for all jobs: in between none waits for the slowest.
         """
         errors: dict[str, CaptureError] = {}
         for job in jobs:
-            announce(job.descriptor.num_tokens, self.table.device)
+            bar.next(job.descriptor.num_tokens, self.table.device)
             errors |= _labelled(job, self._capture_one(session, job, observed=job.label in observed))
         errors = _on_all_ranks(self.table, "capturing", jobs, errors)
         for job in jobs:
             if job.label in errors:
                 error = errors[job.label]
                 self._failed |= _labelled(job, self._try_again(session, job, error) if self.retry else error)
+                if job.label in self._failed:
+                    bar.fail()
 
     def _try_again(self, session: CaptureSession, job: CaptureJob, error: CaptureError) -> CaptureError | None:
         """Capture a job after a warmup of its own; return what went wrong on any rank."""

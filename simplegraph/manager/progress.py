@@ -13,18 +13,32 @@ from simplegraph.graph.device import GraphDevice
 
 
 class CaptureBar:
-    """Shows the size being captured and the device memory that is left."""
+    """Shows the size being captured, the device memory that is left, and how many captures failed."""
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
-        self._started = False
+        self._started = 0
+        self._failed = 0
 
     def next(self, size: int, device: GraphDevice) -> None:
         """Show the size that is captured next."""
         if self._bar is not None:
-            self._bar.update(self._started)
-            self._bar.set_postfix(size=size, free=f"{device.free_memory() / 2**30:.1f} GiB", refresh=False)
-            self._started = True
+            self.end()
+            self._shown = {"size": size, "free": f"{device.free_memory() / 2**30:.1f} GiB"}
+            emulated = " (emulated)" if device.emulated else ""
+            self._bar.set_description(f"Capturing CUDA graphs{emulated}", refresh=False)
+            self._bar.set_postfix(self._shown, refresh=False)
+            self._started += 1
+
+    def fail(self) -> None:
+        """Show that the size came to no graph: it counts as none."""
+        if self._bar is not None:
+            self._failed += 1
+            self._bar.set_postfix(self._shown, failed=self._failed, refresh=False)
+
+    def end(self) -> None:
+        """Count what has been captured."""
+        self._bar.update(self._started - self._failed - self._bar.n)
 
 
 @contextlib.contextmanager
@@ -33,6 +47,7 @@ def capture_bar(total: int, show: bool) -> Iterator[CaptureBar]:
     if not show or os.environ.get("RANK", "") not in ("", "0"):
         yield CaptureBar(None)
         return
-    with tqdm(total=total, desc="Capturing CUDA graphs", unit="graph", leave=True) as bar:
-        yield CaptureBar(bar)
-        bar.update(total - bar.n)
+    with tqdm(total=total, desc="Capturing graphs", unit="graph", leave=True) as bar:
+        shown = CaptureBar(bar)
+        yield shown
+        shown.end()

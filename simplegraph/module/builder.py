@@ -30,7 +30,7 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
 from simplegraph.module.changing import PROVEN_VALUES
-from simplegraph.module.effects import ModuleState
+from simplegraph.module.effects import ModuleState, warning_of_eager
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.left import WithLeft
 from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators
@@ -360,7 +360,8 @@ def _forward(
         leave = mode is not CudaGraphMode.PIECEWISE
         captured = functools.partial(counted.captured_run, state_key=state_key, may_leave=leave)
         watched = captured(module) if is_captured else counted.eager_run(module)
-        with bypassed(Reason.NESTED), torch.no_grad(), watched as watch:
+        warned = warning_of_eager(manager.stats.name) if is_captured else contextlib.nullcontext()
+        with warned, bypassed(Reason.NESTED), torch.no_grad(), watched as watch:
             limit = 0 if is_captured else copy_limit(manager.device.free_memory())
             result = invoke_watched(call, reader, args, kwargs, limit)
         refuse()

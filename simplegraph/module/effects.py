@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import types
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -10,10 +12,15 @@ from typing import Any
 
 from torch import nn
 
+from simplegraph.context import CALLS
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.escapes import PythonState
+from simplegraph.graph.failures import BREAK
+from simplegraph.graph.user_code import described_line
 from simplegraph.module.left import CountedState
 from simplegraph.module.snapshot import Snapshot, holds_graph_memory
+
+logger = logging.getLogger("simplegraph")
 
 
 class ModuleState(PythonState):
@@ -55,3 +62,24 @@ def _code_of(module: nn.Module) -> Iterator[Any]:
                 yield value
             elif type(value) is OrderedDict:  # hooks
                 yield from (hook for hook in value.values() if callable(hook) and not isinstance(hook, nn.Module))
+
+
+@contextlib.contextmanager
+def warning_of_eager(name: str) -> Iterator[None]:
+    """Warn of a ``with simplegraph.eager()`` in a forward that is captured in here: it has no effect there."""
+    CALLS.eager_inside = None
+    try:
+        yield
+    finally:
+        if CALLS.eager_inside is not None:
+            _warn_of_eager(name, CALLS.eager_inside)
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_of_eager(name: str, line: tuple[str, int]) -> None:
+    """Warn once of each line: every size is captured."""
+    logger.warning(
+        "simplegraph: %s: eager() at %s has no effect inside a forward that is captured; the part is captured, too.\n"
+        "  To run it eagerly between two graphs %s. eager() is for calls of wrapped modules.",
+        *(name, described_line(*line), BREAK),
+    )

@@ -241,6 +241,22 @@ def unwrap(module: Any) -> Any:
     return module if original is None else _share(module, original)
 
 
+def check_unwrapped(model: Any, function: str) -> None:
+    """Refuse a model that has graphs of its own.
+
+    Raises:
+        ConfigError: it is wrapped, or its class is.
+    """
+    if isinstance(unwrap(model), CudaGraphWrapper):
+        kind = next(kind for kind in type(model).__mro__ if CudaGraphWrapper in kind.__bases__)
+        raise ConfigError(
+            f"{function} got a {type(model).__name__}, whose class {kind.__name__} has graphs itself, by "
+            f"@simplegraph.cuda_graph or CudaGraphWrapper: leave that away, and {function} serves its models."
+        )
+    if isinstance(model, CudaGraphWrapper):
+        raise ConfigError(f"{function} got a wrapped model; pass simplegraph.unwrap(model).")
+
+
 def _share(module: Any, kind: type[Any]) -> Any:
     """Make an instance of another class with the very same attributes: whatever is set on one, both have."""
     other = object.__new__(kind)

@@ -121,3 +121,23 @@ def test_the_module_is_left_as_it_was(device: torch.device) -> None:
 def test_bad_input_is_refused_in_words(module: Any, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         sg.check(module, torch.zeros(4, 4), **settings)
+
+
+def test_what_must_stay_a_break_is_not_told_to_become_one(device: torch.device) -> None:
+    report = str(sg.check(chain(device, harmless, reads_back), torch.randn(4, 4, device=device)))
+    assert "reads_back must stay an eager break" in report
+    assert "mark the function with" not in report
+
+
+def test_padding_is_tried_on_every_batch_that_is_given(device: torch.device) -> None:
+    """One draw may take the same branch with and without padding."""
+
+    @sg.eager_break
+    def gate(x: Tensor) -> Tensor:
+        return x * 2 if x.mean() > 0 else x
+
+    module, x = chain(device, gate), torch.ones(4, 4, device=device)
+    sizes = (x, torch.cat([x, -x / 2]))
+    alone = sg.check(module, sizes[0] * 9)
+    assert "as far as these inputs tell" in str(alone) or alone.rows_independent is False
+    assert sg.check(module, sizes[0] * 9, others=[(sizes[1],)]).rows_independent is False

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
+import simplegraph as sg
 from simplegraph.graph.failures import capture_error
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -60,3 +63,32 @@ def test_the_users_own_message_is_not_mistaken_for_one_of_torchs(text: str) -> N
     assert "read back" not in str(error)
     assert "pinned memory" not in str(error)
     assert "reseeded" not in str(error)
+
+
+class EagerInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with sg.eager():
+            return self.layer(x)
+
+
+def test_eager_inside_a_captured_forward_is_said_to_have_no_effect(device, caplog):
+    model = sg.wrap(EagerInside().to(device).eval(), capture_sizes=[1, 2], progress=False)
+    with torch.no_grad(), caplog.at_level("WARNING", "simplegraph"):
+        model.capture_graphs(torch.ones(2, 4, device=device))
+        assert model(torch.ones(2, 4, device=device)).shape == (2, 4)
+    said = [record.getMessage() for record in caplog.records if "eager()" in record.getMessage()]
+    assert len(said) == 1
+    assert "with sg.eager():" in said[0]
+    assert "has no effect inside a forward that is captured" in said[0]
+    assert "eager_break" in said[0]
+
+
+def test_eager_around_a_call_is_said_nothing_of(device, caplog):
+    model = sg.wrap(nn.Linear(4, 4).to(device).eval(), capture_sizes=[2], progress=False)
+    with torch.no_grad(), caplog.at_level("WARNING", "simplegraph"), sg.eager():
+        model(torch.ones(2, 4, device=device))
+    assert "eager()" not in caplog.text

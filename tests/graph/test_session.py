@@ -365,3 +365,20 @@ def test_an_error_below_the_users_line_in_the_standard_library_names_the_users_l
     location = user_location(caught.value)
     assert location is not None
     assert 'json.loads("{")' in location
+
+
+class ReadsBack(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def test_the_bar_counts_what_was_captured_and_says_where(
+    graphs: GraphDevice, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = sg.wrap(ReadsBack().to(graphs.torch_device).eval(), capture_sizes=SIZES)
+    model.capture_graphs(torch.ones(4, 4, device=graphs.torch_device))
+    bar = capsys.readouterr().err
+    assert f"failed={len(SIZES)}" in bar
+    assert f"{len(SIZES)}/{len(SIZES)}" not in bar
+    assert "100%" not in bar
+    assert ("(emulated)" in bar) == graphs.emulated

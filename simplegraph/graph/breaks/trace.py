@@ -40,6 +40,7 @@ class BreakTracer:
         self._observer: MemoryObserver | None = observer
         self._device = device
         self._handles = _Handles()
+        self._inside: dict[int, str] = {}  # by break, the class of an object that it returns a tensor in
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the break, and note what it is passed and returns."""
@@ -61,6 +62,8 @@ class BreakTracer:
         tensors = (part for leaf in leaves if isinstance(leaf, Tensor) for part in parts(leaf))
         returned = {storage_key(tensor) for tensor in tensors if tensor.layout is torch.strided}
         observer.left |= dict.fromkeys(made - returned, len(self.trace.calls))
+        kinds = (type(leaf).__name__ for leaf in leaves if not (made - returned).isdisjoint(_memory_inside(leaf)))
+        self._inside |= {len(self.trace.calls): kind for kind in kinds}
         problem = None
         if before != [_geometry(leaf) for leaf in arguments]:
             problem = "resizes, reshapes or re-points a tensor it is passed; return a new one"
@@ -83,14 +86,32 @@ class BreakTracer:
             for number, use in self._observer.found.items():
                 # A replay would go on with the tensor that the warmup's call of the break made.
                 call = self.trace.calls[number]
-                problem = call.problem or f"makes a tensor without returning it, and the forward {use}; return it"
-                self.trace.calls[number] = call._replace(problem=problem)
+                self.trace.calls[number] = call._replace(problem=call.problem or self._left_behind(number, use))
             del outputs
             for number in self._handles.kept():
                 call = self.trace.calls[number]
                 self.trace.calls[number] = call._replace(problem=call.problem or _KEPT)
         self._observer, self._handles = None, _Handles()
         return self.trace
+
+    def _left_behind(self, number: int, use: str) -> str:
+        """Say what is wrong with a break that made a tensor which a replay would not put where the forward reads it."""
+        kind = self._inside.get(number)
+        if kind is None:
+            return f"makes a tensor without returning it, and the forward {use}; return it"
+        return (
+            f"makes a tensor without returning it where a replay could put it: inside the class {kind}, and the "
+            f"forward {use}. Return tensors in tuples, lists, dicts or dataclasses; where the code is not yours, "
+            "break at the part around it, or wrap the parts after it"
+        )
+
+
+def _memory_inside(leaf: Any) -> set[int]:
+    """Return the storage keys of tensors among the attributes of an object that is no container."""
+    if isinstance(leaf, (Tensor, *ATOMS)) or not hasattr(leaf, "__dict__"):
+        return set()
+    held = (tensor for tensor in flatten(dict(vars(leaf)))[0] if isinstance(tensor, Tensor))
+    return {storage_key(part) for tensor in held for part in parts(tensor) if part.layout is torch.strided}
 
 
 class _Handles:

@@ -332,3 +332,41 @@ def test_an_object_that_only_breaks_keep_is_handed_on(
         torch.testing.assert_close(model(x), ((x + 1) * 2 + 1) * 3)
         torch.testing.assert_close(module.queue[-1].hidden, (x + 1) * 2)
     assert model.graph_stats.replays > 0
+
+
+class ImageList:
+    """A plain class around a tensor, as torchvision's detectors pass on."""
+
+    def __init__(self, tensors: Tensor, image_sizes: list[tuple[int, int]]) -> None:
+        self.tensors = tensors
+        self.image_sizes = image_sizes
+
+
+class Transform(nn.Module):
+    def forward(self, x: Tensor) -> tuple[ImageList, None]:
+        return ImageList(x / 2, [(4, 4)]), None
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = Transform()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images, _ = self.transform(x)
+        return cast(Tensor, self.body(images.tensors))
+
+
+def test_a_tensor_returned_inside_a_plain_class_is_named_with_the_class(device: torch.device) -> None:
+    """To return it is no advice: it is returned, where no replay could put another in its place."""
+    module = Detector().eval()
+    assert sg.break_at(module, "transform") == ["transform"]
+    model = piecewise(module, device, capture_sizes=[4])
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        torch.testing.assert_close(model(x), module(x))
+    said = next(iter(model.graph_stats.failures.values()))
+    assert "inside the class ImageList" in said
+    assert "Return tensors in tuples, lists, dicts or dataclasses" in said
+    assert "; return it" not in said

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import simplegraph as sg
 from simplegraph import Reason
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -14,7 +15,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import tiny_models as tiny  # noqa: E402
 from tiny_generation import GREEDY, MODELS, TOKENS, graphed  # noqa: E402
 
-from simplegraph.integrations.transformers import GraphedGeneration  # noqa: E402
+from simplegraph.integrations.transformers import GraphedGeneration, graph_encoder, graph_generation  # noqa: E402
 
 
 def refused(reason: Reason, model: Any, plain: Any, batch: dict[str, Any], **settings: Any) -> GraphedGeneration:
@@ -206,3 +207,17 @@ def test_no_memory_for_the_cache(llama: Any, plain: Any, device: torch.device, m
 
     monkeypatch.setattr("simplegraph.integrations.transformers.generate.decoder.CacheStore", full)
     refused(Reason.CACHE_FULL, llama, plain, tiny.prompts([6, 4], device))
+
+
+@pytest.mark.parametrize("function", [graph_generation, graph_encoder])
+def test_a_model_of_a_decorated_class_is_told_of_the_class(function: Any) -> None:
+    """Unwrapping would not help: the class itself has graphs."""
+    model = tiny.DECODERS["gpt2"]()
+    kind = type("Decorated", (type(model),), {})
+    model.__class__ = sg.cuda_graph(kind)
+    with pytest.raises(sg.ConfigError, match="whose class Decorated has graphs itself") as raised:
+        function(model)
+    assert "unwrap" not in str(raised.value)
+    model = tiny.DECODERS["gpt2"]()
+    with pytest.raises(sg.ConfigError, match="unwrap"):
+        function(sg.wrap(model))

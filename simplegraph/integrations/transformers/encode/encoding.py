@@ -16,7 +16,7 @@ from simplegraph.integrations.transformers.encode.lengths import LengthRule, eig
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, named
 from simplegraph.integrations.transformers.refusals import check_model
 from simplegraph.module.changes import Changes
-from simplegraph.module.mixin import CudaGraphWrapper, wrap
+from simplegraph.module.mixin import check_unwrapped, wrap
 from simplegraph.reasons import CannotBind, Reason
 
 _ROW_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
@@ -141,7 +141,8 @@ def graph_encoder(
 
 
 def _check_encoder(model: Any) -> None:
-    if not isinstance(model, PreTrainedModel) or isinstance(model, CudaGraphWrapper):
-        raise ConfigError(f"graph_encoder got a {type(model).__name__}; expected a model of transformers, not wrapped.")
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"graph_encoder got a {type(model).__name__}; expected a model of transformers.")
+    check_unwrapped(model, "graph_encoder")
     if "attention_mask" not in inspect.signature(type(model).forward).parameters:
         raise ConfigError(f"{type(model).__name__}.forward takes no attention_mask, so its lengths cannot be padded.")

@@ -17,7 +17,7 @@ from simplegraph.integrations.transformers.generate.served import ServedGenerati
 from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TokenStep
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, named
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
-from simplegraph.module.mixin import CudaGraphWrapper, wrap
+from simplegraph.module.mixin import check_unwrapped, wrap
 from simplegraph.reasons import CannotBind, Reason
 
 _MAX_SIGNATURES = 64  # spans times encoder lengths times flags
@@ -167,8 +167,7 @@ def _check_generator(model: Any, **sizes: int) -> None:
             f"graph_generation got a {type(model).__name__}; expected a model of transformers that can generate, such "
             "as AutoModelForCausalLM gives. Use simplegraph.wrap for other modules."
         )
-    if isinstance(model, CudaGraphWrapper):
-        raise ConfigError("graph_generation got a wrapped model; pass simplegraph.unwrap(model).")
+    check_unwrapped(model, "graph_generation")
     if not hasattr(GenerationMixin, "_sample"):
         raise ConfigError("this release of transformers has no GenerationMixin._sample; transformers 5 is supported.")
     for name, size in sizes.items():
