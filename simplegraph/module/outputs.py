@@ -114,5 +114,6 @@ def unreturnable(leaves: Sequence[Any]) -> str | None:
             return repr(leaf)
         opaque = isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or is_wrapper(leaf))
         if opaque or not isinstance(leaf, _RETURNABLE):
-            return f"a {type(leaf).__name__}"
+            cache = "; pass use_cache=False" if type(leaf).__module__ == "transformers.cache_utils" else ""
+            return f"a {type(leaf).__name__}{cache}"
     return None

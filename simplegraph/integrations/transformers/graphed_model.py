@@ -56,6 +56,12 @@ class GraphedModel:
             return GraphReport(self.stats, str(self.model.device))
         return self._step.graph_report()  # type: ignore[no-any-return]
 
+    def __repr__(self) -> str:
+        """Show the class of the model and what came of its calls."""
+        stats = self.stats
+        done = f"{len(stats.graphs)} graphs, {stats.replays} replays, {sum(stats.eager.values())} eager calls"
+        return f"<{type(self).__name__} of {stats.name}: {done}>"
+
     def reset(self) -> None:
         """Drop the graphs and the memory that they read; later calls capture again."""
         self._step.reset_graphs()

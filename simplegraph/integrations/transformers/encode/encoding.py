@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from simplegraph.errors import ConfigError
@@ -45,6 +46,8 @@ class GraphedEncoder(GraphedModel):
         self._signature = inspect.signature(type(model).forward)
         self._checked_at: float = -1
         self._rules: dict[Hashable, LengthRule] = {}
+        self._keeps_masks = getattr(model.config, "_attn_implementation", None) != "sdpa"
+        self._pad_token = int(getattr(model.config, "pad_token_id", None) or 0)
         super().__init__(model, step, {"forward": self._forward})
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,17 +83,28 @@ class GraphedEncoder(GraphedModel):
         if length > self._lengths[-1]:
             raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{length} tokens")
         padded = self._lengths[bisect.bisect_left(self._lengths, length)]
-        full = pad_inputs(inputs, rows, length, padded)
-        if padded == length:
+        visible = _visible(inputs.get("attention_mask"), rows, length)
+        full = pad_inputs(inputs, rows, length, padded, self._pad_token)
+        unmasked = padded == length and visible is not None and not self._keeps_masks and bool(visible.all())
+        if unmasked:  # as eager goes on without a mask in which nothing is hidden, with other kernels
+            del full["attention_mask"]
+        elif padded == length:
             return self._step(**full, **flags)
-        key = (tuple(inputs), tuple(sorted((name, repr(value)) for name, value in flags.items())))
+        key = (tuple(inputs), unmasked, tuple(sorted((name, repr(value)) for name, value in flags.items())))
         rule = self._rules.get(key)
-        if rule is not None:
-            rule.check()
-            return rule.cut(self._step(**full, **flags), length)
-        outputs = forward(**given)
-        self._rules[key] = LengthRule.between(outputs, self._step(**full, **flags), length, padded)
-        return outputs
+        if rule is None:
+            outputs = forward(**given)
+            rule = LengthRule.between(outputs, self._step(**full, **flags), length, padded, visible)
+            self._rules[key] = rule
+            self._keeps_masks |= unmasked and rule.refuses
+            return outputs
+        rule.check()
+        return rule.cut(self._step(**full, **flags), length)
+
+
+def _visible(mask: Tensor | None, rows: int, length: int) -> Tensor | None:
+    """Return which tokens a mask shows; None if it is not one of tokens."""
+    return mask.bool() if mask is not None and mask.shape == (rows, length) else None
 
 
 def graph_encoder(
@@ -104,7 +118,9 @@ def graph_encoder(
     """Run the encoder's calls through CUDA graphs from now on, one graph per padded batch size and length.
 
     Sequences are padded on the right with tokens that the attention mask hides, and outputs are cut to the real tokens.
-    The first padded call of a kind runs twice, unpadded and padded: if the results differ, such calls run eagerly.
+    The first padded call of a kind runs twice, unpadded and padded: if the results differ, such calls run eagerly. What
+    a model returns for tokens that the caller's own mask hides is not compared, and may differ. A batch of full lengths
+    runs without its mask where the model's own forward does.
 
         with graph_encoder(model) as graphs:
             hidden = model(input_ids, attention_mask=mask).last_hidden_state
@@ -144,5 +160,12 @@ def _check_encoder(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"graph_encoder got a {type(model).__name__}; expected a model of transformers.")
     check_unwrapped(model, "graph_encoder")
-    if "attention_mask" not in inspect.signature(type(model).forward).parameters:
+    parameters = inspect.signature(type(model).forward).parameters
+    if "attention_mask" not in parameters:
         raise ConfigError(f"{type(model).__name__}.forward takes no attention_mask, so its lengths cannot be padded.")
+    if not {"input_ids", "inputs_embeds"} & parameters.keys():
+        takes = next(iter(list(parameters)[1:]), "nothing")
+        raise ConfigError(
+            f"graph_encoder pads tokens, and {type(model).__name__}.forward takes {takes}, neither input_ids nor "
+            "inputs_embeds: use simplegraph.wrap(model)."
+        )

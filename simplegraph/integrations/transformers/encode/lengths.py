@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from simplegraph.manager.differences import first_difference
+from simplegraph.module.outputs import unreturnable
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -44,14 +46,27 @@ def read_call(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
     return inputs, flags, (rows, length)
 
 
-def pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int) -> dict[str, Tensor]:
-    """Pad inputs (rows, length, ...) with zeros on the right, and add a mask of the real tokens if none is given."""
+def pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int, pad_token: int) -> dict[str, Tensor]:
+    """Pad inputs (rows, length, ...) on the right, and add a mask of the real tokens if none is given.
+
+    Args:
+        inputs: by name.
+        rows: their rows.
+        length: in tokens.
+        padded: the length to pad to; nothing is done if it is the same.
+        pad_token: what `input_ids` are padded with; other inputs get zeros.
+    """
+    if padded == length:
+        return inputs
     first = next(iter(inputs.values()))
     if "attention_mask" not in inputs:
         inputs = inputs | {"attention_mask": torch.ones(rows, length, dtype=torch.int64, device=first.device)}
-    if padded == length:
-        return inputs
-    return {name: F.pad(value, [0] * (2 * value.dim() - 3) + [padded - length]) for name, value in inputs.items()}
+    return {
+        name: F.pad(
+            value, [0] * (2 * value.dim() - 3) + [padded - length], value=pad_token if name == "input_ids" else 0
+        )
+        for name, value in inputs.items()
+    }
 
 
 class LengthRule:
@@ -60,21 +75,50 @@ class LengthRule:
     Args:
         dims: for each output, the dimensions that grow with the length.
         refusal: what else padding changes, if anything: such calls cannot be padded.
+        reason: of the refusal.
     """
 
-    def __init__(self, dims: list[tuple[int, ...]], refusal: str = "") -> None:
+    def __init__(self, dims: list[tuple[int, ...]], refusal: str = "", reason: Reason = Reason.LENGTH_PADDING) -> None:
         self._dims = dims
-        self._refusal = refusal
+        self._refusal, self._reason = refusal, reason
 
     @classmethod
-    def between(cls, outputs: Any, padded_outputs: Any, length: int, padded: int) -> LengthRule:
-        """Derive the rule from the outputs of one call, unpadded and padded."""
+    def between(
+        cls, outputs: Any, padded_outputs: Any, length: int, padded: int, visible: Tensor | None = None
+    ) -> LengthRule:
+        """Derive the rule from the outputs of one call, as it is and with other inputs that shall not change them.
+
+        Args:
+            outputs: as it is.
+            padded_outputs: padded, or without its mask.
+            length: of the first, in tokens.
+            padded: of the others.
+            visible: (rows, length), the caller's mask; nothing but the length follows from what it hides.
+        """
         (leaves, spec), (padded_leaves, padded_spec) = flatten(outputs), flatten(padded_outputs)
+        opaque = unreturnable(leaves)
+        if opaque is not None:
+            return cls([], opaque, Reason.UNSUPPORTED_OUTPUT)
+        changed = f"from {length} to {padded} tokens" if padded > length else "without the mask"
         if spec != padded_spec:
-            return cls([], "padding changes the structure of the outputs")
-        rule = cls([_grown_dims(leaf, other) for leaf, other in zip(leaves, padded_leaves, strict=True)])
-        found = first_difference(flatten(rule.cut(padded_outputs, length))[0], leaves)
-        return rule if found is None else cls([], f"from {length} to {padded} tokens, {found}")
+            return cls([], f"{changed}, the structure of the outputs changes")
+        pairs = list(zip(leaves, padded_leaves, strict=True))
+        rule = cls([_grown_dims(leaf, other) for leaf, other in pairs])
+        for (leaf, other), dims in zip(pairs, rule._dims, strict=True):
+            fits = not isinstance(leaf, Tensor) or all(
+                (leaf.shape[d], other.shape[d]) == (length, padded) for d in dims
+            )
+            if not fits:
+                return cls([], f"{changed}, an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}")
+        cut = flatten(rule.cut(padded_outputs, length))[0]
+        hidden = functools.partial(_without_hidden, visible)
+        found = first_difference(list(map(hidden, cut, rule._dims)), list(map(hidden, leaves, rule._dims)))
+        return rule if found is None else cls([], f"{changed}, {found}")
+
+    @property
+    def refuses(self) -> bool:
+        """True if such calls cannot be padded."""
+        return bool(self._refusal)
 
     def check(self) -> None:
         """Refuse the call if padding would change its outputs.
@@ -83,7 +127,7 @@ class LengthRule:
             CannotBind: padding changes them.
         """
         if self._refusal:
-            raise CannotBind(Reason.LENGTH_PADDING, self._refusal)
+            raise CannotBind(self._reason, self._refusal)
 
     def cut(self, outputs: Any, length: int) -> Any:
         """Cut the outputs to the real tokens."""
@@ -92,6 +136,16 @@ class LengthRule:
             for dim in dims:
                 leaves[index] = leaves[index].narrow(dim, 0, length)
         return spec.unflatten(leaves)
+
+
+def _without_hidden(visible: Tensor | None, leaf: Any, dims: tuple[int, ...]) -> Any:
+    """Zero what an output holds for tokens that the mask hides, in all dimensions that follow the length."""
+    if visible is None or not dims or leaf.shape[0] != visible.shape[0]:
+        return leaf
+    for dim in dims:
+        shape = [size if at in (0, dim) else 1 for at, size in enumerate(leaf.shape)]
+        leaf = leaf.masked_fill(~visible.view(shape), 0)
+    return leaf
 
 
 def _grown_dims(leaf: Any, other: Any) -> tuple[int, ...]:

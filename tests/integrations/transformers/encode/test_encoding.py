@@ -201,3 +201,107 @@ def test_settings_that_make_no_sense_are_refused(device: torch.device) -> None:
         graph_encoder(bert(device), lengths=[])
     with pytest.raises(sg.ConfigError, match="expected a model of transformers"):
         graph_encoder(torch.nn.Linear(2, 2))
+
+
+def deberta(device: torch.device) -> Any:
+    settings = {"position_buckets": 8, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    config = transformers.DebertaV2Config(**tiny.BERT, **settings, type_vocab_size=0, position_biased_input=False)
+    return tiny.build(lambda: transformers.DebertaV2Model(config), device)
+
+
+@pytest.mark.parametrize("hidden_first", [True, False])
+def test_tokens_that_the_callers_mask_hides_do_not_decide_what_is_padded(
+    hidden_first: bool, device: torch.device
+) -> None:
+    """What DeBERTa returns for them follows from the length: the order of calls may not decide if graphs serve it."""
+    plain, model = deberta(device), deberta(device)
+    with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.no_grad():
+        for number, length in enumerate((10, 12, 9, 12, 10)):
+            inputs = batch(4, length, device)
+            del inputs["token_type_ids"]
+            if number == 0 and not hidden_first:
+                inputs["attention_mask"].fill_(1)
+            shown = inputs["attention_mask"].bool()
+            found, expected = (one(**inputs).last_hidden_state[shown] for one in (model, plain))
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        assert graphs.stats.replays >= 2
+        assert Reason.LENGTH_PADDING not in graphs.stats.eager
+
+
+def test_a_batch_of_full_lengths_runs_without_the_mask_as_in_eager(device: torch.device) -> None:
+    """With one, attention takes slower kernels; a mask that hides tokens goes in, whatever came before."""
+    plain, model = bert(device), bert(device)
+    with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.no_grad():
+        for number in range(12):
+            inputs = batch(4, 16, device)
+            if number % 3:
+                inputs["attention_mask"].fill_(1)
+            assert_same(model(**inputs), plain(**inputs))
+        assert graphs.stats.captures == 2
+        assert graphs.stats.replays >= 6
+        full, masked = sorted(graphs.stats.graphs.values(), key=lambda graph: len(graph.inputs))
+        assert "attention_mask" in str(masked.inputs)
+        assert "attention_mask" not in str(full.inputs)
+        assert (full.nodes or 0) < (masked.nodes or 1)
+
+
+def test_a_model_that_reads_its_mask_keeps_it(device: torch.device) -> None:
+    class Pooling(transformers.BertModel):
+        def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
+            outputs = super().forward(input_ids, attention_mask=attention_mask)
+            if attention_mask is not None:
+                outputs.pooler_output = outputs.pooler_output * attention_mask.sum()
+            return outputs
+
+    plain, model = (tiny.build(lambda: Pooling(transformers.BertConfig(**tiny.BERT)), device) for _ in range(2))
+    with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.no_grad():
+        for _ in range(5):
+            inputs = {"input_ids": batch(4, 16, device)["input_ids"]}
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            assert_same(model(**inputs), plain(**inputs))
+        assert graphs.stats.replays >= 1
+
+
+def test_outputs_that_are_pooled_along_the_length_are_not_cut(device: torch.device) -> None:
+    sizes = {"block_sizes": [1, 1], "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 64}
+    config = transformers.FunnelConfig(vocab_size=tiny.VOCABULARY, **sizes)
+    plain, model = (tiny.build(lambda: transformers.FunnelBaseModel(config), device) for _ in range(2))
+    with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.no_grad():
+        for length in (10, 12, 10, 16, 16, 16):
+            inputs = batch(4, length, device)
+            assert_same(model(**inputs), plain(**inputs))
+        assert graphs.stats.eager[Reason.LENGTH_PADDING] == 2
+        assert "an output of shape (4, 5, 32) has shape (4, 8, 32)" in str(graphs.report())
+
+
+def test_a_classifier_that_returns_a_cache_is_told_how_not_to(device: torch.device) -> None:
+    config = transformers.GPT2Config(**(tiny.GPT2 | {"pad_token_id": 3}), num_labels=3)
+    plain, model = (tiny.build(lambda: transformers.GPT2ForSequenceClassification(config), device) for _ in range(2))
+    with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.no_grad():
+        for length in (10, 12, 16, 16, 9):
+            ids = batch(4, length, device)["input_ids"].clamp(4)
+            assert torch.equal(model(ids).logits, plain(ids).logits)
+        assert graphs.stats.replays == 0
+        assert "a DynamicCache; pass use_cache=False" in str(graphs.report())
+        for length in (10, 12, 16, 16, 9, 12, 16):
+            ids = batch(4, length, device)["input_ids"].clamp(4)  # padded with the model's own padding token
+            assert_same(model(ids, use_cache=False), plain(ids, use_cache=False))
+        assert graphs.stats.replays >= 2
+
+
+def test_models_that_take_no_tokens_are_refused(device: torch.device) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    audio = transformers.Wav2Vec2Model(
+        transformers.Wav2Vec2Config(
+            **sizes, conv_dim=(8,), conv_kernel=(4,), conv_stride=(2,), num_feat_extract_layers=1
+        )
+    )
+    with pytest.raises(sg.ConfigError, match="forward takes input_values, neither input_ids nor inputs_embeds"):
+        graph_encoder(audio)
+    with pytest.raises(sg.ConfigError, match="forward takes pixel_values"):
+        graph_encoder(transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=32)))
+
+
+def test_a_handle_says_what_it_is(device: torch.device) -> None:
+    with graph_encoder(bert(device)) as graphs:
+        assert repr(graphs) == "<GraphedEncoder of BertModel: 0 graphs, 0 replays, 0 eager calls>"
