@@ -103,6 +103,9 @@ class CudaGraphConfig:
             passed in): its address becomes part of the key. Other dimensions are inferred.
         pad_values: argument name -> how padding rows are filled: ``"zero"`` (the default), ``"keep"``
             (not written), ``"repeat-last"``, or a number.
+        length_dims: argument name -> dimension of a length, such as samples or frames, that is padded to the next of
+            `lengths` (by `pad_values`); outputs are cut. If that changes the answer, calls run eagerly.
+        lengths: the lengths to capture, each with graphs for all batch sizes.
         padding: False serves only batches whose exact size was captured.
         outputs: ``"clone"`` returns new tensors from every call; ``"static"`` returns graph memory, valid until the
             next replay of any graph in the same pool, even after its own graph is dropped. With both, inputs that
@@ -155,6 +158,8 @@ class CudaGraphConfig:
     uniform_query_len: int = 1
     batch_dims: Mapping[str, BatchDim] = dataclasses.field(default_factory=dict)
     pad_values: Mapping[str, PadRule] = dataclasses.field(default_factory=dict)
+    length_dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lengths: Sequence[int] | None = None
     padding: bool = True
     outputs: Literal["clone", "static"] = "clone"
     capture: Literal["lazy", "upfront"] = "lazy"
@@ -182,13 +187,13 @@ class CudaGraphConfig:
             if value is not None or not optional:
                 object.__setattr__(self, name, kind.check(name, value))
         if self.capture_sizes is not None and self.max_capture_size is not None:
-            raise ConfigError(
-                "capture_sizes and max_capture_size are both set; "
-                "give the sizes, or the largest default size, not both."
-            )
+            both = "capture_sizes and max_capture_size are both set"
+            raise ConfigError(f"{both}; give the sizes, or the largest default size, not both.")
         for name in self.break_ops:
             if not all(name.partition("::")):
                 raise ConfigError(f"break_ops has {name!r}; expected operators such as 'mylib::attention'.")
+        if bool(self.length_dims) != bool(self.lengths):
+            raise ConfigError("length_dims and lengths belong together: which dimensions, and the lengths to capture.")
         self._check_limits()
         self._check_decode_sizes()
 
@@ -196,31 +201,24 @@ class CudaGraphConfig:
         if self.decode_capture_sizes is None:
             return
         sizes = self.decode_capture_sizes
-        odd = [size for size in sizes if size % self.uniform_query_len]
-        if odd:
-            raise ConfigError(
-                f"decode_capture_sizes has {odd[0]}; expected multiples of uniform_query_len={self.uniform_query_len}."
-            )
+        for odd in (size for size in sizes if size % self.uniform_query_len):
+            told = f"decode_capture_sizes has {odd}; expected multiples of"
+            raise ConfigError(f"{told} uniform_query_len={self.uniform_query_len}.")
         if self.max_num_tokens is not None and sizes[-1] > self.max_num_tokens:
-            raise ConfigError(
-                f"decode_capture_sizes has {sizes[-1]}, above max_num_tokens={self.max_num_tokens}; "
-                "no batch could ever use it."
-            )
+            above = f"decode_capture_sizes has {sizes[-1]}, above max_num_tokens={self.max_num_tokens}"
+            raise ConfigError(f"{above}; no batch could ever use it.")
 
     def _check_limits(self) -> None:
         if self.max_num_tokens is None:
             return
         if self.uniform_query_len > self.max_num_tokens:
-            raise ConfigError(
-                f"uniform_query_len is {self.uniform_query_len}, above max_num_tokens={self.max_num_tokens}; "
-                "no request of a uniform decode batch would fit. Lower it, or raise the limit."
-            )
+            above = f"uniform_query_len is {self.uniform_query_len}, above max_num_tokens={self.max_num_tokens}"
+            raise ConfigError(f"{above}; no request of a uniform decode batch would fit. Lower it, or raise the limit.")
         largest = self.capture_sizes[-1] if self.capture_sizes else self.max_capture_size
         if largest is not None and largest > self.max_num_tokens:
-            raise ConfigError(
-                f"the largest capture size is {largest}, above max_num_tokens={self.max_num_tokens}; "
-                "no batch could ever use it. Drop the sizes above max_num_tokens, or raise the limit."
-            )
+            above = f"the largest capture size is {largest}, above max_num_tokens={self.max_num_tokens}"
+            drop = "Drop the sizes above max_num_tokens, or raise the limit."
+            raise ConfigError(f"{above}; no batch could ever use it. {drop}")
 
     def replace(self, **changes: Any) -> CudaGraphConfig:
         """Return a copy with some fields changed, validated again.
@@ -238,9 +236,8 @@ class CudaGraphConfig:
     def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:
         """Return a copy in which ``SIMPLEGRAPH_*`` environment variables replace the fields they name.
 
-        Wrappers and managers call it once, when they are built. The environment takes precedence, so that a
-        deployed program can be switched to ``SIMPLEGRAPH_MODE=none`` or ``SIMPLEGRAPH_DEBUG=1``
-        without an edit.
+        Wrappers and managers call it once, when they are built. The environment takes precedence, so that a deployed
+        program can be switched to ``SIMPLEGRAPH_MODE=none`` or ``SIMPLEGRAPH_DEBUG=1`` without an edit.
 
         Raises:
             ConfigError: a variable names no setting, or its value is invalid.
@@ -316,6 +313,10 @@ def _check_batch_dim(name: str, value: Any) -> Any:
     return _require(name, value, valid, "a dimension, None or 'reference'")
 
 
+def _check_length_dim(name: str, value: Any) -> Any:
+    return _require(name, value, isinstance(value, int) and not isinstance(value, bool), "a dimension")
+
+
 def _check_pad_rule(name: str, value: Any) -> Any:
     valid = isinstance(value, (int, float)) or value in ("zero", "keep", "repeat-last")
     return _require(name, value, valid, "'zero', 'keep', 'repeat-last' or a number")
@@ -354,10 +355,8 @@ def _from_variable(variable: str, text: str) -> tuple[str, Any]:
 
 
 def _parse_bool(text: str) -> bool:
-    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in values:
-        raise ValueError(text)
-    return values[text.lower()]
+    known = ("1", "true", "yes", "on", "0", "false", "no", "off")
+    return known.index(text.lower()) < 4  # which raises ValueError
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
@@ -384,6 +383,7 @@ _KINDS: dict[Any, _Kind] = {
     Sequence[int]: _Kind(_check_sizes, _parse_sizes, "sizes separated by commas, such as 1,2,4"),
     Sequence[str]: _Kind(_check_names, _parse_names),
     Mapping[str, BatchDim]: _Kind(functools.partial(_check_mapping, _check_batch_dim)),
+    Mapping[str, int]: _Kind(functools.partial(_check_mapping, _check_length_dim)),
     Mapping[str, PadRule]: _Kind(functools.partial(_check_mapping, _check_pad_rule)),
     Callable[[Any], Hashable]: _Kind(_check_callable),
 }

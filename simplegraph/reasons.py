@@ -96,6 +96,11 @@ class Reason(str, enum.Enum):
     CACHE_KIND = "cache_kind", "the cache is of a kind that decode graphs cannot stand in for; leave it to generate"
     FIXED_CACHE = "fixed_cache", "from a cache of fixed length, the model answers otherwise than from its own"
     CACHE_FULL = "cache_full", "the sequence is longer than the static cache; raise max_length"
+    LENGTH_LEARNT = (
+        "length_learnt",
+        "a first call of its length: it runs as it is, and what the padded call gives is compared with it",
+    )
+    LENGTH_MISMATCH = "length_mismatch", "inputs disagree on the length, or none has one; check length_dims"
     LENGTH_TOO_LARGE = "length_too_large", "the sequence is above every captured length; add to lengths"
     ATTENTION = "attention", "the attention implementation cannot be in a graph; use 'sdpa' or 'eager'"
     HOOKS = (

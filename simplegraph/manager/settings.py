@@ -28,6 +28,8 @@ class CudaGraphSettings(TypedDict, total=False):
     uniform_query_len: int
     batch_dims: Mapping[str, BatchDim]
     pad_values: Mapping[str, PadRule]
+    length_dims: Mapping[str, int]
+    lengths: Sequence[int] | None
     padding: bool
     outputs: Literal["clone", "static"]
     capture: Literal["lazy", "upfront"]

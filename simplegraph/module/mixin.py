@@ -59,7 +59,10 @@ class CudaGraphWrapper(Graphed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return invoke(self, args, kwargs)  # the compiler sees the module itself, not this machinery
-        return self._graph_runner.call(self, args, kwargs)
+        runner = self._graph_runner
+        if runner.lengths is not None:
+            return runner.lengths.call(runner, self, args, kwargs)
+        return runner.call(self, args, kwargs)
 
     @property
     def _graph_runner(self) -> GraphRunner:
@@ -103,7 +106,8 @@ class CudaGraphWrapper(Graphed):
             CaptureError: a size failed and ``on_capture_failure`` is "raise".
             Exception: the module's own, if it cannot run such inputs at any size, graphs or not.
         """
-        return self._graph_runner.capture_all(self, args, kwargs)
+        runner = self._graph_runner
+        return (runner.lengths.capture_all if runner.lengths else _capture_all)(runner, self, args, kwargs)
 
     def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
         """Return the static input buffers by argument name: write into them and pass them on, and nothing is copied.
@@ -136,6 +140,7 @@ class CudaGraphWrapper(Graphed):
         return self._graph_runner.manager
 
 
+_capture_all = GraphRunner.capture_all
 _SETTINGS = frozenset(CudaGraphConfig.__dataclass_fields__)
 
 

@@ -27,6 +27,7 @@ from simplegraph.module.builder import GraphBuilder
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.eager_plan import remember
 from simplegraph.module.known import KnownCalls
+from simplegraph.module.lengths import LengthBuckets
 from simplegraph.module.padding import refuse_numbers
 from simplegraph.module.proof import prove
 from simplegraph.module.replay import MISS, replay_checked, try_replay
@@ -59,9 +60,9 @@ class GraphRunner:
     def _use(
         self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: RankGroup | None
     ) -> None:
-        self.settings, self.config = settings, config
-        self._pool, self._ranks = pool, ranks
+        self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
         self.builder: GraphBuilder | None = None
+        self.lengths = LengthBuckets(config) if config.lengths else None
         self._known = KnownCalls(config, changing=config.verify > 0 and ranks is None)
         self._disabled = Reason.MODE_NONE if config.mode is CudaGraphMode.NONE else None
 

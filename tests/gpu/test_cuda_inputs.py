@@ -88,3 +88,30 @@ def test_self_attention_by_one_tensor_takes_eagers_kernels(device: torch.device)
         x = torch.randn(7, 4, WIDTH, device=device)
         assert torch.equal(model(x, x, x)[0], sg.unwrap(model)(x, x, x)[0])
     assert model.graph_stats.replays >= 2
+
+
+class Frames(nn.Module):
+    """Strided windows over samples, as audio models begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(1, 8, 10, 5)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return self.first(samples[:, None]).relu().transpose(1, 2)
+
+
+def test_calls_of_any_length_are_served_by_graphs_of_a_few(device: torch.device) -> None:
+    model: Any = sg.wrap(
+        Frames().to(device).eval(),
+        capture_sizes=[2, 4],
+        length_dims={"samples": 1},
+        lengths=[64, 128],
+        batch_dims={"samples": 0},
+        progress=False,
+    )
+    for number, length in enumerate([*range(41, 128, 3)] * 3):
+        x = torch.randn((2, 4, 3)[number % 3], length, device=device)
+        torch.testing.assert_close(model(x), sg.unwrap(model)(x), rtol=1e-2, atol=1e-3)
+    assert model.graph_stats.captures == 4
+    assert model.graph_stats.replays >= 30

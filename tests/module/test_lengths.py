@@ -1,0 +1,177 @@
+"""Calls of any length, served by graphs of a few: right at every length, and eager where padding changes the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from run_log import run_log
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph import Reason
+from simplegraph.module.lengths import SizeRule
+from tests.module.answers import reasons
+
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]
+WIDTH = 4
+
+
+class Frames(nn.Module):
+    """Strided windows over samples, as audio models begin; padding does not reach real frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(1, WIDTH, 10, 5)
+        self.second = nn.Conv1d(WIDTH, WIDTH, 3, 2)
+
+    def forward(self, samples: Tensor) -> dict[str, Tensor]:
+        hidden = self.second(self.first(samples[:, None]).relu())
+        return {"frames": hidden.transpose(1, 2), "samples": samples * 2}
+
+
+class Masked(nn.Module):
+    """Tokens with a mask, averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, WIDTH)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.table(tokens) * mask[..., None]
+        return hidden, hidden.sum(1) / mask.sum(1, keepdim=True)
+
+
+class Mean(nn.Module):
+    """Counts its samples: padding changes the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = run_log()
+
+    def forward(self, samples: Tensor) -> Tensor:
+        self.runs()
+        return samples.mean(1)
+
+
+def graphed(module: nn.Module, device: torch.device, **settings: Any) -> Any:
+    common = {"capture_sizes": [2, 4], "progress": False, "length_dims": {"samples": 1}, "lengths": [64, 128]}
+    return sg.wrap(module.to(device).eval(), **(common | settings))
+
+
+def assert_right(model: Any, *args: Tensor) -> None:
+    found, expected = model(*args), sg.unwrap(model)(*args)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+LENGTHS = [40, 50, 100, 64, 128, 61, 90, 45, 70, 40, 100]
+
+
+def test_strided_frames_are_cut_to_what_the_length_gives(device: torch.device) -> None:
+    model = graphed(Frames(), device)
+    for number, length in enumerate([*LENGTHS, *range(41, 128, 3), *LENGTHS, *LENGTHS]):
+        assert_right(model, torch.randn((2, 4, 3)[number % 3], length, device=device))
+    stats = model.graph_stats
+    assert stats.captures == 4  # two sizes times two lengths
+    assert stats.replays >= 30
+    assert reasons(model)["length_learnt"] < 20
+    assert Reason.LENGTH_PADDING not in stats.eager
+
+
+def test_several_arguments_are_padded_together(device: torch.device) -> None:
+    model = graphed(Masked(), device, length_dims={"tokens": 1, "mask": -1}, pad_values={"tokens": 1})
+    for rows, length in [(4, 9), (4, 12), (2, 10), (3, 40), (4, 64), (2, 33), (3, 20), (4, 31), (3, 50), (2, 9)]:
+        tokens = torch.randint(20, (rows, length), device=device)
+        assert_right(model, tokens, torch.ones(rows, length, device=device))
+    assert model.graph_stats.replays >= 2
+    with pytest.raises(RuntimeError, match="must match the size"):
+        model(tokens, torch.ones(2, 3, device=device))  # eager's own error
+    assert reasons(model)["length_mismatch"] == 1
+
+
+def test_a_forward_that_counts_its_length_runs_as_it_is(device: torch.device) -> None:
+    model = graphed(Mean(), device)
+    for length in (40, 50, 40, 64, 64, 64, 64):
+        assert_right(model, torch.randn(4, length, device=device))
+    assert reasons(model)["length_padding"] == 2
+    assert "from 40 to 64, output 0 differs" in str(model.graph_report())
+    assert model.graph_stats.replays >= 1  # at a captured length nothing is padded
+
+
+class Coarse(nn.Module):
+    """One frame for 32 samples or a part of them."""
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return nn.functional.max_pool1d(samples.abs(), 32, ceil_mode=True)
+
+
+def test_a_size_that_did_not_grow_at_first_is_not_taken_for_a_fixed_one(device: torch.device) -> None:
+    """62 and 63 samples give as many frames as 64."""
+    model = graphed(Coarse(), device, batch_dims={"samples": 0})
+    for length in (62, 63, 61, 62, 30, 40, 20, 10, 33, 31, 127, 126, 100, 90, 80, 65, 66, 70, 5, 31, 120) * 3:
+        assert_right(model, torch.randn(4, length, device=device))
+    assert model.graph_stats.replays >= 3
+
+
+def test_longer_calls_run_as_they_are(device: torch.device) -> None:
+    model = graphed(Frames(), device)
+    assert_right(model, torch.randn(4, 129, device=device))
+    assert reasons(model) == {"length_too_large": 1}
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.count = 0
+
+    def forward(self, samples: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        return samples + torch.rand(samples.shape[0], 1, device=samples.device) + self.calls
+
+
+def test_a_rehearsal_leaves_state_and_random_numbers_as_one_run_does(device: torch.device) -> None:
+    model, twin = graphed(Drawing(), device), Drawing().to(device).eval()
+    for length in (40, 50):
+        samples = torch.randn(4, length, device=device)
+        torch.manual_seed(length)
+        found = model(samples)
+        torch.manual_seed(length)
+        torch.testing.assert_close(found, twin(samples))
+        assert (model.calls.item(), model.count) == (twin.calls.item(), twin.count)
+
+
+def test_all_lengths_are_captured_upfront(device: torch.device) -> None:
+    model = graphed(Frames(), device, capture="upfront", batch_dims={"samples": 0})
+    summary = model.capture_graphs(torch.randn(3, 80, device=device))
+    assert (summary.captured, summary.failed) == (4, {})
+    for length in LENGTHS:
+        assert_right(model, torch.randn(4, length, device=device))
+    assert model.graph_stats.captures == 4
+    assert model.graph_stats.replays >= 3
+
+
+def test_settings_belong_together() -> None:
+    with pytest.raises(sg.ConfigError, match="length_dims and lengths belong together"):
+        sg.wrap(Frames(), lengths=[64])
+    with pytest.raises(sg.ConfigError, match="length_dims\\['samples'\\] is 'x'; expected a dimension"):
+        sg.wrap(Frames(), lengths=[64], length_dims={"samples": "x"})  # type: ignore[dict-item]
+    with pytest.raises(sg.InputError, match="length_dims\\['samples'\\] is 3"):
+        sg.wrap(Frames().eval(), lengths=[64], length_dims={"samples": 3})(torch.ones(2, 64))
+
+
+@pytest.mark.parametrize(("window", "stride"), [(1, 1), (4, 4), (1, 2), (400, 320), (3, 2)])
+def test_sizes_are_predicted_only_where_they_follow(window: int, stride: int) -> None:
+    def size(length: int) -> int:
+        return (length - window) // stride + 1
+
+    rule = SizeRule()
+    predicted = 0
+    for length in (*range(500, 9000, 377), 16000, 8000, 5003, 777):
+        found = rule.predict(length)
+        assert found in (None, size(length))
+        predicted += found is not None
+        rule.learn(length, size(length))
+    assert predicted >= 3
