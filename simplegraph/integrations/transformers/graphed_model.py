@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ _TEXTS = {
     Reason.RANDOM_PADDING: "the forward draws random numbers: padding would change the next ones; capture this size",
     Reason.BATCH_MISMATCH: "inputs disagree on the number of rows",
 }
+logger = logging.getLogger("simplegraph")
 HandleType = TypeVar("HandleType", bound="GraphedModel")
 
 
@@ -70,6 +72,16 @@ class GraphedModel:
         """Restore the model's own methods and drop the graphs; a second call does nothing."""
         restore_methods(self.model, self)
         self.reset()
+
+    def give_way(self) -> None:
+        """Remove these graphs for later ones of the same model, and say so in the log and in `report`."""
+        logger.warning(
+            "simplegraph: this %s had graphs already, which are dropped for the new ones; their handle counts no more "
+            "calls. Call remove() on it first, or go on with it.",
+            self.stats.name,
+        )
+        self.stats.name += ", replaced by later graphs"
+        self.remove()
 
     def __enter__(self: HandleType) -> HandleType:
         return self

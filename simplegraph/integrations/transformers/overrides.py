@@ -31,18 +31,18 @@ def original_class(model: Any) -> Any:
 
 
 def override_methods(model: Any, owner: Any, methods: Mapping[str, Method]) -> None:
-    """Make each method of the model call ``method(original, args, kwargs)``; an earlier owner is removed first.
+    """Make each method of the model call ``method(original, args, kwargs)``; an earlier owner gives way first.
 
     The model's attributes do not change, and its copies and pickles are of the original class.
 
     Args:
         model: any object.
-        owner: the object that overrides the methods; has a method `remove`.
+        owner: the object that overrides the methods; has a method `give_way`, which restores the model.
         methods: method name -> the function to call instead.
     """
     earlier = getattr(type(model), "_simplegraph_owner", None)
     if earlier is not None:
-        earlier.remove()
+        earlier.give_way()
     original: Any = type(model)
 
     def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:

@@ -84,8 +84,17 @@ def test_remove_gives_the_model_back(llama: Any, plain: Any, device: torch.devic
     assert graphs.stats.replays == replays > 0
 
 
-def test_a_second_call_takes_the_place_of_the_first(llama: Any, device: torch.device) -> None:
-    first, second = graphed(llama), graphed(llama, max_batch_size=2)
+def test_a_second_call_takes_the_place_of_the_first_and_says_so(
+    llama: Any, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = graphed(llama)
+    assert not caplog.messages
+    second = graphed(llama, max_batch_size=2)
+    assert len(caplog.messages) == 1
+    assert "this LlamaForCausalLM had graphs already" in caplog.text
+    assert "remove()" in caplog.text
+    assert "replaced by later graphs" in str(first.report())
+    assert "replaced" not in str(second.report())
     llama.generate(**tiny.prompts([6], device), **GREEDY)
     assert (first.stats.replays, second.stats.replays) == (0, TOKENS - 2)
     first.remove()  # which is not there any more
