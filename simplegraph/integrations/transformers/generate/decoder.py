@@ -12,7 +12,8 @@ from torch import Tensor
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.failures import user_location
-from simplegraph.integrations.transformers.generate.store import CacheLayout, CacheStore
+from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout
+from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.token_step import masks_source
 from simplegraph.integrations.transformers.kernels.usable import triton_runs
 from simplegraph.manager.differences import difference

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from simplegraph.config import BatchDim
-from simplegraph.integrations.transformers.generate.store import CacheStore
+from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.graphed_model import ModelStep
 from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads
 from simplegraph.integrations.transformers.kernels.norms import norm_forwards

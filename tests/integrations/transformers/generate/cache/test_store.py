@@ -15,7 +15,7 @@ import tiny_models as tiny  # noqa: E402
 from tiny_generation import GREEDY, MODELS, TOKENS, graphed, inputs  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
-from simplegraph.integrations.transformers.generate.store import CacheLayout  # noqa: E402
+from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout  # noqa: E402
 from simplegraph.reasons import CannotBind  # noqa: E402
 
 
