@@ -136,7 +136,8 @@ class _CallProof:
                 alike = self._plan.laid_alike(self._call.leaves)
                 return found if alike or found is None else proof.difference(first, proof.expected, rounded=True)
             # What was declared as padding may be written somewhere: then only real rows count.
-            memory = not any(static.arg.pad_declared for static in self._plan.inputs.inputs.values())
+            declared = any(static.arg.pad_declared for static in self._plan.inputs.inputs.values())
+            memory = not (declared or getattr(self._call.module, "writes_padding_rows", False))
             other = self._replay(proof, repeat_rows=True)
             found = proof.beyond_noise(first, other, again, memory=memory)
             found = found or (proof.wrong_write(self._load) if memory else None)

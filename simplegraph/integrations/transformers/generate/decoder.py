@@ -22,7 +22,7 @@ from simplegraph.reasons import CannotBind, Reason
 _SMALLEST_SPAN = 256  # positions; attending to fewer takes about the same time
 _SMALLEST_SOURCE = 64
 _ALIGNMENT = 16  # positions; attention copies a mask of any other length in every layer
-_ON_THE_WAY = (Reason.FIRST_CALL, Reason.WARMUP, Reason.OUTPUT_SHAPE_UNKNOWN)
+_ON_THE_WAY = (Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN)
 
 
 class FixedCacheDecoder:

@@ -36,6 +36,8 @@ class TokenStep(ModelStep):
         store: the store to decode from; None until a generation brings its cache.
     """
 
+    writes_padding_rows = True  # to rows of the store that belong to no sequence
+
     def __init__(self, model: nn.Module, *, fused_kernels: bool) -> None:
         super().__init__(model)
         self.store: CacheStore | None = None

@@ -16,9 +16,26 @@ from simplegraph import Reason
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
-from tiny_generation import GREEDY, TOKENS, graphed  # noqa: E402
+from tiny_generation import GREEDY, MODELS, TOKENS, graphed  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_padded_batches_are_proven_though_padding_rows_are_written_to_the_cache(
+    name: str, device: torch.device
+) -> None:
+    plain, model = (tiny.build(MODELS[name], device) for _ in range(2))
+    with graphed(model) as graphs:
+        steps = 0
+        for seed, lengths in enumerate(([7, 4, 6], [5, 3, 2, 9], [5, 3, 2])):
+            batch = tiny.prompts(lengths, device, seed)
+            assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+            steps += TOKENS - 1
+        assert set(graphs.stats.eager) == {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF}
+        assert graphs.stats.replays == steps - sum(graphs.stats.eager.values())
+        assert graphs.stats.padded_tokens > TOKENS
 
 
 def test_a_generation_after_one_that_failed(llama: Any, plain: Any, device: torch.device) -> None:
