@@ -17,6 +17,7 @@ from simplegraph import Reason
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
+import tiny_states  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from simplegraph.integrations.transformers import graph_encoder, graph_generation  # noqa: E402
@@ -74,6 +75,26 @@ def test_every_step_but_the_first_ones_is_a_replay_and_none_reads_what_others_wr
             steps += TOKENS - 1
         assert not graphs.stats.failures
         assert set(graphs.stats.eager) <= {Reason.FIRST_CALL, Reason.WARMUP}
+        assert graphs.stats.replays == steps - sum(graphs.stats.eager.values())
+
+
+@pytest.mark.parametrize("proven", [pytest.param(True, marks=pytest.mark.proofs), False])
+@pytest.mark.parametrize("name", tiny_states.MODELS)
+def test_models_with_states_decode_by_replays(name: str, proven: bool) -> None:
+    plain, model = (tiny.build(tiny_states.MODELS[name], CUDA) for _ in range(2))
+    on_the_way = {Reason.FIRST_CALL, Reason.WARMUP} | ({Reason.PROOF} if proven else set())
+    with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
+        steps = 0
+        for seed, lengths in enumerate(([7, 4, 6], [1], [1, 5], [9, 9, 2, 3], [3, 7, 8])):
+            batch = tiny.prompts(lengths, CUDA, seed)
+            churn()
+            found, expected = model.generate(**batch, **GREEDY, **LOGITS), plain.generate(**batch, **GREEDY, **LOGITS)
+            assert torch.equal(found.sequences, expected.sequences)
+            for actual, wanted in zip(found.logits, expected.logits, strict=True):
+                torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
+            steps += TOKENS - 1
+        assert not graphs.stats.failures
+        assert set(graphs.stats.eager) == on_the_way
         assert graphs.stats.replays == steps - sum(graphs.stats.eager.values())
 
 

@@ -48,8 +48,13 @@ def choices(model: Any) -> Hashable:
     return config._attn_implementation, getattr(config, "_experts_implementation", None), tuple(adapters)
 
 
-def check_generation(config: Any, kwargs: Mapping[str, Any]) -> None:
+def check_generation(config: Any, kwargs: Mapping[str, Any], cache_name: str) -> None:
     """Refuse a call of `_sample` that graphs cannot serve, by its generation config and other arguments.
+
+    Args:
+        config: the generation config.
+        kwargs: keyword arguments of `_sample`.
+        cache_name: name of the argument that holds the cache.
 
     Raises:
         CannotBind: the reason.
@@ -61,7 +66,7 @@ def check_generation(config: Any, kwargs: Mapping[str, Any]) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise CannotBind(Reason.UNSUPPORTED_OUTPUT, name)
-    _check_cache(kwargs.get("past_key_values"))
+    _check_cache(kwargs.get(cache_name), wanted=bool(kwargs.get("use_cache", True)))
 
 
 def _check_placement(model: Any) -> None:
@@ -92,12 +97,15 @@ def _check_hooks(model: nn.Module) -> None:
             raise CannotBind(Reason.HOOKS, name)
 
 
-def _check_cache(cache: Any) -> None:
+def _check_cache(cache: Any, *, wanted: bool) -> None:
+    if cache is None:
+        own = "generate gives this model none: it keeps its states in itself, or in a cache or argument of its own"
+        raise CannotBind(Reason.CACHE_KIND, own if wanted else "use_cache=False: a step without a cache has all tokens")
     parts = (
         (cache.self_attention_cache, cache.cross_attention_cache) if type(cache) is EncoderDecoderCache else (cache,)
     )
     for part in parts:
         if type(part) is not DynamicCache:
-            raise CannotBind(Reason.CACHE_KIND, "no cache" if part is None else f"a {type(part).__name__}")
+            raise CannotBind(Reason.CACHE_KIND, f"a {type(part).__name__}")
         if part.offloading:
             raise CannotBind(Reason.CACHE_KIND, "an offloaded cache")

@@ -13,6 +13,7 @@ from simplegraph import Reason
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
+import tiny_states  # noqa: E402
 from tiny_generation import GREEDY, MODELS, TOKENS, graphed  # noqa: E402
 
 from simplegraph.integrations.transformers import GraphedGeneration, graph_encoder, graph_generation  # noqa: E402
@@ -47,21 +48,49 @@ def test_a_model_that_assists_another(llama: Any, plain: Any, device: torch.devi
         assert graphs.stats.eager[Reason.DECODING_MODE]
 
 
-@pytest.mark.parametrize("settings", [{"cache_implementation": "static"}, {"use_cache": False}])
-def test_other_caches(settings: dict[str, Any], llama: Any, plain: Any, device: torch.device) -> None:
-    refused(Reason.CACHE_KIND, llama, plain, tiny.prompts([6, 4], device), **settings)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"cache_implementation": "static"}, "a StaticCache"), ({"use_cache": False}, "use_cache=False")],
+)
+def test_other_caches(settings: dict[str, Any], said: str, llama: Any, plain: Any, device: torch.device) -> None:
+    graphs = refused(Reason.CACHE_KIND, llama, plain, tiny.prompts([6, 4], device), **settings)
+    assert said in graphs.stats.details[Reason.CACHE_KIND]
 
 
-def test_layers_without_keys_and_values(device: torch.device) -> None:
-    def qwen3_next() -> Any:
-        linear = dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), 2)
-        linear |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
-        layers = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2}
-        config = transformers.Qwen3NextConfig(**(tiny.LLAMA | tiny.HEADS | linear | layers))
-        return transformers.Qwen3NextForCausalLM(config)
+def test_layers_of_another_kind(llama: Any, plain: Any, device: torch.device) -> None:
+    class OwnLayer(transformers.cache_utils.DynamicLayer):
+        pass
 
-    plain, model = (tiny.build(qwen3_next, device) for _ in range(2))
-    refused(Reason.CACHE_KIND, model, plain, tiny.prompts([6], device))
+    batch = tiny.prompts([6], device)
+    with graphed(llama) as graphs:
+        for count in (1, 2):
+            found, expected = (
+                one.generate(**batch, **GREEDY, past_key_values=cache)
+                for one, cache in ((llama, transformers.DynamicCache()), (plain, transformers.DynamicCache()))
+                if setattr(cache, "layer_class_to_replicate", OwnLayer) is None
+            )
+            assert torch.equal(found, expected)
+            assert graphs.stats.eager[Reason.CACHE_KIND] == count
+        assert graphs.stats.details[Reason.CACHE_KIND] == "a OwnLayer in the cache"
+        assert graphs.stats.replays == 0
+
+
+@pytest.mark.parametrize("name", ["Rwkv", "MiniMax"])
+def test_states_that_generate_does_not_hold(name: str, device: torch.device) -> None:
+    plain, model = (tiny.build(tiny_states.ELSEWHERE[name], device) for _ in range(2))
+    graphs = refused(Reason.CACHE_KIND, model, plain, tiny.prompts([6, 4], device))
+    assert "generate gives this model none: it keeps its states in itself" in graphs.stats.details[Reason.CACHE_KIND]
+
+
+def test_states_on_modules_are_named_and_never_advanced_twice(device: torch.device) -> None:
+    plain, model = (tiny.build(tiny_states.ELSEWHERE["RecurrentGemma"], device) for _ in range(2))
+    with graphed(model) as graphs:
+        for lengths in ([7, 4, 6], [1], [1], [7, 4, 6]):
+            batch = tiny.prompts(lengths, device)
+            assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.replays == 0
+        assert graphs.stats.eager[Reason.CAPTURE_FAILED]
+        assert all("temporal_block.conv1d_state" in text for text in graphs.stats.failures.values())
 
 
 def test_hidden_states_of_every_step(llama: Any, device: torch.device) -> None:

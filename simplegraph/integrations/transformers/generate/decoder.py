@@ -14,7 +14,7 @@ from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.failures import user_location
 from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
-from simplegraph.integrations.transformers.generate.token_step import masks_source
+from simplegraph.integrations.transformers.generate.token_step import cache_name, masks_source
 from simplegraph.integrations.transformers.kernels.usable import triton_runs
 from simplegraph.manager.differences import difference
 from simplegraph.reasons import CannotBind, Reason
@@ -36,7 +36,7 @@ class FixedCacheDecoder:
 
     Attributes:
         stats: the step's counters.
-        ids_name: name of the argument that holds a step's tokens.
+        ids_name: name of the argument that holds a step's tokens; cache_name: name of the one that holds the cache.
         trusted: True once a step on the store has given the same logits as one on the model's own cache.
         stays_eager: True if the last step ran eagerly and the next one would as well; the report has the reason.
     """
@@ -44,8 +44,9 @@ class FixedCacheDecoder:
     def __init__(
         self, step: Any, capture_sizes: Sequence[int], *, max_batch_size: int, max_length: int, max_source_length: int
     ) -> None:
-        self._step, self.stats = step, step.graph_stats
+        self._step, self.stats, self.model = step, step.graph_stats, step.model
         self.ids_name = "decoder_input_ids" if step.model.config.is_encoder_decoder else "input_ids"
+        self.cache_name = cache_name(step.model)
         self.trusted = self.stays_eager = False
         self._progress = 0
         # The store needs rows for the largest padded batch, and sizes may also come from the environment.
@@ -71,14 +72,16 @@ class FixedCacheDecoder:
         """
         if rows > self._rows:
             raise CannotBind(Reason.BATCH_TOO_LARGE, f"{rows} rows, the largest is {self._rows}: raise max_batch_size")
-        self._span(length)
         self.stays_eager = False
         own, cross = getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)
         hidden = None if cross is None else _encoder_hidden(kwargs)
         source = 0 if hidden is None else self._padded_source(hidden.shape[1])
-        store = self._store_for(CacheLayout.of(own, cross, hidden))
+        layout = CacheLayout.of(own, cross, hidden)
+        self._span(length, grows=layout.first is not None)
+        store = self._store_for(layout)
         name = "attention_mask" if cross is None else "decoder_attention_mask"
-        store.load(own, _mask(kwargs, name, rows, length, longer=True), length)
+        masked = store.first is not None
+        store.load(own, _mask(kwargs, name, rows, length, longer=True) if masked else None, rows, length)
         if hidden is not None:
             shape = hidden.shape[:2]
             mask = _mask(kwargs, "attention_mask", *shape, longer=False) if self._sources else None
@@ -91,9 +94,12 @@ class FixedCacheDecoder:
         Raises:
             CannotBind: the cache is full.
         """
-        span, step = self._span(length), self._step
+        step = self._step
         store: CacheStore = step.store
-        store.position.fill_(length)
+        grows = store.first is not None
+        span = self._span(length, grows=grows)
+        if grows:
+            store.position.fill_(length)
         logits: Tensor = step(span, source, **inputs)
         if store.ran:
             store.ran = False
@@ -126,8 +132,13 @@ class FixedCacheDecoder:
         self._step.store = None
         self.trusted = False
 
-    def _span(self, length: int) -> int:
-        """Return the number of positions that a step attends to whose token is at position `length`."""
+    def _span(self, length: int, *, grows: bool) -> int:
+        """Return the number of positions that a step attends to whose token is at position `length`.
+
+        States do not grow with the sequence, so that a cache of states only is never full.
+        """
+        if not grows:
+            return 0
         if length >= self._length:
             raise CannotBind(Reason.CACHE_FULL, f"max_length is {self._length}")
         return self._spans[bisect.bisect_left(self._spans, length + 1)]
@@ -142,8 +153,8 @@ class FixedCacheDecoder:
         step = self._step
         if step.store is None or step.store.layout != layout:
             self.reset()
-            _, elements, dtype = layout.first_layer.key
-            triton = step.fused_kernels and triton_runs(layout.first_layer.device, dtype, elements)
+            elements, dtype, device = layout.kept
+            triton = step.fused_kernels and triton_runs(device, dtype, elements)
             source = self._source_length if layout.hidden is not None else 0
             try:
                 step.store = CacheStore(layout, self._rows, self._spans[-1], source, triton=triton)

@@ -49,7 +49,7 @@ class GraphedGeneration(GraphedModel):
     def _generate(self, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a whole generation, and count it as eager if it never called `_sample`."""
         self._call.sampled = False
-        self._call.cache_is_kept = kwargs.get("past_key_values") is not None
+        self._call.cache_is_kept = kwargs.get(self._decoder.cache_name) is not None
         result = generate(*args, **kwargs)
         if not self._call.sampled:
             self.stats.ran_eagerly(Reason.DECODING_MODE)
@@ -81,7 +81,7 @@ class GraphedGeneration(GraphedModel):
             before, self._choices = self._choices, choices(self.model)
             if before != self._choices:
                 self.reset()
-            cache = kwargs["past_key_values"]
+            cache = kwargs[self._decoder.cache_name]
             with contextlib.closing(ServedGeneration(self._decoder, cache, kept=cache_is_kept)) as self._served:
                 yield True
         finally:
@@ -92,7 +92,7 @@ class GraphedGeneration(GraphedModel):
         """True if graphs can serve the generation and no other one is running; the lock is then held."""
         try:
             check_model(self.model)
-            check_generation(config, kwargs)
+            check_generation(config, kwargs, self._decoder.cache_name)
             if not self._busy.acquire(blocking=False):
                 raise CannotBind(Reason.BUSY, "")
         except CannotBind as error:

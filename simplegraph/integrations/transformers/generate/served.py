@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,11 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from simplegraph.errors import StaleGraphError
+from simplegraph.integrations.transformers.generate.cache.layouts import cached_length
 from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder
+from simplegraph.module.snapshot import Snapshot
 from simplegraph.reasons import CannotBind, Reason
 
 # Arguments that a step replaces by the store's.
-_CARRIED = frozenset({"past_key_values", "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"})
+_CARRIED = frozenset(
+    {"past_key_values", "cache_params", "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"}
+)
 
 
 class ServedGeneration:
@@ -35,7 +40,7 @@ class ServedGeneration:
         self._length = 0  # tokens in the store; 0 while the generation's own cache is used
         self._rows = self._source = 0
         self._shown: Any = None
-        self._output: Any = None  # the class of the forward's outputs; set by the prefill
+        self._output: Any = None  # makes outputs of a step from its logits; set by the prefill
         self._over = False
         self._unserved = 0  # calls after the prefill that are no steps of one token
         self._others = 0  # calls of this thread with another cache, by guidance or since the cache was replaced
@@ -43,7 +48,7 @@ class ServedGeneration:
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call of the model's forward."""
-        if kwargs.get("past_key_values") is not self._cache:
+        if kwargs.get(self._decoder.cache_name) is not self._cache:
             self._others += threading.get_ident() == self._thread
             return forward(*args, **kwargs)
         if not self._over and self._output is not None:
@@ -55,8 +60,14 @@ class ServedGeneration:
                 self._give_up(error.reason, error.detail)
         self._restore()
         outputs = forward(*args, **kwargs)
-        self._output = type(outputs)
+        self._output = self._output_like(outputs)
         return outputs
+
+    def _output_like(self, outputs: Any) -> Callable[..., Any]:
+        """Return what makes outputs of that class, with the generation's cache if these have one."""
+        carried = {self._decoder.cache_name: self._cache} if self._decoder.cache_name in outputs else {}
+        kind: Callable[..., Any] = type(outputs)
+        return functools.partial(kind, **carried)
 
     def _give_up(self, reason: Reason, detail: str) -> None:
         self._over = True
@@ -66,19 +77,19 @@ class ServedGeneration:
         ids = kwargs.get(self._decoder.ids_name)
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
             return False
-        return bool(self._length) or self._own.get_seq_length() > 0
+        return bool(self._length) or cached_length(self._own) > 0
 
     def _step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         decoder, rows = self._decoder, kwargs[self._decoder.ids_name].shape[0]
         inputs = _inputs(kwargs, rows)
         if not self._length:
-            length = int(self._own.get_seq_length())
+            length = cached_length(self._own)
             self._store, self._source = decoder.load(self._cache, rows, length, kwargs)
             self._rows = rows
             self._move_to(length)
             if not decoder.trusted:
                 return self._compared_step(forward, kwargs, inputs)
-        elif self._own.layers[self._store.first].keys is not self._shown:
+        elif self._store.shown(self._own) is not self._shown:
             raise StaleGraphError(
                 "the generation's cache was changed between two steps, but decode graphs read their own copy. "
                 "Do not change it until generate returns, or call remove() on the graphs of this model."
@@ -86,17 +97,21 @@ class ServedGeneration:
         length = self._length
         logits = decoder.step(length, self._source, inputs)
         self._move_to(length + 1)
-        return self._output(logits=logits, past_key_values=self._cache)
+        return self._output(logits=logits)
 
     def _compared_step(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: dict[str, Any]) -> Any:
         """Run a step on both caches, to check that the model gives the same logits on one of fixed length."""
         length = self._length
         self._restore()
+        before = Snapshot(self._decoder.model)
         outputs = forward(**kwargs)
+        after = Snapshot(self._decoder.model)
+        before.put_back()  # a model may keep states on its modules: the second step must not see the first one's
         found = self._decoder.compare(length, self._source, inputs, outputs.logits)
         if found is None:
             self._move_to(length + 1)
         else:
+            after.put_back()
             self._give_up(Reason.FIXED_CACHE, found)
         return outputs
 

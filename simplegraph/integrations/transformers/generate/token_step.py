@@ -26,7 +26,7 @@ ROW_INPUTS: Mapping[str, BatchDim] = dict.fromkeys(
 class TokenStep(ModelStep):
     """Runs the model's forward for one token per row, on the caches and masks of a `CacheStore`.
 
-    It reads and writes the store at `store.position` and does not advance it, so that running it twice is harmless.
+    It reads and writes keys and values at `store.position`, and does not advance it. States are overwritten.
 
     Args:
         model: the model.
@@ -43,6 +43,7 @@ class TokenStep(ModelStep):
         self.store: CacheStore | None = None
         self.fused_kernels = fused_kernels
         self._masks = _masks_taken(model)
+        self._cache_name = cache_name(model)
 
     def forward(self, span: int, source: int, **inputs: Any) -> Tensor:
         """Compute the logits, (rows, 1, vocabulary), of one token per row.
@@ -56,7 +57,8 @@ class TokenStep(ModelStep):
         store.ran = True
         rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
         view = store.view(rows, span, source)
-        view.mask.index_fill_(1, store.position, 1)
+        if view.mask is not None:
+            view.mask.index_fill_(1, store.position, 1)
         inputs |= {name: getattr(view, part) for name, part in self._masks.items()}
         if view.hidden is not None:
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=view.hidden)
@@ -65,9 +67,16 @@ class TokenStep(ModelStep):
             forwards = norm_forwards(self.model, triton=store.triton)
             forwards |= rotary_forwards(self.model, rotation(triton=store.triton))
         with grouped_heads(), override_forwards(forwards):
-            outputs = self.run_model(past_key_values=view.cache, **(inputs | {"return_dict": True}))
+            outputs = self.run_model(**(inputs | {self._cache_name: view.cache, "return_dict": True}))
+        store.check_states(view)
         logits: Tensor = outputs.logits
         return logits
+
+
+def cache_name(model: Any) -> str:
+    """Return the name of the model's argument and output that holds its cache."""
+    names = inspect.signature(type(model).forward).parameters
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 def _masks_taken(model: Any) -> dict[str, str]:

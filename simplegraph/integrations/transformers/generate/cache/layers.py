@@ -1,11 +1,16 @@
-"""A layer of a cache of fixed length, as models see it."""
+"""Layers of a cache at fixed addresses, as models see them."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
+
+from simplegraph.errors import StaleGraphError
+from simplegraph.integrations.transformers.generate.cache.layouts import StatesLayout, set_state, state_tensors
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -80,3 +85,38 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         return 0 if self.keys is None else int(self.keys.shape[2])
+
+
+def layer_with_states(layout: StatesLayout, tensors: Sequence[Tensor], keyed: FixedLayer) -> Any:
+    """Make a layer of the layout's class whose states are these tensors; its keys and values are those of `keyed`."""
+    layer: Any = object.__new__(_class_with_states(layout.kind))
+    copies = {name: dict(value) if isinstance(value, dict) else value for name, value in layout.attributes.items()}
+    keys_and_values = vars(keyed) if isinstance(layer, FixedLayer) else {}
+    vars(layer).update({**keys_and_values, **copies})
+    for (part, _), tensor in zip(layout.parts, tensors, strict=True):
+        set_state(layer, part, tensor)
+    return layer
+
+
+@functools.cache
+def _class_with_states(kind: type) -> type:
+    """Return the class itself, or one whose keys and values are a `FixedLayer`'s if it has any."""
+    if not issubclass(kind, CacheLayerMixin):
+        return kind
+    states = tuple(base for base in kind.__bases__ if not issubclass(base, CacheLayerMixin))
+    return type(f"Fixed{kind.__name__}", (FixedLayer, *states), {})
+
+
+def check_states(layer: Any, layout: StatesLayout, tensors: Sequence[Tensor]) -> None:
+    """Refuse a model that gave a layer other tensors for its states, instead of writing to the memory of these.
+
+    Raises:
+        StaleGraphError: a tensor has another address.
+    """
+    found = state_tensors(layer)
+    for (part, _), tensor in zip(layout.parts, tensors, strict=True):
+        if part not in found or found[part].data_ptr() != tensor.data_ptr():
+            raise StaleGraphError(
+                f"a step replaces {part[0]} of a {layout.kind.__name__} instead of writing to it, so that a replay "
+                "would read the old one; expected states that keep their memory. Call remove() on this model's graphs."
+            )

@@ -1,4 +1,4 @@
-"""Holds the keys and values that captured decode steps read, in one allocation for all batch sizes and lengths.
+"""Holds the keys, values and states that captured decode steps read, in one allocation for all batch sizes and lengths.
 
 A captured step reads fixed addresses, so its cache must not move. There is one for the largest batch and the
 longest sequence; a step of fewer rows or tokens reads its first rows and positions. Padding rows hold what an
@@ -7,28 +7,37 @@ earlier batch left there, which is harmless, since rows do not see each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from simplegraph.integrations.transformers.generate.cache.layers import FixedLayer
-from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout, LayerLayout
+from simplegraph.integrations.transformers.generate.cache.layers import FixedLayer, check_states, layer_with_states
+from simplegraph.integrations.transformers.generate.cache.layouts import (
+    CacheLayout,
+    LayerLayout,
+    Part,
+    StatesLayout,
+    set_state,
+    state_tensors,
+)
+from simplegraph.reasons import CannotBind, Reason
 
 
 class CacheView(NamedTuple):
     """The views of a `CacheStore` that a step of some rows, positions and source positions reads.
 
     Attributes:
-        cache: passed to the model as `past_key_values`.
-        mask: (rows, span) int64, 1 for visible tokens; 0 from the next position on.
+        cache: passed to the model as its cache.
+        mask: (rows, span) int64, 1 for visible tokens; 0 from the next position on. None if all layers have states
+            only, which hide the prompt's padding themselves.
         source_mask: (rows, source) int64; hidden: (rows, source, elements). None without an encoder.
     """
 
     cache: Any
-    mask: Tensor
+    mask: Tensor | None
     source_mask: Tensor | None = None
     hidden: Tensor | None = None
 
@@ -37,7 +46,7 @@ _Pairs = Sequence[tuple[Tensor, ...]]  # keys and values of each layer; () for a
 
 
 class CacheStore:
-    """Keys, values and masks at fixed addresses.
+    """Keys, values, states and masks at fixed addresses.
 
     Args:
         layout: the layers.
@@ -47,7 +56,7 @@ class CacheStore:
 
     Attributes:
         position: (1,) int64, the position of the next token.
-        first: index of the layer of self-attention that shows the length to the model.
+        first: index of the layer of self-attention that shows the length to the model; None if all have states only.
         ran: set to True by a step's forward, which runs in every call that is not a replay.
     """
 
@@ -56,12 +65,13 @@ class CacheStore:
     ) -> None:
         self.layout, self.triton, self.first = layout, triton, layout.first
         self.ran = False
-        device = layout.first_layer.device
+        _, _, device = layout.kept
         # Not inference tensors: graphs write here inside and outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
             self._seen = self.position[0]
             self._pairs = [_allocate(layer, rows, length) for layer in layout.layers]
+            self._states = [_allocate_states(states, rows) for states in layout.states]
             self._cross = [_allocate(layer, rows, source_length) for layer in layout.cross]
             self._mask = torch.zeros(rows, length, dtype=torch.int64, device=device)
             self._source_mask = torch.zeros(rows, source_length, dtype=torch.int64, device=device)
@@ -69,7 +79,9 @@ class CacheStore:
             self._hidden = torch.zeros(rows, source_length, elements, dtype=dtype, device=device)
         self._views: dict[tuple[int, int, int], CacheView] = {}
         # The keys whose length models read between steps; None if that layer has a window.
-        self._first_keys = self._pairs[self.first][0] if layout.first_layer.window is None else None
+        first = None if layout.first is None else layout.layers[layout.first]
+        windowed = first is None or first.window is not None
+        self._first_keys = None if windowed else self._pairs[layout.first or 0][0]
 
     def view(self, rows: int, span: int, source: int) -> CacheView:
         """Return the views of a step: the first `rows` rows, `span` positions and `source` encoder positions."""
@@ -81,7 +93,11 @@ class CacheStore:
 
     def _view(self, rows: int, span: int, source: int) -> CacheView:
         cache = self._cache(self._pairs, self.layout.layers, rows, span, self._seen)
-        mask = self._mask[:rows, :span]
+        for index, (states, tensors) in enumerate(zip(self.layout.states, self._states, strict=True)):
+            if states is not None:
+                rows_of = [tensor[:rows] for tensor in tensors]
+                cache.layers[index] = layer_with_states(states, rows_of, cache.layers[index])
+        mask = None if self.first is None else self._mask[:rows, :span]
         if not self.layout.cross:
             return CacheView(cache, mask)
         both = EncoderDecoderCache(cache, self._cache(self._cross, self.layout.cross, rows, source, source))
@@ -98,17 +114,38 @@ class CacheStore:
             layers.append(layer)
         return Cache(layers=layers)
 
+    def check_states(self, view: CacheView) -> None:
+        """Refuse a model whose last step on the view replaced a layer's states instead of writing to them.
+
+        Raises:
+            StaleGraphError: a state has another address.
+        """
+        own = getattr(view.cache, "self_attention_cache", view.cache)
+        for layer, states, tensors in zip(own.layers, self.layout.states, self._states, strict=True):
+            if states is not None:
+                check_states(layer, states, tensors)
+
     # Copies from and to the generation's cache.
 
-    def load(self, cache: Any, mask: Tensor | None, length: int) -> None:
+    def load(self, cache: Any, mask: Tensor | None, rows: int, length: int) -> None:
         """Copy the `length` tokens that a prefill left in `cache`; `mask` (rows, >= length) is 0 for hidden ones.
 
         Later positions are zeroed: a value that is not finite would show even if it is masked. The cache's layers
         become views of this memory until `hand_back`, so that the prefill's own memory is freed.
+
+        Raises:
+            CannotBind: a state does not have the rows as its first dimension.
         """
-        rows = _copy(cache, self._pairs, length)
-        self._mask[:rows, :length] = 1 if mask is None else mask[:, :length]
-        self._mask[:rows, length:] = 0
+        for _, _, tensor, state in self._states_beside(cache):
+            if state.shape != (rows, *tensor.shape[1:]):
+                raise CannotBind(Reason.CACHE_KIND, f"a state of shape {tuple(state.shape)} for {rows} rows")
+        for layer, part, tensor, state in self._states_beside(cache):
+            tensor[:rows] = state
+            set_state(layer, part, tensor[:rows])
+        _copy(cache, self._pairs, length)
+        if self.first is not None:
+            self._mask[:rows, :length] = 1 if mask is None else mask[:, :length]
+            self._mask[:rows, length:] = 0
         for pair, layout, layer in zip(self._pairs, self.layout.layers, cache.layers, strict=True):
             if layout is not None and layout.window is None:
                 layer.keys, layer.values = (tensor[:rows, :, :length] for tensor in pair)
@@ -122,7 +159,9 @@ class CacheStore:
             tensor[:rows, source:] = 0
 
     def show_length(self, cache: Any, rows: int, length: int) -> Any:
-        """Make the first layer show the length, since models ask that one between steps; returns its keys."""
+        """Make the first layer show the length, since models ask that one between steps; returns its `shown` tensor."""
+        if self.first is None:
+            return self.shown(cache)
         layer = cache.layers[self.first]
         if self._first_keys is None:
             layer.cumulative_length = length
@@ -131,8 +170,14 @@ class CacheStore:
             layer.keys = self._first_keys[:rows].narrow(2, 0, length)
         return layer.keys
 
+    def shown(self, cache: Any) -> Any:
+        """Return a tensor of a generation's cache that is another one if the cache is changed between steps."""
+        return next(self._states_beside(cache))[3] if self.first is None else cache.layers[self.first].keys
+
     def hand_back(self, cache: Any, rows: int, length: int) -> None:
         """Fill `cache` with the tokens up to `length`, as if every step had used it."""
+        for layer, part, tensor, _ in self._states_beside(cache):
+            set_state(layer, part, tensor[:rows].clone())
         for pair, layout, layer in zip(self._pairs, self.layout.layers, cache.layers, strict=True):
             if layout is None:
                 continue
@@ -142,12 +187,21 @@ class CacheStore:
                 layer.cumulative_length = length
             layer.keys, layer.values = (tensor[:rows, :, start:length].clone() for tensor in pair)
 
+    def _states_beside(self, cache: Any) -> Iterator[tuple[Any, Part, Tensor, Tensor]]:
+        """Iterate over the states of a generation's cache: its layer, place, this store's tensor, and its own one."""
+        for layer, states, tensors in zip(cache.layers, self.layout.states, self._states, strict=True):
+            if states is not None:
+                known = state_tensors(layer)
+                yield from (
+                    (layer, part, tensor, known[part]) for (part, _), tensor in zip(states.parts, tensors, strict=True)
+                )
 
-def _copy(cache: Any, pairs: _Pairs, length: int) -> int:
-    """Copy a cache's tokens up to `length` and zero all other positions of its rows; return the number of rows."""
-    rows, targets, sources, rest = 0, [], [], []
+
+def _copy(cache: Any, pairs: _Pairs, length: int) -> None:
+    """Copy a cache's tokens up to `length` and zero all other positions of its rows."""
+    targets, sources, rest = [], [], []
     for pair, layer in zip(pairs, cache.layers, strict=True):
-        for tensor, known in zip(pair, (layer.keys, layer.values), strict=bool(pair)):
+        for tensor, known in zip(pair, (layer.keys, layer.values) if pair else (), strict=True):
             # A layer with a window has only the last tokens; earlier ones are out of its reach.
             rows, start = known.shape[0], length - known.shape[2]
             targets.append(tensor[:rows, :, start:length])
@@ -156,8 +210,8 @@ def _copy(cache: Any, pairs: _Pairs, length: int) -> int:
     rest = [tensor for tensor in rest if tensor.numel()]
     if rest:
         torch._foreach_zero_(rest)
-    torch._foreach_copy_(targets, sources)
-    return rows
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _allocate(layer: LayerLayout | None, rows: int, length: int) -> tuple[Tensor, ...]:
@@ -167,3 +221,8 @@ def _allocate(layer: LayerLayout | None, rows: int, length: int) -> tuple[Tensor
         torch.zeros(rows, heads, length, elements, dtype=dtype, device=layer.device)
         for heads, elements, dtype in (layer.key, layer.value)
     )
+
+
+def _allocate_states(states: StatesLayout | None, rows: int) -> tuple[Tensor, ...]:
+    parts = () if states is None else states.parts
+    return tuple(torch.zeros(rows, *shape, dtype=dtype, device=device) for _, (shape, dtype, device) in parts)
