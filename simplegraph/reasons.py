@@ -91,7 +91,7 @@ class Reason(str, enum.Enum):
     # Generation by a library beside this one.
     DECODING_MODE = (
         "decoding_mode",
-        "beam search, assisted decoding and custom loops rearrange caches; graphs serve greedy decoding and sampling",
+        "assisted decoding and custom loops rearrange caches; graphs serve greedy decoding, sampling and beam search",
     )
     CACHE_KIND = "cache_kind", "the cache is of a kind that decode graphs cannot stand in for; leave it to generate"
     FIXED_CACHE = "fixed_cache", "from a cache of fixed length, the model answers otherwise than from its own"

@@ -98,6 +98,27 @@ def test_models_with_states_decode_by_replays(name: str, proven: bool) -> None:
         assert graphs.stats.replays == steps - sum(graphs.stats.eager.values())
 
 
+@pytest.mark.parametrize("proven", [pytest.param(True, marks=pytest.mark.proofs), False])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "Mamba", "Lfm2", "Zamba2"])
+def test_beam_search_by_replays(name: str, proven: bool) -> None:
+    models = tiny.DECODERS | tiny.ENCODER_DECODERS | tiny_states.MODELS
+    plain, model = (tiny.build(models[name], CUDA) for _ in range(2))
+    settings = GREEDY | {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
+    with graph_generation(model, max_batch_size=8, max_length=128) as graphs:
+        steps = 0
+        for seed, lengths in enumerate(([7, 4], [5], [3, 7], [1])):
+            batch = tiny.prompts(lengths, CUDA, seed)
+            churn()
+            found, expected = (one.generate(**batch, **settings) for one in (model, plain))
+            assert torch.equal(found.sequences, expected.sequences)
+            torch.testing.assert_close(found.sequences_scores, expected.sequences_scores, rtol=1e-3, atol=1e-3)
+            steps += TOKENS - 1
+        assert not graphs.stats.failures
+        assert graphs.stats.replays == steps - sum(graphs.stats.eager.values())
+        assert graphs.stats.replays > steps // 2
+        assert proven == (Reason.PROOF in graphs.stats.eager)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_within_its_rounding(dtype: torch.dtype) -> None:
     plain, model = pair("llama", dtype)

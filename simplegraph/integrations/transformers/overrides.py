@@ -68,6 +68,20 @@ def _through(method: Method, original: Any) -> Forward:
     return call
 
 
+@contextlib.contextmanager
+def override_method_of(thing: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Make calls of one object's method call ``method(original, *args)``; an attribute of that name stays as it is."""
+    attributes = vars(thing)
+    if name in attributes:
+        yield
+        return
+    attributes[name] = functools.partial(method, getattr(thing, name))
+    try:
+        yield
+    finally:
+        attributes.pop(name, None)
+
+
 # Forwards of modules, for one thread.
 
 

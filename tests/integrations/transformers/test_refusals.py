@@ -31,7 +31,12 @@ def refused(reason: Reason, model: Any, plain: Any, batch: dict[str, Any], **set
         return graphs
 
 
-def test_beam_search(llama: Any, plain: Any, device: torch.device) -> None:
+def test_beams_that_the_model_reorders_itself(llama: Any, plain: Any, device: torch.device) -> None:
+    def reorder(cache: Any, order: torch.Tensor) -> Any:
+        cache.reorder_cache(order)
+        return cache
+
+    llama._reorder_cache = reorder
     refused(Reason.DECODING_MODE, llama, plain, tiny.prompts([6, 4], device), num_beams=2)
 
 

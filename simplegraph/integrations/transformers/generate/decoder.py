@@ -88,8 +88,14 @@ class FixedCacheDecoder:
             store.load_source(cross, mask, hidden)
         return store, source
 
-    def step(self, length: int, source: int, inputs: dict[str, Any]) -> Tensor:
+    def step(self, length: int, source: int, inputs: dict[str, Any], order: Tensor | None) -> Tensor:
         """Compute the logits, (rows, 1, vocabulary), of the token at position `length`; valid until the next step.
+
+        Args:
+            length: tokens in the store.
+            source: positions of the encoder's outputs.
+            inputs: the model's own arguments.
+            order: (rows,), the row whose tokens each row goes on from; None if each goes on from its own.
 
         Raises:
             CannotBind: the cache is full.
@@ -100,20 +106,22 @@ class FixedCacheDecoder:
         span = self._span(length, grows=grows)
         if grows:
             store.position.fill_(length)
-        logits: Tensor = step(span, source, **inputs)
+        logits: Tensor = step(span, source, order, **inputs)
         if store.ran:
             store.ran = False
             before, self._progress = self._progress, self._count_progress()
             self.stays_eager = self._progress == before
         return logits
 
-    def compare(self, length: int, source: int, inputs: dict[str, Any], expected: Tensor) -> str | None:
+    def compare(
+        self, length: int, source: int, inputs: dict[str, Any], order: Tensor | None, expected: Tensor
+    ) -> str | None:
         """Say how a step on the store differs from `expected`, logits on the model's own cache; None if it does not.
 
         A step that fails counts as different: many models need to know the length of their cache in Python.
         """
         try:
-            logits = self.step(length, source, inputs)
+            logits = self.step(length, source, inputs, order)
         except Exception as error:
             return f"{type(error).__name__}: {error} at {user_location(error)}"
         found = [text for text in map(difference, logits, expected) if text is not None]

@@ -16,6 +16,7 @@ from simplegraph.integrations.transformers.generate.decoder import FixedCacheDec
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
 from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TokenStep
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, named
+from simplegraph.integrations.transformers.overrides import override_method_of
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
 from simplegraph.module.mixin import check_unwrapped, wrap
 from simplegraph.reasons import CannotBind, Reason
@@ -38,7 +39,8 @@ class GraphedGeneration(GraphedModel):
         self._busy = threading.Lock()
         self._choices: Hashable = None
         self._call = threading.local()
-        super().__init__(model, step, {"generate": self._generate, "_sample": self._sample, "forward": self._forward})
+        methods = {"_sample": self._sample, "_beam_search": self._beam_search}
+        super().__init__(model, step, methods | {"generate": self._generate, "forward": self._forward})
 
     def reset(self) -> None:
         """Drop the graphs and their cache; later calls make them again."""
@@ -47,24 +49,37 @@ class GraphedGeneration(GraphedModel):
     # Replacements of the model's methods.
 
     def _generate(self, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a whole generation, and count it as eager if it never called `_sample`."""
-        self._call.sampled = False
+        """Run a whole generation, and count it as eager if it decoded otherwise than graphs do."""
+        self._call.decoded = False
         self._call.cache_is_kept = kwargs.get(self._decoder.cache_name) is not None
         result = generate(*args, **kwargs)
-        if not self._call.sampled:
+        if not self._call.decoded:
             self.stats.ran_eagerly(Reason.DECODING_MODE)
         return result
 
     def _sample(self, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run greedy decoding or sampling."""
-        self._call.sampled = True
-        config = kwargs.get("generation_config")
-        hooks = self.model._forward_hooks or self.model._forward_pre_hooks  # these can see the cache
-        given = getattr(self._call, "cache_is_kept", True)
-        kept = bool(given or hooks or getattr(config, "return_dict_in_generate", True))
+        """Run greedy decoding or sampling, which need not wait for each token if that cannot be observed."""
+        config, kept = kwargs.get("generation_config"), self._cache_is_kept(kwargs)
         with self._serving(config, kwargs, cache_is_kept=kept) as served:
-            late = served and may_run_late(config, kwargs, cache_is_kept=kept)
+            late = served is not None and may_run_late(config, kwargs, cache_is_kept=kept)
             return (with_late_check(sample) if late else sample)(*args, **kwargs)
+
+    def _beam_search(self, search: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a beam search, which has the cache reordered after every step."""
+        config, kept = kwargs.get("generation_config"), self._cache_is_kept(kwargs)
+        with self._serving(config, kwargs, cache_is_kept=kept, beams=True) as served:
+            if served is None:
+                return search(*args, **kwargs)
+            cache = kwargs[self._decoder.cache_name]
+            with override_method_of(cache, "reorder_cache", served.reorder):
+                return search(*args, **kwargs)
+
+    def _cache_is_kept(self, kwargs: Mapping[str, Any]) -> bool:
+        """True if the user can see the cache during or after the generation."""
+        self._call.decoded = True
+        hooks = self.model._forward_hooks or self.model._forward_pre_hooks
+        given = getattr(self._call, "cache_is_kept", True)
+        return bool(given or hooks or getattr(kwargs.get("generation_config"), "return_dict_in_generate", True))
 
     def _forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call of the model: by the current generation if there is one, else by the model's own forward."""
@@ -72,27 +87,32 @@ class GraphedGeneration(GraphedModel):
         return forward(*args, **kwargs) if served is None else served.forward(forward, args, kwargs)
 
     @contextlib.contextmanager
-    def _serving(self, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool) -> Iterator[bool]:
-        """Run the model's steps through graphs if that is possible; yields True if so."""
-        if not self._may_serve(config, kwargs):
-            yield False
+    def _serving(
+        self, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool, beams: bool = False
+    ) -> Iterator[ServedGeneration | None]:
+        """Run the model's steps through graphs, and yield what serves them; yields None if that is not possible."""
+        if not self._may_serve(config, kwargs, beams=beams):
+            yield None
             return
         try:
             before, self._choices = self._choices, choices(self.model)
             if before != self._choices:
                 self.reset()
             cache = kwargs[self._decoder.cache_name]
-            with contextlib.closing(ServedGeneration(self._decoder, cache, kept=cache_is_kept)) as self._served:
-                yield True
+            served = ServedGeneration(self._decoder, cache, kept=cache_is_kept, beams=beams)
+            with contextlib.closing(served) as self._served:
+                yield self._served
         finally:
             self._served = None
             self._busy.release()
 
-    def _may_serve(self, config: Any, kwargs: Mapping[str, Any]) -> bool:
+    def _may_serve(self, config: Any, kwargs: Mapping[str, Any], *, beams: bool) -> bool:
         """True if graphs can serve the generation and no other one is running; the lock is then held."""
         try:
             check_model(self.model)
             check_generation(config, kwargs, self._decoder.cache_name)
+            if beams and hasattr(self.model, "_reorder_cache"):
+                raise CannotBind(Reason.DECODING_MODE, "the model reorders its cache itself")
             if not self._busy.acquire(blocking=False):
                 raise CannotBind(Reason.BUSY, "")
         except CannotBind as error:
@@ -113,10 +133,10 @@ def graph_generation(
 ) -> GraphedGeneration:
     """Make `model.generate(...)` decode through CUDA graphs from now on, without a compiler; results are the same.
 
-    The prefill runs eagerly. After it every step of greedy decoding or sampling replays a graph, on a cache of fixed
-    addresses that one generation at a time uses. All else about `generate` is unchanged: stopping criteria, streamers,
-    logits processors, masks, and the cache that it returns. Calls that graphs cannot serve (beam search, longer
-    sequences, offloaded models) run eagerly, with the reason in `report`.
+    The prefill runs eagerly. After it every step of greedy decoding, sampling or beam search replays a graph, on a
+    cache of fixed addresses that one generation at a time uses. All else about `generate` is unchanged: stopping
+    criteria, streamers, logits processors, masks, and the cache that it returns. Calls that graphs cannot serve
+    (assisted decoding, longer sequences, offloaded models) run eagerly, with the reason in `report`.
 
         with graph_generation(model, max_batch_size=8, max_length=2048) as graphs:
             model.generate(**inputs, max_new_tokens=128)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from simplegraph.errors import StaleGraphError
@@ -31,9 +32,10 @@ class ServedGeneration:
         decoder: the decoder, which serves no other generation meanwhile.
         cache: the generation's `past_key_values`.
         kept: True if the user can see the cache after the generation.
+        beams: True if rows are beams, whose order changes between steps.
     """
 
-    def __init__(self, decoder: FixedCacheDecoder, cache: Any, *, kept: bool) -> None:
+    def __init__(self, decoder: FixedCacheDecoder, cache: Any, *, kept: bool, beams: bool) -> None:
         self._decoder, self._cache, self._kept = decoder, cache, kept
         self._own = getattr(cache, "self_attention_cache", cache)
         self._store: Any = None  # the decoder's; has the cache's tokens from the first step on
@@ -43,6 +45,9 @@ class ServedGeneration:
         self._output: Any = None  # makes outputs of a step from its logits; set by the prefill
         self._over = False
         self._unserved = 0  # calls after the prefill that are no steps of one token
+        self._beams = beams
+        self._same_order: Any = None  # (rows,) int32, the index of each row; None if rows keep their places
+        self._order: Any = None  # of the same kind: the row that each row goes on from
         self._others = 0  # calls of this thread with another cache, by guidance or since the cache was replaced
         self._thread = threading.get_ident()
 
@@ -69,6 +74,15 @@ class ServedGeneration:
         kind: Callable[..., Any] = type(outputs)
         return functools.partial(kind, **carried)
 
+    def reorder(self, original: Callable[[Tensor], None], order: Tensor) -> None:
+        """Let each row go on from the row that `order` (rows,) names, from its next step on."""
+        if not self._length:
+            original(order)
+        elif self._order is self._same_order:
+            self._order = order.to(self._order.dtype)
+        else:
+            self._order = self._order.index_select(0, order)
+
     def _give_up(self, reason: Reason, detail: str) -> None:
         self._over = True
         self._decoder.stats.ran_eagerly(reason, detail)
@@ -86,6 +100,10 @@ class ServedGeneration:
             length = cached_length(self._own)
             self._store, self._source = decoder.load(self._cache, rows, length, kwargs)
             self._rows = rows
+            if self._beams:
+                self._order = self._same_order = torch.arange(
+                    rows, dtype=torch.int32, device=self._store.position.device
+                )
             self._move_to(length)
             if not decoder.trusted:
                 return self._compared_step(forward, kwargs, inputs)
@@ -95,7 +113,7 @@ class ServedGeneration:
                 "Do not change it until generate returns, or call remove() on the graphs of this model."
             )
         length = self._length
-        logits = decoder.step(length, self._source, inputs)
+        logits = decoder.step(length, self._source, inputs, self._order)
         self._move_to(length + 1)
         return self._output(logits=logits)
 
@@ -107,7 +125,7 @@ class ServedGeneration:
         outputs = forward(**kwargs)
         after = Snapshot(self._decoder.model)
         before.put_back()  # a model may keep states on its modules: the second step must not see the first one's
-        found = self._decoder.compare(length, self._source, inputs, outputs.logits)
+        found = self._decoder.compare(length, self._source, inputs, self._order, outputs.logits)
         if found is None:
             self._move_to(length + 1)
         else:
@@ -117,6 +135,7 @@ class ServedGeneration:
 
     def _move_to(self, length: int) -> None:
         self._length, self._over = length, self._decoder.stays_eager
+        self._order = self._same_order
         self._shown = self._store.show_length(self._own, self._rows, length)
 
     def close(self) -> None:
@@ -131,6 +150,8 @@ class ServedGeneration:
 
     def _restore(self) -> None:
         if self._length:
+            if self._order is not self._same_order:
+                self._store.reorder(self._rows, self._length, self._order)
             self._store.hand_back(self._own, self._rows, self._length)
             self._length = 0
 

@@ -19,7 +19,7 @@ from simplegraph.integrations.transformers.overrides import override_forwards
 
 # Arguments of a step that have one entry for every row; the batch is their first dimension.
 ROW_INPUTS: Mapping[str, BatchDim] = dict.fromkeys(
-    ("input_ids", "decoder_input_ids", "position_ids", "decoder_position_ids", "token_type_ids"), 0
+    ("order", "input_ids", "decoder_input_ids", "position_ids", "decoder_position_ids", "token_type_ids"), 0
 )
 
 
@@ -45,18 +45,21 @@ class TokenStep(ModelStep):
         self._masks = _masks_taken(model)
         self._cache_name = cache_name(model)
 
-    def forward(self, span: int, source: int, **inputs: Any) -> Tensor:
+    def forward(self, span: int, source: int, order: Tensor | None, **inputs: Any) -> Tensor:
         """Compute the logits, (rows, 1, vocabulary), of one token per row.
 
         Args:
             span: positions of the cache to attend to.
             source: positions of the encoder's outputs; 0 without an encoder.
+            order: (rows,), the row whose tokens and states each row goes on from; None if each goes on from its own.
             **inputs: the model's own arguments except masks, cache and encoder outputs.
         """
         store: Any = self.store
         store.ran = True
         rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
         view = store.view(rows, span, source)
+        if order is not None:
+            store.reorder(rows, span, order)
         if view.mask is not None:
             view.mask.index_fill_(1, store.position, 1)
         inputs |= {name: getattr(view, part) for name, part in self._masks.items()}

@@ -125,6 +125,15 @@ class CacheStore:
             if states is not None:
                 check_states(layer, states, tensors)
 
+    def reorder(self, rows: int, length: int, order: Tensor) -> None:
+        """Let each of `rows` rows have the states, and the tokens up to `length`, that the row `order` names has now.
+
+        What an encoder made stays: beams change places only among those of one source.
+        """
+        kept = [tensor[:rows, :, :length] for pair in self._pairs for tensor in pair]
+        for tensor in kept + [tensor[:rows] for states in self._states for tensor in states]:
+            tensor.copy_(tensor.index_select(0, order))
+
     # Copies from and to the generation's cache.
 
     def load(self, cache: Any, mask: Tensor | None, rows: int, length: int) -> None:
