@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import CudaGraphConfig
@@ -76,7 +77,9 @@ class FixedCacheDecoder:
         own, cross = getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)
         hidden = None if cross is None else _encoder_hidden(kwargs)
         source = 0 if hidden is None else self._padded_source(hidden.shape[1])
-        layout = CacheLayout.of(own, cross, hidden)
+        outputs = kwargs.get("encoder_outputs")
+        kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
+        layout = CacheLayout.of(own, cross, hidden, kind)
         self._span(length, grows=layout.first is not None)
         store = self._store_for(layout)
         name = "attention_mask" if cross is None else "decoder_attention_mask"
@@ -84,7 +87,9 @@ class FixedCacheDecoder:
         store.load(own, _mask(kwargs, name, rows, length, longer=True) if masked else None, rows, length)
         if hidden is not None:
             shape = hidden.shape[:2]
-            mask = _mask(kwargs, "attention_mask", *shape, longer=False) if self._sources else None
+            # Encoders that shorten their input return the mask of what they made of it.
+            masks: Any = outputs if getattr(outputs, "attention_mask", None) is not None else kwargs
+            mask = _mask(masks, "attention_mask", *shape, longer=False) if self._sources else None
             store.load_source(cross, mask, hidden)
         return store, source
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from simplegraph.config import BatchDim
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
+from simplegraph.integrations.transformers.generate.known_length import KnownLength
 from simplegraph.integrations.transformers.graphed_model import ModelStep
 from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads
 from simplegraph.integrations.transformers.kernels.norms import norm_forwards
@@ -64,12 +64,12 @@ class TokenStep(ModelStep):
             view.mask.index_fill_(1, store.position, 1)
         inputs |= {name: getattr(view, part) for name, part in self._masks.items()}
         if view.hidden is not None:
-            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=view.hidden)
+            inputs["encoder_outputs"] = store.encoder_outputs(view)
         forwards = {}
         if self.fused_kernels:
             forwards = norm_forwards(self.model, triton=store.triton)
             forwards |= rotary_forwards(self.model, rotation(triton=store.triton))
-        with grouped_heads(), override_forwards(forwards):
+        with grouped_heads(), override_forwards(forwards), KnownLength(store.seen, 1, max(1, span - 1)):
             outputs = self.run_model(**(inputs | {self._cache_name: view.cache, "return_dict": True}))
         store.check_states(view)
         logits: Tensor = outputs.logits

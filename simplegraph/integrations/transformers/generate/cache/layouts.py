@@ -130,16 +130,16 @@ class CacheLayout:
     Attributes:
         layers, cross: layouts of the layers of self-attention and of cross-attention; None for an unused layer.
         states: layouts of the states in the layers of self-attention; None for a layer without.
-        hidden: elements and dtype of an encoder's hidden states; None without an encoder.
+        hidden: elements and dtype of an encoder's hidden states, and the class of its outputs; None without an encoder.
     """
 
     layers: tuple[LayerLayout | None, ...]
     states: tuple[StatesLayout | None, ...]
     cross: tuple[LayerLayout | None, ...] = ()
-    hidden: tuple[int, torch.dtype] | None = None
+    hidden: tuple[int, torch.dtype, type] | None = None
 
     @classmethod
-    def of(cls, own: Any, cross: Any, hidden: Tensor | None) -> CacheLayout:
+    def of(cls, own: Any, cross: Any, hidden: Tensor | None, outputs: type) -> CacheLayout:
         """Derive it from caches that a prefill filled; `cross` and `hidden` are None without an encoder.
 
         Raises:
@@ -153,7 +153,7 @@ class CacheLayout:
             used and layer.keys.shape[2] != hidden.shape[1] for used, layer in zip(crossed, cross.layers, strict=True)
         ):
             raise CannotBind(Reason.CACHE_KIND, "cross-attention keys differ in length from the encoder's outputs")
-        return cls(layers, states, crossed, (hidden.shape[2], hidden.dtype))
+        return cls(layers, states, crossed, (hidden.shape[2], hidden.dtype, outputs))
 
     @property
     def first(self) -> int | None:

@@ -7,12 +7,14 @@ earlier batch left there, which is harmless, since rows do not see each other.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from simplegraph.integrations.transformers.generate.cache.layers import FixedLayer, check_states, layer_with_states
 from simplegraph.integrations.transformers.generate.cache.layouts import (
@@ -55,7 +57,7 @@ class CacheStore:
         triton: True if steps may run Triton kernels; see `triton_runs`.
 
     Attributes:
-        position: (1,) int64, the position of the next token.
+        position: (1,) int64, the position of the next token; seen: the same number without a dimension.
         first: index of the layer of self-attention that shows the length to the model; None if all have states only.
         ran: set to True by a step's forward, which runs in every call that is not a replay.
     """
@@ -69,13 +71,13 @@ class CacheStore:
         # Not inference tensors: graphs write here inside and outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
-            self._seen = self.position[0]
+            self.seen = self.position[0]
             self._pairs = [_allocate(layer, rows, length) for layer in layout.layers]
             self._states = [_allocate_states(states, rows) for states in layout.states]
             self._cross = [_allocate(layer, rows, source_length) for layer in layout.cross]
             self._mask = torch.zeros(rows, length, dtype=torch.int64, device=device)
             self._source_mask = torch.zeros(rows, source_length, dtype=torch.int64, device=device)
-            elements, dtype = layout.hidden or (0, torch.float32)
+            elements, dtype, _ = layout.hidden or (0, torch.float32, None)
             self._hidden = torch.zeros(rows, source_length, elements, dtype=dtype, device=device)
         self._views: dict[tuple[int, int, int], CacheView] = {}
         # The keys whose length models read between steps; None if that layer has a window.
@@ -92,7 +94,7 @@ class CacheStore:
         return known
 
     def _view(self, rows: int, span: int, source: int) -> CacheView:
-        cache = self._cache(self._pairs, self.layout.layers, rows, span, self._seen)
+        cache = self._cache(self._pairs, self.layout.layers, rows, span, self.seen)
         for index, (states, tensors) in enumerate(zip(self.layout.states, self._states, strict=True)):
             if states is not None:
                 rows_of = [tensor[:rows] for tensor in tensors]
@@ -102,6 +104,12 @@ class CacheStore:
             return CacheView(cache, mask)
         both = EncoderDecoderCache(cache, self._cache(self._cross, self.layout.cross, rows, source, source))
         return CacheView(both, mask, self._source_mask[:rows, :source], self._hidden[:rows, :source])
+
+    def encoder_outputs(self, view: CacheView) -> Any:
+        """Make outputs of the encoder's class from a view; they have a mask if that class does."""
+        _, _, kind = self.layout.hidden or (0, None, BaseModelOutput)
+        masked = any(field.name == "attention_mask" for field in dataclasses.fields(kind))
+        return kind(last_hidden_state=view.hidden, **({"attention_mask": view.source_mask} if masked else {}))
 
     def _cache(
         self, pairs: _Pairs, layouts: Sequence[LayerLayout | None], rows: int, span: int, seen: Tensor | int

@@ -113,6 +113,7 @@ def test_an_encoder_whose_outputs_are_pooled_before_attention_is_refused(device:
     for part in (cache.self_attention_cache, cache.cross_attention_cache):
         part.update(keys, keys, 0)
     own, cross = cache.self_attention_cache, cache.cross_attention_cache
-    assert CacheLayout.of(own, cross, hidden[:, :5]).hidden == (64, torch.float32)
+    kind = transformers.modeling_outputs.BaseModelOutput
+    assert CacheLayout.of(own, cross, hidden[:, :5], kind).hidden == (64, torch.float32, kind)
     with pytest.raises(CannotBind, match="differ in length"):
-        CacheLayout.of(own, cross, hidden)
+        CacheLayout.of(own, cross, hidden, kind)
