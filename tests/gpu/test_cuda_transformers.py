@@ -16,7 +16,9 @@ from simplegraph import Reason
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+import tiny_lengths  # noqa: E402
 import tiny_models as tiny  # noqa: E402
+import tiny_multimodal  # noqa: E402
 import tiny_states  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
@@ -117,6 +119,24 @@ def test_beam_search_by_replays(name: str, proven: bool) -> None:
         assert graphs.stats.replays == steps - sum(graphs.stats.eager.values())
         assert graphs.stats.replays > steps // 2
         assert proven == (Reason.PROOF in graphs.stats.eager)
+
+
+@pytest.mark.parametrize("name", [*tiny_multimodal.MODELS, *tiny_lengths.MODELS])
+def test_images_speech_and_lengths_by_replays(name: str) -> None:
+    make, batch_of = tiny_multimodal.MODELS.get(name) or (tiny_lengths.MODELS[name], tiny.prompts)
+    plain, model = (tiny.build(make, CUDA) for _ in range(2))
+    part = {"blip": "text_decoder", "blip2": "language_model"}.get(name)
+    with graph_generation(model if part is None else getattr(model, part), max_batch_size=4, max_length=128) as graphs:
+        for seed, lengths in enumerate(([7, 4, 6], [5], [3, 8, 2, 9], [2])):
+            batch = batch_of(lengths, CUDA, seed)
+            churn()
+            found, expected = (one.generate(**batch, **GREEDY) for one in (model, plain))
+            assert torch.equal(found, expected)
+        if name in ("led", "nllb_moe"):
+            assert graphs.stats.eager[Reason.FIXED_CACHE]
+        else:
+            assert not graphs.stats.failures
+            assert graphs.stats.replays == 4 * (TOKENS - 1) - sum(graphs.stats.eager.values()) > 2 * TOKENS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

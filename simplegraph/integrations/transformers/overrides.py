@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from simplegraph.graph import patches
@@ -68,44 +67,35 @@ def _through(method: Method, original: Any) -> Forward:
     return call
 
 
-@contextlib.contextmanager
-def override_method_of(thing: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Make calls of one object's method call ``method(original, *args)``; an attribute of that name stays as it is."""
-    attributes = vars(thing)
-    if name in attributes:
-        yield
-        return
-    attributes[name] = functools.partial(method, getattr(thing, name))
-    try:
-        yield
-    finally:
-        attributes.pop(name, None)
-
-
-# Forwards of modules, for one thread.
+# Forwards and other methods of single objects, for one thread.
 
 
 @contextlib.contextmanager
-def override_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
-    """Make modules run these forwards when this thread calls them; a forward is not passed its module."""
+def override_forwards(forwards: Mapping[Any, Forward], name: str = "forward") -> Iterator[None]:
+    """Make objects run these functions as their method when this thread calls it; a function is not passed its object.
+
+    Args:
+        forwards: object, such as a module -> the function.
+        name: of the method.
+    """
     taken = []
     try:
-        for module, forward in forwards.items():
-            attributes = vars(module)
-            if "forward" not in attributes:  # else the user has replaced it
-                attributes["forward"] = _Override(module, forward)
+        for thing, forward in forwards.items():
+            attributes = vars(thing)
+            if name not in attributes:  # else the user has replaced it
+                attributes[name] = _Override(thing, forward, name)
                 taken.append(attributes)
         yield
     finally:
         for attributes in taken:
-            attributes.pop("forward", None)
+            attributes.pop(name, None)
 
 
 class _Override:
-    """A module's temporary forward; copies and pickles of the module get its own one."""
+    """An object's temporary method; copies and pickles of the object get its own one."""
 
-    def __init__(self, module: Any, forward: Forward) -> None:
-        self._own, self._forward = functools.partial(type(module).forward, module), forward
+    def __init__(self, thing: Any, forward: Forward, name: str) -> None:
+        self._own, self._forward = functools.partial(getattr(type(thing), name), thing), forward
         self._thread = threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

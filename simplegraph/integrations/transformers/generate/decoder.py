@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,12 @@ from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.failures import user_location
 from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
-from simplegraph.integrations.transformers.generate.token_step import cache_name, masks_source
+from simplegraph.integrations.transformers.generate.token_step import (
+    SHORTEN_MASK,
+    cache_name,
+    masks_source,
+    shortening_parts,
+)
 from simplegraph.integrations.transformers.kernels.usable import triton_runs
 from simplegraph.manager.differences import difference
 from simplegraph.reasons import CannotBind, Reason
@@ -24,6 +29,18 @@ _SMALLEST_SPAN = 256  # positions; attending to fewer takes about the same time
 _SMALLEST_SOURCE = 64
 _ALIGNMENT = 16  # positions; attention copies a mask of any other length in every layer
 _ON_THE_WAY = (Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN)
+
+
+class StepInputs(NamedTuple):
+    """The model's own arguments of one step, except masks, cache and encoder outputs.
+
+    Attributes:
+        tokens: one number per row, or some; and plain values.
+        carried: tensors with the rows first that are the same from step to step.
+    """
+
+    tokens: dict[str, Any]
+    carried: dict[str, Tensor]
 
 
 class FixedCacheDecoder:
@@ -47,7 +64,7 @@ class FixedCacheDecoder:
     ) -> None:
         self._step, self.stats, self.model = step, step.graph_stats, step.model
         self.ids_name = "decoder_input_ids" if step.model.config.is_encoder_decoder else "input_ids"
-        self.cache_name = cache_name(step.model)
+        self.cache_name, self._shortening = cache_name(step.model), shortening_parts(step.model)
         self.trusted = self.stays_eager = False
         self._progress = 0
         # The store needs rows for the largest padded batch, and sizes may also come from the environment.
@@ -82,18 +99,25 @@ class FixedCacheDecoder:
         layout = CacheLayout.of(own, cross, hidden, kind)
         self._span(length, grows=layout.first is not None)
         store = self._store_for(layout)
-        name = "attention_mask" if cross is None else "decoder_attention_mask"
+        name = self.ids_name.replace("input_ids", "attention_mask")
         masked = store.first is not None
         store.load(own, _mask(kwargs, name, rows, length, longer=True) if masked else None, rows, length)
         if hidden is not None:
             shape = hidden.shape[:2]
             # Encoders that shorten their input return the mask of what they made of it.
             masks: Any = outputs if getattr(outputs, "attention_mask", None) is not None else kwargs
+            masks = {"attention_mask": self._short_mask(masks.get("attention_mask"), shape[1])}
             mask = _mask(masks, "attention_mask", *shape, longer=False) if self._sources else None
             store.load_source(cross, mask, hidden)
         return store, source
 
-    def step(self, length: int, source: int, inputs: dict[str, Any], order: Tensor | None) -> Tensor:
+    def _short_mask(self, mask: Any, length: int) -> Any:
+        """Shorten a mask of an encoder's inputs as the model does, to the `length` of the outputs."""
+        if self._shortening and isinstance(mask, Tensor) and mask.shape[1:] != (length,):
+            return getattr(self._shortening[0], SHORTEN_MASK)(length, mask)
+        return mask
+
+    def step(self, length: int, source: int, inputs: StepInputs, order: Tensor | None) -> Tensor:
         """Compute the logits, (rows, 1, vocabulary), of the token at position `length`; valid until the next step.
 
         Args:
@@ -111,7 +135,7 @@ class FixedCacheDecoder:
         span = self._span(length, grows=grows)
         if grows:
             store.position.fill_(length)
-        logits: Tensor = step(span, source, order, **inputs)
+        logits: Tensor = step(span, source, order, inputs.carried, **inputs.tokens)
         if store.ran:
             store.ran = False
             before, self._progress = self._progress, self._count_progress()
@@ -119,7 +143,7 @@ class FixedCacheDecoder:
         return logits
 
     def compare(
-        self, length: int, source: int, inputs: dict[str, Any], order: Tensor | None, expected: Tensor
+        self, length: int, source: int, inputs: StepInputs, order: Tensor | None, expected: Tensor
     ) -> str | None:
         """Say how a step on the store differs from `expected`, logits on the model's own cache; None if it does not.
 
@@ -196,7 +220,7 @@ def _mask(kwargs: Mapping[str, Any], name: str, rows: int, length: int, *, longe
 
 def _encoder_hidden(kwargs: Mapping[str, Any]) -> Tensor:
     outputs = kwargs.get("encoder_outputs")
-    hidden = outputs[0] if outputs is not None else None
+    hidden = outputs[0] if outputs is not None else kwargs.get("encoder_hidden_states")
     if not isinstance(hidden, Tensor) or hidden.dim() != 3:
         raise CannotBind(Reason.OPAQUE_ARGUMENT, "encoder_outputs without hidden states")
     return hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from simplegraph.integrations.transformers.generate.decoder import FixedCacheDec
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
 from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TokenStep
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, named
-from simplegraph.integrations.transformers.overrides import override_method_of
+from simplegraph.integrations.transformers.overrides import override_forwards
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
 from simplegraph.module.mixin import check_unwrapped, wrap
 from simplegraph.reasons import CannotBind, Reason
@@ -54,7 +55,7 @@ class GraphedGeneration(GraphedModel):
         self._call.cache_is_kept = kwargs.get(self._decoder.cache_name) is not None
         result = generate(*args, **kwargs)
         if not self._call.decoded:
-            self.stats.ran_eagerly(Reason.DECODING_MODE)
+            self.stats.ran_eagerly(Reason.DECODING_MODE, self._inner_generator())
         return result
 
     def _sample(self, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,8 +72,17 @@ class GraphedGeneration(GraphedModel):
             if served is None:
                 return search(*args, **kwargs)
             cache = kwargs[self._decoder.cache_name]
-            with override_method_of(cache, "reorder_cache", served.reorder):
+            reorder = functools.partial(served.reorder, cache.reorder_cache)
+            with override_forwards({cache: reorder}, "reorder_cache"):
                 return search(*args, **kwargs)
+
+    def _inner_generator(self) -> str:
+        """Advise graphs for the part of the model whose `generate` its own one may call; "" if there is none."""
+        parts = ((name, part) for name, part in self.model.named_modules() if part is not self.model)
+        found = next(
+            (name for name, part in parts if isinstance(part, (PreTrainedModel)) and part.can_generate()), None
+        )
+        return "" if found is None else f"if its generate calls that of {found}, use graph_generation(model.{found})"
 
     def _cache_is_kept(self, kwargs: Mapping[str, Any]) -> bool:
         """True if the user can see the cache during or after the generation."""

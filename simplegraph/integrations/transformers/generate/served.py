@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import EncoderDecoderCache
 
 from simplegraph.errors import StaleGraphError
 from simplegraph.integrations.transformers.generate.cache.layouts import cached_length
-from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder
+from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder, StepInputs
+from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TOKEN_TYPES
 from simplegraph.module.snapshot import Snapshot
 from simplegraph.reasons import CannotBind, Reason
 
@@ -43,18 +45,22 @@ class ServedGeneration:
         self._rows = self._source = 0
         self._shown: Any = None
         self._output: Any = None  # makes outputs of a step from its logits; set by the prefill
+        self._given: dict[str, torch.Size] = {}  # shapes of the prefill's arguments
         self._over = False
         self._unserved = 0  # calls after the prefill that are no steps of one token
         self._beams = beams
         self._same_order: Any = None  # (rows,) int32, the index of each row; None if rows keep their places
         self._order: Any = None  # of the same kind: the row that each row goes on from
-        self._others = 0  # calls of this thread with another cache, by guidance or since the cache was replaced
+        self._others: list[
+            str
+        ] = []  # kinds of cache in calls of this thread with another cache, by guidance or since the cache was replaced
         self._thread = threading.get_ident()
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call of the model's forward."""
         if kwargs.get(self._decoder.cache_name) is not self._cache:
-            self._others += threading.get_ident() == self._thread
+            if threading.get_ident() == self._thread:
+                self._others.append(type(kwargs.get(self._decoder.cache_name)).__name__)
             return forward(*args, **kwargs)
         if not self._over and self._output is not None:
             try:
@@ -65,8 +71,15 @@ class ServedGeneration:
                 self._give_up(error.reason, error.detail)
         self._restore()
         outputs = forward(*args, **kwargs)
+        self._adopt(outputs.get(self._decoder.cache_name))
         self._output = self._output_like(outputs)
+        self._given = {name: value.shape for name, value in kwargs.items() if isinstance(value, Tensor)}
         return outputs
+
+    def _adopt(self, cache: Any) -> None:
+        """Go on with the cache that a model made around the generation's, to cache its cross-attention as well."""
+        if type(cache) is EncoderDecoderCache and cache.self_attention_cache is self._cache:
+            self._cache = cache
 
     def _output_like(self, outputs: Any) -> Callable[..., Any]:
         """Return what makes outputs of that class, with the generation's cache if these have one."""
@@ -95,7 +108,8 @@ class ServedGeneration:
 
     def _step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         decoder, rows = self._decoder, kwargs[self._decoder.ids_name].shape[0]
-        inputs = _inputs(kwargs, rows)
+        source = {"encoder_hidden_states"} if type(self._cache) is EncoderDecoderCache else set()
+        inputs = _inputs({name: kwargs[name] for name in kwargs.keys() - _CARRIED - source}, rows, self._given)
         if not self._length:
             length = cached_length(self._own)
             self._store, self._source = decoder.load(self._cache, rows, length, kwargs)
@@ -117,7 +131,7 @@ class ServedGeneration:
         self._move_to(length + 1)
         return self._output(logits=logits)
 
-    def _compared_step(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: dict[str, Any]) -> Any:
+    def _compared_step(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: StepInputs) -> Any:
         """Run a step on both caches, to check that the model gives the same logits on one of fixed length."""
         length = self._length
         self._restore()
@@ -146,7 +160,8 @@ class ServedGeneration:
         if self._unserved and not served and not self._over:
             self._give_up(Reason.OPAQUE_ARGUMENT, f"{self._unserved} steps that are not of one token per row")
         if self._others:
-            self._give_up(Reason.CACHE_KIND, f"{self._others} calls of a generation had another cache")
+            said = f"{len(self._others)} calls of a generation had another cache, a {self._others[0]}"
+            self._give_up(Reason.CACHE_KIND, said)
 
     def _restore(self) -> None:
         if self._length:
@@ -156,22 +171,32 @@ class ServedGeneration:
             self._length = 0
 
 
-def _inputs(kwargs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def _inputs(kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Any]) -> StepInputs:
     """Return the arguments of a step that are passed to the graph or are part of its key.
 
+    Args:
+        kwargs: the arguments.
+        rows: of the batch.
+        given: shapes of the prefill's arguments.
+
     Raises:
-        CannotBind: one is neither a number for each row nor a plain value.
+        CannotBind: one is neither a number for each row, nor the same as at the prefill, nor a plain value.
     """
-    inputs = {}
+    tokens: dict[str, Any] = {}
+    carried: dict[str, Tensor] = {}
     for name, value in kwargs.items():
-        if name in _CARRIED:
-            continue
-        if isinstance(value, Tensor):
-            if value.dim() != 2 or value.shape[1] != 1:
-                raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} of shape {tuple(value.shape)} at a decode step")
-            if value.shape[0] != rows:
-                value = value.expand(rows, 1)  # positions may be the same for all rows
-        elif not isinstance(value, (bool, int, float, str, type(None))):
-            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(value).__name__}")
-        inputs[name] = value
-    return inputs
+        if not isinstance(value, Tensor):
+            if not isinstance(value, (bool, int, float, str, type(None))):
+                raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(value).__name__}")
+            tokens[name] = value
+        elif value.dim() == 2 and value.shape[1] == 1:
+            tokens[name] = value if value.shape[0] == rows else value.expand(rows, 1)  # the same for all rows
+        elif name in TOKEN_TYPES and value.dim() == 2 and value.shape[0] == rows:
+            tokens[name] = value[:, -1:]  # older releases pass those of all tokens
+        elif name in ROW_INPUTS and value.dim() == 3 and value.shape[2] == 1:
+            tokens[name] = value.expand(-1, rows, 1).transpose(0, 1)
+        elif name not in ROW_INPUTS and value.dim() and value.shape[0] == rows and given.get(name) == value.shape:
+            carried[name] = value
+        else:
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} of shape {tuple(value.shape)} at a decode step")
+    return StepInputs(tokens, carried)

@@ -17,10 +17,16 @@ from simplegraph.integrations.transformers.kernels.norms import norm_forwards
 from simplegraph.integrations.transformers.kernels.rotary import rotary_forwards, rotation
 from simplegraph.integrations.transformers.overrides import override_forwards
 
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # Arguments of a step that have one entry for every row; the batch is their first dimension.
 ROW_INPUTS: Mapping[str, BatchDim] = dict.fromkeys(
-    ("order", "input_ids", "decoder_input_ids", "position_ids", "decoder_position_ids", "token_type_ids"), 0
+    (
+        *("order", "carried", "input_ids", "decoder_input_ids", "position_ids", "decoder_position_ids"),
+        *TOKEN_TYPES,
+    ),
+    0,
 )
+SHORTEN_MASK = "_get_feature_vector_attention_mask"
 
 
 class TokenStep(ModelStep):
@@ -38,21 +44,27 @@ class TokenStep(ModelStep):
 
     writes_padding_rows = True  # to rows of the store that belong to no sequence
 
-    def __init__(self, model: nn.Module, *, fused_kernels: bool) -> None:
+    def __init__(self, model: Any, *, fused_kernels: bool) -> None:
         super().__init__(model)
         self.store: CacheStore | None = None
         self.fused_kernels = fused_kernels
         self._masks = _masks_taken(model)
         self._cache_name = cache_name(model)
+        self._encodes = bool(model.config.is_encoder_decoder)
+        self._shortening = shortening_parts(model)
 
-    def forward(self, span: int, source: int, order: Tensor | None, **inputs: Any) -> Tensor:
+    def forward(
+        self, span: int, source: int, order: Tensor | None, carried: Mapping[str, Tensor], **inputs: Any
+    ) -> Tensor:
         """Compute the logits, (rows, 1, vocabulary), of one token per row.
 
         Args:
             span: positions of the cache to attend to.
             source: positions of the encoder's outputs; 0 without an encoder.
             order: (rows,), the row whose tokens and states each row goes on from; None if each goes on from its own.
-            **inputs: the model's own arguments except masks, cache and encoder outputs.
+            carried: the model's own arguments that keep their shape, (rows, ...), from step to step.
+            **inputs: the others, except masks, cache and encoder outputs; (rows, 1), or (rows, kinds, 1) for positions
+                of several kinds, which the model takes as (kinds, rows, 1).
         """
         store: Any = self.store
         store.ran = True
@@ -62,14 +74,17 @@ class TokenStep(ModelStep):
             store.reorder(rows, span, order)
         if view.mask is not None:
             view.mask.index_fill_(1, store.position, 1)
-        inputs |= {name: getattr(view, part) for name, part in self._masks.items()}
+        inputs = {name: _kinds_first(value) for name, value in inputs.items()}
+        inputs |= {**carried, **{name: getattr(view, part) for name, part in self._masks.items()}}
         if view.hidden is not None:
-            inputs["encoder_outputs"] = store.encoder_outputs(view)
+            encoded = store.encoder_outputs(view)
+            inputs |= {"encoder_outputs": encoded} if self._encodes else {"encoder_hidden_states": encoded[0]}
         forwards = {}
         if self.fused_kernels:
             forwards = norm_forwards(self.model, triton=store.triton)
             forwards |= rotary_forwards(self.model, rotation(triton=store.triton))
-        with grouped_heads(), override_forwards(forwards), KnownLength(store.seen, 1, max(1, span - 1)):
+        short, length = dict.fromkeys(self._shortening, _same_mask), KnownLength(store.seen, 1, max(1, span - 1))
+        with grouped_heads(), override_forwards(forwards), override_forwards(short, SHORTEN_MASK), length:
             outputs = self.run_model(**(inputs | {self._cache_name: view.cache, "return_dict": True}))
         store.check_states(view)
         logits: Tensor = outputs.logits
@@ -80,6 +95,20 @@ def cache_name(model: Any) -> str:
     """Return the name of the model's argument and output that holds its cache."""
     names = inspect.signature(type(model).forward).parameters
     return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
+
+
+def shortening_parts(model: Any) -> list[nn.Module]:
+    """Return the parts of a model that make the mask of an encoder's outputs from the longer one of its inputs."""
+    return [part for part in model.modules() if hasattr(part, SHORTEN_MASK)]
+
+
+def _same_mask(length: int, mask: Tensor, **_: Any) -> Tensor:
+    """Return a mask that is short already."""
+    return mask
+
+
+def _kinds_first(value: Any) -> Any:
+    return value.transpose(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value
 
 
 def _masks_taken(model: Any) -> dict[str, str]:

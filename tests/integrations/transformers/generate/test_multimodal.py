@@ -1,0 +1,86 @@
+"""Models that read images or speech decode by replays and give the tokens of plain `generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from simplegraph import Reason
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+import tiny_models as tiny  # noqa: E402
+import tiny_multimodal  # noqa: E402
+from tiny_generation import GREEDY, TOKENS, graphed  # noqa: E402
+
+# Models whose `generate` calls that of a part, which is the one to be given graphs.
+PARTS = {"blip": "text_decoder", "blip2": "language_model"}
+
+
+@pytest.mark.parametrize("name", tiny_multimodal.MODELS)
+def test_ragged_batches_give_plain_tokens(name: str, device: torch.device) -> None:
+    make, batch_of = tiny_multimodal.MODELS[name]
+    plain, model = (tiny.build(make, device) for _ in range(2))
+    with graphed(getattr(model, PARTS[name]) if name in PARTS else model) as graphs:
+        steps = 0
+        for seed, lengths in enumerate(([7, 4, 6], [5], [3, 8, 2, 9], [2])):
+            batch = batch_of(lengths, device, seed)
+            found, expected = (one.generate(**batch, **GREEDY) for one in (model, plain))
+            assert torch.equal(found, expected)
+            steps += TOKENS - 1
+        assert not graphs.stats.failures
+        assert set(graphs.stats.eager) <= {Reason.FIRST_CALL, Reason.WARMUP}
+        assert graphs.stats.replays == steps - sum(graphs.stats.eager.values())
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_graphs_of_a_model_whose_generate_calls_that_of_a_part_name_the_part(name: str, device: torch.device) -> None:
+    make, batch_of = tiny_multimodal.MODELS[name]
+    plain, model = (tiny.build(make, device) for _ in range(2))
+    with graphed(model) as graphs:
+        batch = batch_of([6, 4], device)
+        assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.eager[Reason.DECODING_MODE] == 1
+        assert f"use graph_generation(model.{PARTS[name]})" in str(graphs.report())
+
+
+def test_an_image_s_positions_are_those_of_its_own_row(device: torch.device) -> None:
+    make, batch_of = tiny_multimodal.MODELS["qwen2_vl"]
+    plain, model = (tiny.build(make, device) for _ in range(2))
+    mixed = batch_of([7, 4], device)
+    text = tiny.prompts([9, 3], device)
+    with graphed(model) as graphs:
+        for batch in (mixed, text, mixed):
+            assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.replays > 2 * TOKENS
+
+
+@pytest.mark.parametrize("name", ["speech2text", "moonshine"])
+def test_speech_in_beams(name: str, device: torch.device) -> None:
+    make, batch_of = tiny_multimodal.MODELS[name]
+    plain, model = (tiny.build(make, device) for _ in range(2))
+    with graphed(model, max_batch_size=8) as graphs:
+        for seed, lengths in enumerate(([7, 4], [5])):
+            found, expected = (
+                one.generate(**batch_of(lengths, device, seed), **GREEDY, num_beams=3) for one in (model, plain)
+            )
+            assert torch.equal(found, expected)
+        assert graphs.stats.replays == 2 * (TOKENS - 1) - sum(graphs.stats.eager.values()) > TOKENS
+
+
+def test_an_argument_that_changes_its_shape_at_every_step_is_refused(device: torch.device) -> None:
+    class Looking(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, seen: Any = None, **kwargs: Any) -> Any:
+            return super().forward(input_ids, attention_mask, **kwargs)
+
+        def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            return super().prepare_inputs_for_generation(input_ids, **kwargs) | {"seen": input_ids.clone()}
+
+    plain, model = (tiny.build(lambda: Looking(transformers.LlamaConfig(**tiny.LLAMA)), device) for _ in range(2))
+    batch = tiny.prompts([6, 4], device)
+    with graphed(model) as graphs:
+        assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
+        assert graphs.stats.details[Reason.OPAQUE_ARGUMENT] == "seen of shape (2, 7) at a decode step"
+        assert graphs.stats.replays == 0
