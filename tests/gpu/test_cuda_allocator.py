@@ -263,6 +263,7 @@ assert model.graph_stats.replays >= 16
 # What is released.
 
 
+@pytest.mark.alone
 def test_dropped_pools_do_not_pile_up() -> None:
     module, x = Chain().to("cuda").eval(), torch.randn(8, 512, device="cuda")
     seen = []

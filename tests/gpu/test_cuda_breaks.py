@@ -158,6 +158,7 @@ def bytes_of(module: nn.Module, mode: str) -> int:
     return taken
 
 
+@pytest.mark.alone
 def test_breaks_take_hardly_more_memory_than_one_full_graph() -> None:
     module = Deep(20, 1024).cuda().eval()
     full, pieces = bytes_of(module, "FULL"), bytes_of(module, "PIECEWISE")
@@ -234,6 +235,7 @@ def test_a_capture_that_breaks_in_a_later_segment_leaves_nothing_behind() -> Non
     assert pool.graph_stats.replays > 0
 
 
+@pytest.mark.alone
 def test_many_breaks_are_captured_and_dropped_again_and_again() -> None:
     module = Deep(30, 16).cuda().eval()
     model = piecewise(module, capture_sizes=[1, 2, 4, 8])

@@ -120,6 +120,7 @@ def test_in_pool_tells_captured_memory_from_all_other(cuda: CudaDevice, pool: Gr
     cuda.release_pool(other)
 
 
+@pytest.mark.alone
 def test_a_released_pool_gives_its_memory_back(cuda: CudaDevice) -> None:
     x = torch.randn(ROWS, COLUMNS, device="cuda")
     for attempt in range(2):

@@ -67,6 +67,7 @@ def measured(what: str, how: str) -> int:
     return int(ran.stdout.split()[-1])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["manager", "check"])
 def test_the_estimate_is_within_a_fifth_of_what_all_graphs_take(how: str) -> None:
     estimate, real = measured("estimate", how), measured("real", how)

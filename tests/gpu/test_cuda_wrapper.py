@@ -322,6 +322,7 @@ def test_whatever_a_forward_does_to_its_capture_the_numbers_are_eagers(fault: st
 # Memory.
 
 
+@pytest.mark.alone
 def test_reset_graphs_gives_the_memory_back() -> None:
     module = mlp(1024)
     example = torch.randn(4, 1024, device="cuda")
@@ -348,6 +349,7 @@ def test_reset_graphs_gives_the_memory_back() -> None:
     torch.testing.assert_close(model(x), module(x))
 
 
+@pytest.mark.alone
 def test_a_deleted_model_gives_the_memory_back() -> None:
     def once() -> int:
         model = captured(mlp(1024), torch.randn(4, 1024, device="cuda"), capture_sizes=[256, 4096])
@@ -362,6 +364,7 @@ def test_a_deleted_model_gives_the_memory_back() -> None:
     assert abs(once() - once()) <= 8 * MIB
 
 
+@pytest.mark.alone
 def test_graph_memory_grows_little_with_the_number_of_sizes() -> None:
     module = mlp(1024)
     example = torch.randn(4, 1024, device="cuda")
