@@ -107,6 +107,7 @@ class CudaGraphConfig:
             `lengths` (by `pad_values`); outputs are cut. If that changes the answer, calls run eagerly.
         lengths: the lengths to capture, each with graphs for all batch sizes.
         padding: False serves only batches whose exact size was captured.
+        exact_shapes: capture each combination of input shapes by itself, whatever `capture_sizes`; nothing is padded.
         outputs: ``"clone"`` returns new tensors from every call; ``"static"`` returns graph memory, valid until the
             next replay of any graph in the same pool, even after its own graph is dropped. With both, inputs that
             the forward returns are returned as the caller's own tensors.
@@ -142,8 +143,7 @@ class CudaGraphConfig:
             also check that all ranks are about to replay the same graph.
         progress: show a progress bar while capturing several sizes.
 
-    Every field with a plain value can be set from the environment as ``SIMPLEGRAPH_<FIELD>`` (for
-    example ``SIMPLEGRAPH_MODE=none``, ``SIMPLEGRAPH_CAPTURE_SIZES=1,2,4``); see `from_env`.
+    Every field with a plain value can be set from the environment as ``SIMPLEGRAPH_<FIELD>``; see `from_env`.
 
     Raises:
         ConfigError: a value is invalid; the message names the field, the value and what is expected.
@@ -161,6 +161,7 @@ class CudaGraphConfig:
     length_dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
     lengths: Sequence[int] | None = None
     padding: bool = True
+    exact_shapes: bool = False
     outputs: Literal["clone", "static"] = "clone"
     capture: Literal["lazy", "upfront"] = "lazy"
     on_capture_failure: Literal["eager", "raise"] = "eager"
@@ -198,8 +199,6 @@ class CudaGraphConfig:
         self._check_decode_sizes()
 
     def _check_decode_sizes(self) -> None:
-        if self.decode_capture_sizes is None:
-            return
         sizes = self.decode_capture_sizes
         for odd in (size for size in sizes if size % self.uniform_query_len):
             told = f"decode_capture_sizes has {odd}; expected multiples of"

@@ -40,8 +40,10 @@ def mixed_sizes(config: CudaGraphConfig) -> tuple[int, ...]:
     """Return the sizes, in tokens, of graphs that serve any batch; ascending.
 
     These are the configuration's `capture_sizes`, or the default list up to the smaller of `max_capture_size`
-    (512 unless set) and `max_num_tokens`.
+    (512 unless set) and `max_num_tokens`. With `exact_shapes` every call counts as one row.
     """
+    if config.exact_shapes:
+        return (1,)
     if config.capture_sizes is not None:
         return tuple(config.capture_sizes)
     largest = config.max_capture_size or DEFAULT_LARGEST

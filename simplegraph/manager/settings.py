@@ -31,6 +31,7 @@ class CudaGraphSettings(TypedDict, total=False):
     length_dims: Mapping[str, int]
     lengths: Sequence[int] | None
     padding: bool
+    exact_shapes: bool
     outputs: Literal["clone", "static"]
     capture: Literal["lazy", "upfront"]
     on_capture_failure: Literal["eager", "raise"]

@@ -176,7 +176,8 @@ class CallLayout:
         if self.numbers:
             self.positional = -1
         dims = enumerate(map(batch_dim_of, self.args))
-        self.anchor, self.anchor_dim = next((index, dim) for index, dim in dims if dim is not None)
+        # The leaf and dimension that tell the batch size; without any, all are of size 1.
+        self.anchor, self.anchor_dim = next(((index, dim) for index, dim in dims if dim is not None), (-1, 0))
 
     def described_inputs(self) -> dict[str, str]:
         """Describe each argument, the autocast dtype and the state, as they tell graphs apart."""

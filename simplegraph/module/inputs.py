@@ -147,8 +147,8 @@ class InputSet:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
         """Copy a call's tensors in, given by name, and set the padding rows."""
-        names, sources = zip(*tensors, strict=True)
-        for name, source in zip(names, self.detached(sources), strict=True):
+        given = dict(tensors)
+        for name, source in zip(given, self.detached([*given.values()]), strict=True):
             static = self.inputs[name]
             part = static.part(padded, 0, batch)
             if part.data_ptr() != source.data_ptr():  # equal for what is passed by reference

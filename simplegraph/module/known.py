@@ -9,9 +9,11 @@ import torch
 
 from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
+from simplegraph.graph.modes import autocast_dtype
 from simplegraph.module.call import Binding, CallLayout
 from simplegraph.module.changes import Changes
 from simplegraph.module.changing import ChangingNumbers
+from simplegraph.module.functions import FunctionModule
 from simplegraph.module.signature import CallReader
 from simplegraph.module.switches import known_switches
 from simplegraph.module.torch_modules import known_arguments
@@ -53,17 +55,18 @@ class KnownCalls:
         return self._reader
 
     def read(
-        self, module: Any, leaves: list[Any], names: Sequence[str], spec: TreeSpec, autocast: torch.dtype | None
+        self, module: Any, leaves: list[Any], names: Sequence[str], spec: TreeSpec, device: torch.device
     ) -> tuple[int, CallLayout]:
-        """Find the batch size and the layout of a call; a new layout is kept once it is in `use`.
+        """Find the batch size and the layout of a call on a device; a new layout is kept once it is in `use`.
 
         Raises:
             CannotBind: a graph cannot serve the call.
             InputError: an argument, or what `state_key` returned, cannot be a key.
         """
-        state = self._state_of(module)
+        state, autocast = self._state_of(module), autocast_dtype(device.type)
         settings, modes = TorchSettings.read(), function_modes()
-        size, args, signature = self.reader(module).read(leaves, names, spec, (autocast, state, settings, modes))
+        context = autocast, state, settings, modes
+        size, args, signature = self.reader(module).read(leaves, names, spec, context, device)
         known = self.layouts.get((spec, signature))
         if known is not None:
             return size, known
@@ -92,8 +95,8 @@ class KnownCalls:
 
     def _state_of(self, module: Any) -> Hashable:
         """Read the Python state that is part of the key: of known switches, unless `state_key` says which."""
-        if self._config.state_key is None and self._looked_at != Changes.count:
-            self.state_key, self._looked_at = known_switches(module), Changes.count
+        if self._looked_at != Changes.count:
+            self.state_key, self._looked_at = _state_key(module, self._config.state_key), Changes.count
         state = None if self.state_key is None else self.state_key(module)
         try:
             hash(state)
@@ -122,3 +125,13 @@ class KnownCalls:
         self.bindings.clear()
         self.layouts.clear()
         self.last = None
+
+
+def _state_key(module: Any, declared: StateKey | None) -> StateKey | None:
+    """Return what reads a module's Python state: as declared or else known switches, and what a function reads."""
+    key = declared or known_switches(module)
+    if not isinstance(module, FunctionModule):
+        return key
+    module.resolve()
+    own = module.state
+    return own if key is None else lambda called: (key(called), own(called))

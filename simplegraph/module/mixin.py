@@ -24,6 +24,7 @@ from simplegraph.manager.report import GraphReport
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.call import Graphed, invoke
+from simplegraph.module.functions import FunctionModule, GraphedFunction, P, R, check_function
 from simplegraph.module.runner import GraphRunner
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
@@ -194,6 +195,7 @@ def cuda_graph(target: Any = None, **settings: Any) -> Any:
     return target
 
 
+@overload
 def wrap(
     module: ModuleType,
     config: CudaGraphConfig | None = None,
@@ -201,25 +203,47 @@ def wrap(
     pool: GraphPool | None = None,
     ranks: RankGroup | None = None,
     **settings: Unpack[CudaGraphSettings],
-) -> WrappedModule[ModuleType]:
-    """Put graphs around an existing module, which itself stays as it is.
+) -> WrappedModule[ModuleType]: ...
+@overload
+def wrap(
+    module: Callable[P, R],
+    config: CudaGraphConfig | None = None,
+    *,
+    pool: GraphPool | None = None,
+    ranks: RankGroup | None = None,
+    **settings: Unpack[CudaGraphSettings],
+) -> GraphedFunction[P, R]: ...
+def wrap(
+    module: Any,
+    config: CudaGraphConfig | None = None,
+    *,
+    pool: GraphPool | None = None,
+    ranks: RankGroup | None = None,
+    **settings: Any,
+) -> Any:
+    """Put graphs around an existing module or function, which itself stays as it is.
 
     The result shares everything with the module (parameters, buffers, children, attributes, mode), is
     an instance of its class and of `CudaGraphWrapper`, has the same ``state_dict`` keys, and can be
     moved, copied and pickled; calls to it go through graphs, calls to `module` do not.
 
+    A function, bound method or other callable is served the same way. The modules and tensors that it reaches through
+    globals, its closure, defaults and the object that it belongs to are watched as a module's own are, and the plain
+    values there (numbers, strings, flags) are part of the key, as arguments are. The result is a `GraphedFunction`.
+
     Args:
-        module: any `nn.Module` instance.
+        module: any `nn.Module` instance, or a function.
         config: settings.
         pool: graph memory to share with other wrappers (see `graph_pool`); None for its own.
         ranks: the ranks whose graphs hold collectives with this one's; see `RankGroup`. Not carried by copies.
         **settings: fields of `CudaGraphConfig`, which win over `config`.
 
     Raises:
-        ConfigError: it is no module, a TorchScript module, or a setting is invalid.
+        ConfigError: it is no module or function, a TorchScript module, or a setting is invalid.
     """
-    if isinstance(module, type) or not isinstance(module, nn.Module):
-        raise ConfigError(f"wrap got {module!r}; expected a torch.nn.Module instance (use @cuda_graph for a class).")
+    if isinstance(module, type) or not callable(module):
+        expected = "expected a torch.nn.Module instance (use @cuda_graph for a class) or a function"
+        raise ConfigError(f"wrap got {module!r}; {expected}.")
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError("wrap got a TorchScript module; wrap the Python module it was made from.")
     if config is not None and not isinstance(config, CudaGraphConfig):
@@ -227,12 +251,19 @@ def wrap(
             f"wrap got {config!r} as its config; expected a CudaGraphConfig. Give settings by name: "
             "wrap(module, capture_sizes=[1, 2, 4])."
         )
+    if not isinstance(module, nn.Module):
+        if isinstance(module, GraphedFunction):
+            config, module = config or module._wrapped._graph_runner.settings, module.__wrapped__
+        check_function(module, "wrap")
+        made = wrap(FunctionModule(module), config or CudaGraphConfig(), pool=pool, ranks=ranks, **settings)
+        return GraphedFunction(module, made)
     if config is None:
         config = module._graph_runner.settings if isinstance(module, CudaGraphWrapper) else CudaGraphConfig()
     runner = GraphRunner(config.replace(**settings), pool, ranks)
     module = unwrap(module)
-    wrapped: WrappedModule[ModuleType] = _share(module, _graphed(type(module)))  # type: ignore[arg-type]
-    wrapped._graph_runner = runner  # type: ignore[misc]
+    kind: Any = type(module)
+    wrapped = _share(module, _graphed(kind))
+    wrapped._graph_runner = runner
     return wrapped
 
 

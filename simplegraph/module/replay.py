@@ -45,7 +45,8 @@ def try_replay(
     """
     leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
     try:
-        size = leaves[layout.anchor].shape[layout.anchor_dim]
+        anchor = layout.anchor
+        size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
     except (TypeError, AttributeError, IndexError):
         return MISS
     plan: Plan | None = layout.plans.get(size if context is None else (size, context.batch))

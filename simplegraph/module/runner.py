@@ -17,7 +17,6 @@ from simplegraph.context import CALLS, CallContext, described_batch
 from simplegraph.distributed.ranks import RankGroup
 from simplegraph.errors import CaptureError, ConfigError, InputError, ReplayError, StaleGraphError
 from simplegraph.graph.device import GraphPool
-from simplegraph.graph.modes import autocast_dtype
 from simplegraph.graph.select import graph_device
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
@@ -32,6 +31,7 @@ from simplegraph.module.padding import refuse_numbers
 from simplegraph.module.proof import prove
 from simplegraph.module.replay import MISS, replay_checked, try_replay
 from simplegraph.module.signature import device_of
+from simplegraph.module.survey import device_of_state
 from simplegraph.module.torch_state import hindrance
 from simplegraph.reasons import CannotBind, Reason
 
@@ -94,7 +94,7 @@ class GraphRunner:
 
     def _eager(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
         """Run eagerly, and count why, as `GraphStats.ran_eagerly` takes it."""
-        self.stats.name = type(module).__name__
+        self.stats.name = module._get_name()
         self.stats.ran_eagerly(*why)
         return invoke(module, args, kwargs)
 
@@ -134,7 +134,7 @@ class GraphRunner:
         hindered = hindrance()
         if hindered is not None:
             raise CannotBind(*hindered)
-        size, layout = known.read(module, leaves, names, spec, autocast_dtype(manager.device.torch_device.type))
+        size, layout = known.read(module, leaves, names, spec, manager.device.torch_device)
         if torch.is_grad_enabled() and builder.seen.read.wants_grad(module, leaves):
             raise CannotBind(Reason.GRAD, "")
         if largest:
@@ -159,7 +159,7 @@ class GraphRunner:
         self._forget()
 
     def _builder_for(self, module: Any, leaves: Sequence[Any]) -> GraphBuilder:
-        device = device_of(leaves)
+        device = device_of(leaves, device_of_state(module) if self.config.exact_shapes else None)
         if device.type not in ("cuda", "cpu"):
             raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on {device}")
         known = self.builder
@@ -171,7 +171,7 @@ class GraphRunner:
             known = self.builder = None
         if known is None:
             _check_device(device)
-            self.stats.name = type(module).__name__
+            self.stats.name = module._get_name()
             manager = CudaGraphManager(
                 self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
             )

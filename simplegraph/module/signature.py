@@ -188,21 +188,29 @@ class CallReader:
         return [*zip(names, positional.children), *zip(keyword.keys, keyword.children)]  # noqa: B905
 
     def read(
-        self, leaves: list[Any], names: Sequence[str], spec: TreeSpec, context: Hashable
+        self,
+        leaves: list[Any],
+        names: Sequence[str],
+        spec: TreeSpec,
+        context: Hashable,
+        device: torch.device | None = None,
     ) -> tuple[int, list[Arg], Signature]:
         """Find the batch size of a call, its arguments in order, and its signature; numbers that change become tensors.
+
+        Without batch dimensions (`exact_shapes`) the size is 1. `device` is where the call runs if no tensor tells.
 
         Raises:
             CannotBind: a graph cannot serve the call.
             InputError: a non-tensor argument is neither a tensor nor hashable.
         """
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        device = device_of(leaves)
+        device = device_of(leaves, device)
         hosted = {index for index in tensors if leaves[index].is_cpu and device.type != "cpu"}
         tensors = [index for index in tensors if index not in hosted]
         self._check_tensors(leaves, names, tensors)
-        anchor, anchor_dim = self._anchor(leaves, names, tensors)
-        batch = leaves[anchor].shape[anchor_dim]
+        exact = self._config.exact_shapes
+        anchor, anchor_dim = (-1, 0) if exact else self._anchor(leaves, names, tensors)
+        batch = 1 if exact else leaves[anchor].shape[anchor_dim]
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
         numbers = {} if self.changing is None else self.changing.find(leaves, names)
@@ -221,7 +229,11 @@ class CallReader:
             if name in self._known.compared and first < index:
                 args.append(SameArg(name, Tensor, names[first], None))
                 continue
-            dim = anchor_dim if index == anchor else self._batch_dim(name, leaf, batch, seen[index])
+            dim: BatchDim
+            if exact:
+                dim = "reference" if self._declared(name, leaf)[1] == "reference" else None
+            else:
+                dim = anchor_dim if index == anchor else self._batch_dim(name, leaf, batch, seen[index])
             args.append(self._tensor(name, leaf, dim))
         return batch, args, self._signature(args, spec, context)
 
@@ -272,6 +284,8 @@ class CallReader:
 
     def confirmed(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> bool:
         """True if no batch dimension of a call is a guess: each is declared, or followed two batch sizes."""
+        if self._config.exact_shapes:
+            return True
         triples = zip(leaves, names, self._shapes(leaves, spec), strict=True)
         tensors = ((leaf, name, seen) for leaf, name, seen in triples if isinstance(leaf, Tensor))
         guesses = [seen for leaf, name, seen in tensors if not self._declared(name, leaf)[0]]
@@ -347,15 +361,17 @@ class CallReader:
         return Signature(tuple(kept), tuple(named), context)
 
 
-def device_of(leaves: Sequence[Any]) -> torch.device:
+def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> torch.device:
     """Return the device of a call: the first tensor's that is not on the CPU, or else the CPU.
 
     Raises:
-        CannotBind: no leaf is a tensor.
+        CannotBind: no leaf is a tensor, and there is no default.
     """
     devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+    if default is not None:
+        devices.insert(0, default)
     if not devices:
-        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no argument is a tensor")
+        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no argument is a tensor; exact_shapes=True needs none")
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 

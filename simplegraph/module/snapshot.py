@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.places import ABSENT, put
@@ -47,8 +48,9 @@ class Change(NamedTuple):
 class Snapshot:
     """Remembers who holds what below a module, or any other object, and where each tensor lies.
 
-    Functions, classes, modules of Python, objects with slots and objects of its standard library, of torch (`nn.Module`
-    excepted) and of this library are not looked into. Values of tensors are not copied: a capture writes none.
+    Functions, classes, modules of Python, optimizers, objects with slots and objects of its standard library, of torch
+    (`nn.Module` excepted) and of this library are not looked into. Values of tensors are not copied: a capture writes
+    none.
 
     Args:
         module: what is looked into.
@@ -224,6 +226,8 @@ def _look_up(kind: Any) -> Any:
     for known in (Tensor, *_CONTAINERS, tuple):
         if issubclass(kind, known):
             return known
+    if issubclass(kind, Optimizer):
+        return None
     users = issubclass(kind, (nn.Module, *_NAMESPACES)) or str(kind.__module__).partition(".")[0] not in _LIBRARIES
     return object if users and kind.__dictoffset__ and not issubclass(kind, (*ATOMS, *_CODE)) else None
 

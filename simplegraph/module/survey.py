@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from simplegraph.graph.tensors import parts, storage_key
+from simplegraph.module.functions import FunctionModule
 from simplegraph.module.snapshot import has_address
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
@@ -61,6 +63,9 @@ class Survey:
         self.generators: dict[str, torch.Generator] = {}
         self.links: list[Link] = []
         self._seen: set[int] = set()
+        if isinstance(module, FunctionModule):
+            module.resolve()
+            self.links += module.links()
         self._add_tree("", module)
         for name in list(self.modules):
             self._look_at_attributes(name)
@@ -79,7 +84,15 @@ class Survey:
         return [name, *(added for key, child in children for added in self._add_tree(_dotted(name, key), child))]
 
     def _look_at_attributes(self, name: str) -> None:
-        attributes = vars(self.modules[name])
+        module = self.modules[name]
+        if isinstance(module, FunctionModule):
+            reached = module.reached
+            for key, value in reached.items():
+                self._look_inside(key, key, ((reached, key, value),))
+            for key, links in module.held():
+                self._look_inside(key, key, links)
+            return
+        attributes = vars(module)
         for key, value in list(attributes.items()):
             if key not in _REGISTERED and type(value) not in _ATOMS:
                 self._look_inside(_dotted(name, key), _dotted(name, key), ((attributes, key, value),))
@@ -95,7 +108,7 @@ class Survey:
             self.links += links
             for added in self._add_tree(name, value):
                 self._look_at_attributes(added)
-        elif len(links) <= _DEPTH:
+        elif len(links) <= _DEPTH and not isinstance(value, Optimizer):  # whose state has parameters for keys
             inner, items = _contents(value)
             for key, item in items:
                 if type(item) not in _ATOMS:
@@ -121,6 +134,12 @@ class Survey:
 def held_tensors(module: nn.Module) -> list[HeldTensor]:
     """List every tensor that the module holds in parameters, buffers and ordinary attributes."""
     return list(Survey(module).tensors.values())
+
+
+def device_of_state(module: nn.Module) -> torch.device:
+    """Return the device of the tensors that a module holds: the first one's that is not on the CPU, or else the CPU."""
+    devices = (held.tensor.device for held in held_tensors(module))
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def _dotted(prefix: str, key: str) -> str:

@@ -9,10 +9,10 @@ import simplegraph as sg
 module = nn.Linear(4, 4)
 
 model = sg.wrap(module, mode="PIECEWISE", capture_sizes=[1, 2, 4], batch_dims={"input": 0}, outputs="static")
-sg.wrap(module, capture_size=[1, 2, 4])  # E: Unexpected keyword argument "capture_size"
+sg.wrap(module, capture_size=[1, 2, 4])  # E: No overload variant of "wrap"
 sg.wrap(module, capture_sizes=["1"])  # E: List item 0 has incompatible type "str"; expected "int"
-sg.wrap(module, outputs="statc")  # E: Argument "outputs" to "wrap" has incompatible type
-sg.wrap(module, mode="PIECWISE")  # E: Argument "mode" to "wrap" has incompatible type
+sg.wrap(module, outputs="statc")  # E: No overload variant of "wrap"
+sg.wrap(module, mode="PIECWISE")  # E: No overload variant of "wrap"
 
 model.configure_graphs(padding=False, verify=0)
 model.configure_graphs(pading=False)  # E: Unexpected keyword argument "pading"

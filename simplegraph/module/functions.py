@@ -1,0 +1,165 @@
+"""Make a module of a plain function, so that it gets graphs as modules do: it holds what the function reaches."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from simplegraph.errors import ConfigError
+from simplegraph.graph.places import ABSENT
+from simplegraph.module.reach import CodePlace, is_code, places_of
+from simplegraph.nested import ATOMS, constant_key
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Link = tuple[Any, Any, Any]
+
+# What a function that has graphs offers beside being called, of `CudaGraphWrapper`.
+_METHODS = frozenset(
+    {
+        *("configure_graphs", "use_graph_pool", "use_ranks", "capture_graphs", "static_inputs", "reset_graphs"),
+        *("graph_report", "graph_stats", "graph_manager"),
+    }
+)
+
+
+class FunctionModule(nn.Module):
+    """A module whose forward is a function. Its children are the modules that the function reaches.
+
+    Args:
+        function: a function, bound method, partial, or other callable.
+
+    Attributes:
+        reached: what else the function reaches, by name: tensors, containers, objects.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.training = False
+        self._reach = _Reached(getattr(function, "__qualname__", None) or type(function).__qualname__)
+        self._function = function
+        self.reached: dict[str, Any] = {}
+        self.forward = self._make_forward(function)
+
+    def _make_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def _get_name(self) -> str:
+        return self._reach.name
+
+    def resolve(self) -> None:
+        """Find again what the function reaches: globals and attributes may be bound to something else by now."""
+        found = [(place, value) for place in self._find_places() if (value := place.value) is not ABSENT]
+        self._reach.set(found)
+        modules = {place.name: value for place, value in found if isinstance(value, nn.Module)}
+        others = {
+            place.name: value
+            for place, value in found
+            if place.last and not isinstance(value, (*ATOMS, nn.Module)) and not is_code(value)
+        }
+        _update(self._modules, modules)
+        _update(self.reached, others)
+
+    def _find_places(self) -> list[CodePlace]:
+        return places_of(self._function)
+
+    def links(self) -> list[Link]:
+        """List (holder, key, value) for every place that the function reads; plain values are in `state` instead."""
+        return [(place.holder, place.key, value) for place, value in self._reach.found if not isinstance(value, ATOMS)]
+
+    def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
+        """Yield what else calls read, by name, with the links to it."""
+        return iter(())
+
+    def state(self, module: Any) -> Hashable:
+        """Return the plain values that the function reads, as a key."""
+        return self._reach.state()
+
+
+class _Reached:
+    """What a function reaches; apart from the module, whose attributes are watched."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.found: list[tuple[CodePlace, Any]] = []
+        self._atoms: tuple[list[Any], list[Any]] = [], []
+        self._last: tuple[list[Any], Hashable] = [], ()
+
+    def set(self, found: list[tuple[CodePlace, Any]]) -> None:
+        self.found = found
+        atoms = [place for place, value in found if isinstance(value, ATOMS) and place.last]
+        self._atoms = [place.holder for place in atoms], [place.key for place in atoms]
+
+    def state(self) -> Hashable:
+        """Return the plain values as a key: the very same object while none is set again."""
+        try:
+            found = list(map(operator.getitem, *self._atoms))
+        except (LookupError, ValueError):
+            return None
+        known, key = self._last
+        if len(found) != len(known) or not all(map(operator.is_, found, known)):
+            values = tuple((type(value), constant_key(value)) for value in found)
+            key = key if values == key else values
+            self._last = found, key
+        return key
+
+
+class GraphedFunction(Generic[P, R]):
+    """A function that goes through graphs; it has the methods of `CudaGraphWrapper` that are about graphs.
+
+    Args:
+        function: what it stands for.
+        wrapped: the module made of it, wrapped.
+    """
+
+    def __init__(self, function: Callable[P, R], wrapped: Any) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._wrapped = wrapped
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        wrapped = self._wrapped
+        result: R = wrapped._graph_runner.call(wrapped, args, kwargs)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _METHODS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._wrapped, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_METHODS})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._wrapped._get_name()})"
+
+
+def check_function(function: Any, what: str) -> None:
+    """Refuse what is no function that a graph can stand for. Raises ConfigError."""
+    if isinstance(function, type) or not callable(function):
+        raise ConfigError(f"{what} got {function!r}; expected a function, a bound method or another callable.")
+    if isinstance(function, torch.jit.ScriptFunction):
+        raise ConfigError(f"{what} got a TorchScript function; wrap the Python function it was made from.")
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    if any(kind(function) for kind in kinds):
+        raise ConfigError(f"{what} got {function!r}, whose body runs after the call returns; pass a plain function.")
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{what} got {function!r}, whose arguments Python does not know; put it into a function of your own."
+        ) from None
+
+
+def _update(held: dict[str, Any], now: dict[str, Any]) -> None:
+    """Let a dict hold something else, without a write where nothing changes: writes are noticed."""
+    for name in held.keys() - now.keys():
+        del held[name]
+    for name, value in now.items():
+        if held.get(name) is not value:
+            held[name] = value
