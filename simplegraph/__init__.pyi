@@ -38,5 +38,6 @@ from simplegraph.module.mixin import graph_pool as graph_pool
 from simplegraph.module.mixin import unwrap as unwrap
 from simplegraph.module.mixin import wrap as wrap
 from simplegraph.reasons import Reason as Reason
+from simplegraph.training.step import train_step as train_step
 
 __version__: str

@@ -49,6 +49,7 @@ class Reason(str, enum.Enum):
         "grad",
         "grad mode is on and inputs or parameters require grad; call under torch.inference_mode() or torch.no_grad()",
     )
+    GRAD_MODE = "grad_mode", "a training step was called with grad mode off; call it outside of torch.no_grad()"
     EAGER_CONTEXT = "eager_context", "inside simplegraph.eager()"
     NESTED = "nested", "an outer graph owns this call"
     TRANSFORMED = (

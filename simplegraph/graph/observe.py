@@ -67,6 +67,11 @@ class MemoryObserver(OperatorMode):
         self._own: set[int] = set()
         self._made_inside: set[int] | None = None  # by the break that is running, if one is
 
+    @property
+    def captures(self) -> bool:
+        """True if the observed run is a capture."""
+        return self._device is not None
+
     def made(self, tensor: Tensor) -> bool:
         """True if the observed run made this memory."""
         return tensor.layout is torch.strided and storage_key(tensor) in self._own

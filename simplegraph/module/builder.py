@@ -31,6 +31,7 @@ from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
 from simplegraph.module.changing import PROVEN_VALUES
 from simplegraph.module.effects import ModuleState, warning_of_eager
+from simplegraph.module.functions import FunctionModule
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.left import WithLeft
 from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators
@@ -139,6 +140,8 @@ class GraphBuilder:
     def keep_external(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
         survey = Survey(module)
+        if isinstance(module, FunctionModule):
+            inputs = inputs | module.note_read(observers)
         self.seen.add(survey, observers, inputs)
         if self.state is not None:
             self.state.accept(survey)
@@ -367,15 +370,19 @@ def _forward(
         refuse()
         key = call.binding.signature, *kind
         label = f"batch size {descriptor.num_tokens}"
-        return result if watch is None else counted.left.take(key, label, watch, result, (args, kwargs))
+        whole = result if watch is None else counted.left.take(key, label, watch, result, (args, kwargs))
+        return module.with_effects(whole) if is_captured and isinstance(module, FunctionModule) else whole
 
     return run
 
 
 def _learn_program(call: Call, job: CaptureJob, program: Program) -> None:
     """Learn how the outputs of a new program, and what it leaves below the module, follow the batch size."""
-    leaves, spec, rows = program.outputs, program.spec, job.descriptor.num_tokens
+    leaves, rows = program.outputs, job.descriptor.num_tokens
+    whole, spec = program.result(), program.spec
+    if hasattr(spec.type, "make_plan"):
+        whole, spec = whole.result, spec.children[0]
     if spec.type is WithLeft:
         spec = spec.children[0]
-        call.binding.counted.left.learn_captured(job.key, rows, program.result().left)
+        call.binding.counted.left.learn_captured(job.key, rows, whole.left)
     call.binding.learn_outputs(rows, leaves[: spec.num_leaves], spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -37,7 +37,10 @@ class FunctionModule(nn.Module):
 
     Attributes:
         reached: what else the function reaches, by name: tensors, containers, objects.
+        computes_gradients: True if the function calls backward itself.
     """
+
+    computes_gradients = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -80,6 +83,19 @@ class FunctionModule(nn.Module):
     def state(self, module: Any) -> Hashable:
         """Return the plain values that the function reads, as a key."""
         return self._reach.state()
+
+    # What a function that does more than return a result lets graphs know.
+
+    def serve(self, binding: Any) -> None:
+        """Note which kind of calls is served next."""
+
+    def note_read(self, observers: Iterable[Any]) -> set[int]:
+        """Note what runs read; return the storage keys of memory that the last one found, and that no graph reads."""
+        return set()
+
+    def with_effects(self, whole: Any) -> Any:
+        """Return what a captured run left, beside what it returned."""
+        return whole
 
 
 class _Reached:

@@ -67,11 +67,13 @@ class KnownCalls:
         settings, modes = TorchSettings.read(), function_modes()
         context = autocast, state, settings, modes
         size, args, signature = self.reader(module).read(leaves, names, spec, context, device)
-        known = self.layouts.get((spec, signature))
-        if known is not None:
-            return size, known
-        binding = self.bindings.get(signature) or Binding(signature)
-        return size, CallLayout(spec, args, autocast, state, settings, modes, binding)
+        layout = self.layouts.get((spec, signature))
+        if layout is None:
+            binding = self.bindings.get(signature) or Binding(signature)
+            layout = CallLayout(spec, args, autocast, state, settings, modes, binding)
+        if isinstance(module, FunctionModule):
+            module.serve(layout.binding)
+        return size, layout
 
     @property
     def advice(self) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.errors import StaleGraphError
 from simplegraph.graph.tensors import memory_order
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.call import Call
@@ -16,9 +15,7 @@ from simplegraph.module.inputs import InputSet, Spans, StaticInput, compared_pai
 from simplegraph.module.left import WithLeft
 from simplegraph.module.sharing import SharedOutputs
 from simplegraph.module.signature import PLAIN_TENSORS
-from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import CapturedState
-from simplegraph.module.survey import held_tensors
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -42,6 +39,8 @@ class Plan:
         slots: what each leaf must be, and where it goes.
         rows, padded: real rows, and rows of the graph.
         outputs: views of the real rows of what a replay writes, and leaves that are no graph memory.
+        compared: what a proof compares with eager.
+        addresses: of the static inputs, by name.
         guarded: some calls with such arguments must run eagerly; `refusal` says which.
         debug: replays check addresses.
     """
@@ -74,30 +73,38 @@ class Plan:
         self._prepare_padding([static for static in inputs.inputs.values() if static.batched])
         written = call.binding.written
         self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
-        self._compared = compared_pairs(args)
-        self._addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
+        self._same = compared_pairs(args)
+        self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
 
     def _prepare_outputs(self, call: Call) -> None:
         """Find the outputs that must be cloned for the caller."""
-        program, inputs, table = self.program, self.inputs, self.table
-        tensors = {index: leaf for index, leaf in enumerate(program.outputs) if isinstance(leaf, Tensor)}
+        inputs, table = self.inputs, self.table
+        self._returned(call)
+        whole = self._whole
+        tensors = {index: leaf for index, leaf in enumerate(whole) if isinstance(leaf, Tensor)}
         self._ours = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
         if not self._static:
             clone |= self._ours
-        self.outputs = self._real_rows(call)
+        self.outputs = self.compared = self._real_rows(call)
         self._clone = sorted(clone)
         passed = inputs.leaves(call.layout.args, self.padded)
-        self._shared = SharedOutputs(program.outputs, passed, self.outputs, self.slots, clone)
+        self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone)
         self._shares = bool(self._shared)
-        self.guarded = bool(self.written_back or self._shared.sources or self._guards or self._compared)
-        self._spec = program.spec
-        single = len(self.outputs) == 1 and not program.spec.children and program.spec.type is None
+        self.guarded = bool(self.written_back or self._shared.sources or self._guards or self._same)
+        single = len(self.outputs) == 1 and not self._spec.children and self._spec.type is None
         self._single = single and not self._shares
+
+    def _returned(self, call: Call) -> None:
+        """Find the leaves that calls return, and how they nest."""
+        self._whole, self._spec = self.program.outputs, self.program.spec
+
+    def before_proof(self) -> None:
+        """Prepare what an eager run must find where replays do."""
 
     def _real_rows(self, call: Call) -> list[Any]:
         """View the real rows of what a replay writes. Raises CannotBind."""
-        return call.binding.outputs.cut(self.program.outputs, self.rows, self.padded)
+        return call.binding.outputs.cut(self._whole, self.rows, self.padded)
 
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
         """View the padding rows, and prepare what goes into them."""
@@ -189,7 +196,7 @@ class Plan:
 
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
         """Return why a replay cannot serve these leaves as eager would; None unless the plan is `guarded`."""
-        if any((leaves[one] is leaves[other]) is not same for one, other, same in self._compared):
+        if any((leaves[one] is leaves[other]) is not same for one, other, same in self._same):
             return CannotBind(Reason.ALIASED_INPUTS, "the forward asks if they are one tensor")
         if self.written_back and self._aliased(leaves):
             return CannotBind(Reason.ALIASED_INPUTS, "the forward writes to one of them")
@@ -256,59 +263,40 @@ class Plan:
         """Return what eager's result is compared as with a replay's outputs."""
         return result
 
-    # With `debug`.
-
-    def check_places(self) -> None:
-        """Refuse a replay whose inputs or weights are no longer where the graph reads them."""
-        inputs = self.inputs.inputs.items()
-        moved = [name for name, static in inputs if static.view(self.padded).data_ptr() != self._addresses[name]]
-        names = [f"argument {name}" for name in moved] + self.state.what_moved()
-        if names:
-            raise StaleGraphError(
-                f"no longer where the graph of {self.graph.counters.label} reads it: {', '.join(names)}. "
-                "Something resized or replaced it; call reset_graphs() to capture again."
-            )
-
-    def check_kept(self, module: Any) -> None:
-        """Refuse a break that keeps a tensor it was passed: graph memory, which the next replay overwrites."""
-        held = held_tensors(module) if self.program.breaks else []
-        kept = [entry.name for entry in held if holds_graph_memory(entry.tensor, self.device, self.pool)]
-        if kept:
-            raise StaleGraphError(
-                f"after a replay of {self.graph.counters.label}, {', '.join(kept)} holds memory of the graph, which "
-                "the next replay overwrites: an eager break stored a tensor it was passed. Store a clone."
-            )
-
 
 class LeavingPlan(Plan):
     """Serves calls whose forward leaves tensors below the module: replays leave theirs there."""
 
     def _real_rows(self, call: Call) -> list[Any]:
         left = call.binding.counted.left
-        self._left = left.of(call.key)
-        rows, padded, program = self.rows, self.padded, self.program
-        result, others = program.spec.children
+        self._places = left.of(call.key)
+        rows, padded, whole = self.rows, self.padded, self._whole
+        result, others = self._spec.children
         begin = result.num_leaves
-        outputs = call.binding.outputs.cut(program.outputs[:begin], rows, padded)
+        outputs = call.binding.outputs.cut(whole[:begin], rows, padded)
         try:
-            return outputs + left.cut(call.key, program.outputs[begin:], others.children, rows, padded)
+            return outputs + left.cut(call.key, whole[begin:], others.children, rows, padded)
         except CannotBind as error:
             call.binding.refuse_padding(error.again())
             raise
 
     def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
-        return self._left.bind(super().replay(leaves, copies))
+        return self._places.bind(super().replay(leaves, copies))
 
     def handed_out(self, result: Any) -> Any:
-        return self._left.bind(super().handed_out(self.whole(result))) if self._static else result
+        return self._places.bind(super().handed_out(self._places.gather(result))) if self._static else result
 
     def whole(self, result: Any) -> Any:
-        return self._left.gather(result)
+        return self._places.gather(result)
 
 
 def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
     """Make the plan by which calls like this are served by a graph; see `Plan`. Raises CannotBind."""
-    kind = LeavingPlan if graph.program.spec.type is WithLeft else Plan
+    whole: Any = graph.program.spec.type
+    if hasattr(whole, "make_plan"):  # with more than a module's forward leaves
+        plan: Plan = whole.make_plan(call, table, graph, *more)
+        return plan
+    kind = LeavingPlan if whole is WithLeft else Plan
     return kind(call, table, graph, *more)
 
 

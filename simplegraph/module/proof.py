@@ -62,6 +62,7 @@ def prove(owner: Owner, call: Call, plan: Plan) -> Any:
     """
     # Alone: a capture in another thread has the random generators for itself.
     with plan.table.ranks.together(), CAPTURE_LOCK:
+        plan.before_proof()
         return _CallProof(owner, call, plan).run()
 
 
@@ -160,7 +161,7 @@ class _CallProof:
                     static.repeat(plan.rows, plan.padded)
 
         statics = [plan.inputs.inputs[name].part(plan.padded, 0, plan.rows) for name in names]
-        return proof.replay(plan.outputs, statics, load)
+        return proof.replay(plan.compared, statics, load)
 
     def _load(self, _: Any) -> None:
         self._plan.inputs.dirty = self._plan.inputs.rows

@@ -10,11 +10,14 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from simplegraph.context import CallContext
+from simplegraph.errors import StaleGraphError
 from simplegraph.graph.modes import autocast_dtype
 from simplegraph.module.call import CallLayout
 from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan
+from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import any_requires_grad
+from simplegraph.module.survey import held_tensors
 from simplegraph.module.torch_state import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
@@ -83,7 +86,30 @@ def try_replay(
 
 def replay_checked(module: Any, plan: Plan, leaves: Sequence[Any], copies: Copies) -> Any:
     """Replay with `debug`: check addresses before, and what breaks keep after."""
-    plan.check_places()
+    _check_places(plan)
     result = plan.replay(leaves, copies)
-    plan.check_kept(module)
+    _check_kept(plan, module)
     return result
+
+
+def _check_places(plan: Plan) -> None:
+    """Refuse a replay whose inputs or weights are no longer where the graph reads them."""
+    inputs = plan.inputs.inputs.items()
+    moved = [name for name, static in inputs if static.view(plan.padded).data_ptr() != plan.addresses[name]]
+    names = [f"argument {name}" for name in moved] + plan.state.what_moved()
+    if names:
+        raise StaleGraphError(
+            f"no longer where the graph of {plan.graph.counters.label} reads it: {', '.join(names)}. "
+            "Something resized or replaced it; call reset_graphs() to capture again."
+        )
+
+
+def _check_kept(plan: Plan, module: Any) -> None:
+    """Refuse a break that keeps a tensor it was passed: graph memory, which the next replay overwrites."""
+    held = held_tensors(module) if plan.program.breaks else []
+    kept = [entry.name for entry in held if holds_graph_memory(entry.tensor, plan.device, plan.pool)]
+    if kept:
+        raise StaleGraphError(
+            f"after a replay of {plan.graph.counters.label}, {', '.join(kept)} holds memory of the graph, which "
+            "the next replay overwrites: an eager break stored a tensor it was passed. Store a clone."
+        )

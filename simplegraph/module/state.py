@@ -18,6 +18,7 @@ from simplegraph.graph.host.constants import reader
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.module.changes import HOLDERS, HOOKS, Changes, Watcher, watch_module, watch_tensors
+from simplegraph.module.functions import FunctionModule
 from simplegraph.module.snapshot import has_address, place
 from simplegraph.module.survey import HeldTensor, Survey, code_of
 from simplegraph.module.torch_state import watch_settings
@@ -59,6 +60,8 @@ class MemoryRead:
 
     def wants_grad(self, module: nn.Module, leaves: Iterable[Any]) -> bool:
         """True if eager would build an autograd graph for a call with these leaves."""
+        if isinstance(module, FunctionModule) and module.computes_gradients:
+            return any_requires_grad(leaves)
         if any_requires_grad(leaves) or any_requires_grad(module.parameters()):
             return True  # before looking any further: most often it is one of these
         held = [each.tensor for each in Survey(module).tensors.values() if self.covers(each)]
@@ -90,6 +93,7 @@ class CapturedState(Watcher):
         super().__init__()
         self.seen = math.nan
         self._module = weakref.ref(module)
+        self._own_gradients = isinstance(module, FunctionModule) and module.computes_gradients
         self._read = MemoryRead()
         self._places: dict[str, _Lay] = {}
         self._elsewhere: dict[int, tuple[Tensor, _Lay]] = {}
@@ -188,7 +192,7 @@ class CapturedState(Watcher):
     def wants_grad(self) -> bool:
         """True if anything that the graphs read requires grad, or if somebody has to look first."""
         held = self._held
-        return held is None or any(map(_requires_grad, held[0]))
+        return held is None or (not self._own_gradients and any(map(_requires_grad, held[0])))
 
     def what_moved(self) -> list[str]:
         """Name everything that moved or was replaced."""

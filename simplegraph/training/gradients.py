@@ -1,0 +1,125 @@
+"""The gradients of a captured step: what it finds in `.grad` at its begin, and what it leaves there."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.errors import CaptureError
+from simplegraph.graph.modes import outside_modes
+from simplegraph.graph.tensors import storage_key
+
+_grad = operator.attrgetter("grad")
+_requires_grad = operator.attrgetter("requires_grad")
+KEPT = True  # stands for a gradient that a step does not touch
+
+
+class Gradients:
+    """The gradients of some parameters.
+
+    A gradient that a graph makes lies in the graphs' pool: it is handed out after each replay, and the next replay of
+    another graph overwrites it. One that a graph reads at its begin, to add to it, lies at a fixed address outside of
+    the pool, the same for all graphs; what `.grad` holds is copied there if it lies elsewhere.
+
+    Attributes:
+        parameters: them.
+        entry: what `.grad` of each held when `state` last looked.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self.entry: list[Tensor | None] = []
+        self._fixed: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the parameter
+        self._wanting: list[bool] = []
+        self._key: Hashable = ()
+
+    def use(self, parameters: Iterable[Tensor]) -> None:
+        """Follow these parameters from now on."""
+        found = list({id(parameter): parameter for parameter in parameters}.values())
+        if list(map(id, found)) != list(map(id, self.parameters)):
+            self.parameters = found
+            self.entry = []
+            self._wanting = []
+            self._fixed = {id(p): self._fixed[id(p)] for p in found if id(p) in self._fixed}
+
+    def state(self) -> Hashable:
+        """Return which parameters have a gradient, and which want one: the very same object while that stays."""
+        entry, wanting = list(map(_grad, self.parameters)), list(map(_requires_grad, self.parameters))
+        known = self.entry
+        if wanting != self._wanting or len(entry) != len(known) or not all(map(operator.is_, entry, known)):
+            key = tuple(wanting), tuple(gradient is not None for gradient in entry)
+            self._key = self._key if key == self._key else key
+            self.entry, self._wanting = entry, wanting
+        return self._key
+
+    def passed(self) -> dict[int, int]:
+        """Return the memory of the present gradients that is at no fixed address: indices by storage key."""
+        found = enumerate(map(_grad, self.parameters))
+        return {
+            storage_key(gradient): index
+            for index, gradient in found
+            if gradient is not None and gradient.layout is torch.strided and not self._is_fixed(index, gradient)
+        }
+
+    def _is_fixed(self, index: int, gradient: Tensor) -> bool:
+        known = self._fixed.get(id(self.parameters[index]))
+        return known is not None and known[1].data_ptr() == gradient.data_ptr()
+
+    def fixed(self, index: int) -> Tensor:
+        """Return the tensor at a fixed address for the gradient of one parameter."""
+        parameter = self.parameters[index]
+        known = self._fixed.get(id(parameter))
+        if known is None:
+            gradient = parameter.grad
+            with outside_modes():
+                made = torch.empty_like(parameter if gradient is None else gradient, requires_grad=False)
+            known = self._fixed[id(parameter)] = parameter, made
+        return known[1]
+
+    def enter(self, used: Iterable[int]) -> None:
+        """Let the gradients that a graph reads lie where it reads them."""
+        with outside_modes():
+            for index in used:
+                parameter, fixed = self.parameters[index], self.fixed(index)
+                gradient = parameter.grad
+                if gradient is not None and gradient is not fixed:
+                    if gradient.data_ptr() != fixed.data_ptr():
+                        fixed.copy_(gradient)
+                    parameter.grad = fixed
+
+    def begin_capture(self, used: Iterable[int]) -> list[Tensor | None]:
+        """Put those that the capture reads at their fixed address; return what to put back."""
+        before = list(map(_grad, self.parameters))
+        for index in used:
+            if before[index] is not None:
+                self.parameters[index].grad = self.fixed(index)
+        return before
+
+    def end_capture(self, before: Sequence[Tensor | None], used: Iterable[int]) -> list[Any]:
+        """Take what a captured step left, and put back what was there.
+
+        Returns:
+            By parameter: a tensor of the graph, the fixed one, None, or `KEPT`.
+        """
+        left: list[Any] = []
+        own = set(used)
+        for index, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            kept = gradient is before[index] and gradient is not None and index not in own
+            left.append(KEPT if kept else gradient)
+        self.put(before)
+        for gradient in left:
+            if isinstance(gradient, Tensor) and (gradient.layout is not torch.strided or gradient.requires_grad):
+                cause = "a gradient is sparse" if gradient.layout is not torch.strided else "a gradient requires grad"
+                raise CaptureError(f"capturing the step failed\n  {cause}, which no graph can hand out.", cause=cause)
+        return left
+
+    def put(self, gradients: Sequence[Tensor | None]) -> None:
+        """Set every `.grad`."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient

@@ -1,0 +1,206 @@
+"""Optimizers in a captured step: what is prepared for it, and which of their numbers are read on the device.
+
+A graph freezes Python numbers. The learning rate changes most often, so inside of a step a 0-dim tensor on the device
+stands in its place where the optimizer takes one; the user's own number is back in `param_groups` afterwards. All other
+values are part of the key: a step with other ones is captured anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from simplegraph.errors import ConfigError
+from simplegraph.graph.modes import outside_modes
+
+logger = logging.getLogger("simplegraph")
+
+Group = dict[str, Any]
+
+# Those that read a tensor for a learning rate on the device, fused, or capturable with one kernel for all tensors.
+_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+_CAPTURABLE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD")
+_CAPTURABLE_FOREACH = ("RMSprop", "Adadelta")
+_NOT_IN_KEY = frozenset({"params", "initial_lr", "param_names"})  # no step reads them
+
+
+class StepOptimizers:
+    """The optimizers of a step.
+
+    Args:
+        optimizers: them.
+
+    Raises:
+        ConfigError: something is no optimizer.
+    """
+
+    def __init__(self, optimizers: Any) -> None:
+        self.all: list[optim.Optimizer] = [*optimizers] if isinstance(optimizers, Sequence) else [optimizers]
+        for each in self.all:
+            if not isinstance(each, optim.Optimizer):
+                raise ConfigError(f"optimizers has {each!r}; expected a torch.optim.Optimizer, or a list of them.")
+        self._mirrors: dict[int, tuple[Group, Tensor]] = {}
+        self._rates: list[float] = []
+        self._mirrored: list[tuple[Group, Tensor]] = []
+        self._values: tuple[list[Group], list[str]] = [], []
+        self._last: tuple[list[Any], Hashable] = [], ()
+        self._shape: list[Any] = []
+        for each in self.all:
+            _prepare(each)
+
+    @property
+    def groups(self) -> list[Group]:
+        """All parameter groups."""
+        return [group for each in self.all for group in each.param_groups]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups."""
+        return [parameter for group in self.groups for parameter in group["params"]]
+
+    def links(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Yield the tensors of all optimizers' states by name, each with the links (holder, key, value) to it."""
+        for number, each in enumerate(self.all):
+            name, attributes, state = f"optimizers.{number}", vars(each), each.state
+            first = attributes, "state", state
+            for index, parameter in enumerate(self.parameters):
+                entry = dict.get(state, parameter)
+                for key, value in entry.items() if isinstance(entry, dict) else ():
+                    if isinstance(value, Tensor):
+                        yield f"{name}.state.{index}.{key}", (first, (state, parameter, entry), (entry, key, value))
+            for index, group in enumerate(each.param_groups):
+                for key, value in group.items():
+                    if isinstance(value, Tensor):
+                        yield f"{name}.param_groups.{index}.{key}", ((group, key, value),)
+
+    # The learning rates on the device.
+
+    def look(self) -> None:
+        """Find the groups again, and which of their values are mirrored on the device or part of the key."""
+        groups, names = [], []
+        self._mirrored = []
+        for each in self.all:
+            for group in each.param_groups:
+                mirror = self._mirror(each, group)
+                self._mirrored += [] if mirror is None else [(group, mirror)]
+                for name, value in group.items():
+                    if name in _NOT_IN_KEY or isinstance(value, Tensor) or (name == "lr" and mirror is not None):
+                        continue
+                    groups.append(group)
+                    names.append(name)
+        self._values = groups, names
+        self._rates = [float("nan")] * len(self._mirrored)
+        self._shape = self._shape_now()
+
+    def _shape_now(self) -> list[Any]:
+        return [each.param_groups for each in self.all] + [len(group["params"]) + len(group) for group in self.groups]
+
+    def _mirror(self, owner: optim.Optimizer, group: Group) -> Tensor | None:
+        """Return the tensor that stands for a group's learning rate; None if the number itself is used."""
+        rate = group.get("lr")
+        if isinstance(rate, Tensor) or not isinstance(rate, (int, float)) or not takes_tensor(owner, group):
+            return None
+        known = self._mirrors.get(id(group))
+        if known is None or known[0] is not group:
+            device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+            # Kernels on a GPU read 32 bits; the emulator's read all that a float has.
+            kind = torch.float64 if device.type == "cpu" else torch.float32
+            with outside_modes():
+                known = group, torch.full((), float(rate), dtype=kind, device=device)
+            self._mirrors[id(group)] = known
+        return known[1]
+
+    def refresh(self) -> None:
+        """Let the mirrors hold the learning rates that the user has set."""
+        rates = [group["lr"] for group, _ in self._mirrored]
+        if rates == self._rates:
+            return
+        with outside_modes():
+            for (_, mirror), rate, known in zip(self._mirrored, rates, self._rates, strict=True):
+                if rate != known:
+                    mirror.fill_(rate)
+        self._rates = rates
+
+    @property
+    def outdated(self) -> bool:
+        """True if `refresh` has something to do."""
+        return [group["lr"] for group, _ in self._mirrored] != self._rates
+
+    @contextlib.contextmanager
+    def mirrored(self, *, refresh: bool = True) -> Iterator[None]:
+        """Let the mirrors stand in `param_groups` in here."""
+        if refresh:
+            self.refresh()
+        before = [(group, mirror, group["lr"]) for group, mirror in self._mirrored]
+        for group, mirror, _ in before:
+            group["lr"] = mirror
+        try:
+            yield
+        finally:
+            for group, mirror, rate in before:
+                if group["lr"] is mirror:
+                    group["lr"] = rate
+
+    # The key.
+
+    def state(self) -> Hashable:
+        """Return the values that are part of the key: the very same object while none changes."""
+        if self._shape != self._shape_now():
+            self.look()
+        found = list(map(operator.getitem, *self._values))
+        known, key = self._last
+        if not _same(found, known):
+            key = (tuple(map(_value_key, found)), tuple(len(group["params"]) for group in self.groups))
+            self._last = found, key
+        return key
+
+
+def _same(found: list[Any], known: list[Any]) -> bool:
+    return len(found) == len(known) and all(map(operator.is_, found, known))
+
+
+def _value_key(value: Any) -> Hashable:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_value_key, value))
+    return type(value), repr(value) if isinstance(value, (float, str, int, bool, type(None))) else id(value)
+
+
+def takes_tensor(owner: optim.Optimizer, group: Group) -> bool:
+    """True if an optimizer's step reads a tensor for the group's learning rate on the device."""
+    kind = type(owner).__name__
+    if not type(owner).__module__.startswith("torch.optim"):
+        return False
+    if group.get("fused"):
+        return kind in _FUSED
+    if not group.get("capturable"):
+        return False
+    return kind in _CAPTURABLE or (kind in _CAPTURABLE_FOREACH and group.get("foreach") is not False)
+
+
+def _prepare(owner: optim.Optimizer) -> None:
+    """Set `capturable` where it exists and the parameters are on a GPU, and move what would be read on the host."""
+    named = []
+    for group in owner.param_groups:
+        on_device = [parameter for parameter in group["params"] if parameter.device.type != "cpu"]
+        if on_device and group.get("capturable") is False:
+            group["capturable"] = True
+            named.append(group)
+        for parameter in on_device:
+            state = owner.state.get(parameter) if parameter in owner.state else None
+            step = state.get("step") if isinstance(state, dict) else None
+            if isinstance(state, dict) and isinstance(step, Tensor) and step.is_cpu:
+                state["step"] = step.to(parameter.device, torch.float32)
+    if named:
+        owner.defaults["capturable"] = True
+        logger.info("simplegraph: %s gets capturable=True, so that its step can be in a graph.", type(owner).__name__)
+
+
+def modules_parameters(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """List the parameters of several modules."""
+    return [parameter for module in modules for parameter in module.parameters()]

@@ -1,0 +1,99 @@
+"""The replay path of a training step: a module's, and gradients and learning rates around it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.module.call import Call
+from simplegraph.module.left import WithLeft
+from simplegraph.module.plan import Copies, LeavingPlan, Plan
+from simplegraph.training.gradients import KEPT
+
+
+class WithGradients(NamedTuple):
+    """Holds what a captured step returns, and the gradients that it leaves, in the order of its parameters."""
+
+    result: Any
+    gradients: tuple[Any, ...]
+
+    @staticmethod
+    def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
+        """Make the plan by which calls like this are served; see `Plan`."""
+        leaves = graph.program.spec.children[0].type is WithLeft
+        return (LeavingStepPlan if leaves else StepPlan)(call, table, graph, *more)
+
+
+class StepPlan(Plan):
+    """Serves training steps; see `Plan`."""
+
+    def _returned(self, call: Call) -> None:
+        super()._returned(call)
+        self.step = call.module.step
+        self._used = sorted(self.step.used)
+        count = self._spec.children[0].num_leaves
+        self._left = self._whole[count:]
+        self._kept = [index for index, gradient in enumerate(self._left) if gradient is KEPT]
+        self._known: Sequence[Any] = ()
+        self._spec, self._whole = self._spec.children[0], self._whole[:count]
+
+    def _prepare_outputs(self, call: Call) -> None:
+        super()._prepare_outputs(call)
+        self.compared = [*self.outputs, *self._left]
+
+    def whole(self, result: Any) -> Any:
+        """Return eager's result, and the gradients that it left."""
+        found = (parameter.grad for parameter in self.step.gradients.parameters)
+        left = zip(found, self._left, strict=True)
+        return WithGradients(super().whole(result), tuple(KEPT if then is KEPT else now for now, then in left))
+
+    def before_proof(self) -> None:
+        """Let an eager run find the gradients where replays do."""
+        self._enter()
+
+    def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
+        step = self.step
+        entry = step.gradients.entry
+        known = self._known
+        same = len(known) == len(entry) and all(map(operator.is_, entry, known))
+        if not same:
+            self._enter()
+        if step.optimizers.outdated:
+            self.table.order_streams()
+            step.optimizers.refresh()
+        result = super().replay(leaves, copies)
+        if not same:
+            self._leave()
+        return result
+
+    def _enter(self) -> None:
+        """Bring the gradients that the graph reads, and those that its replay would overwrite, to their places."""
+        self.table.order_streams()
+        gradients = self.step.gradients
+        gradients.enter(self._used)
+        lost = []
+        for index in self._kept:
+            gradient = gradients.parameters[index].grad
+            if gradient is not None and self.device.in_pool(self.pool, gradient):
+                lost.append(index)
+        gradients.enter(lost)
+
+    def _leave(self) -> None:
+        """Let every `.grad` be the graph's."""
+        gradients = self.step.gradients
+        found = []
+        for parameter, left in zip(gradients.parameters, self._left, strict=True):
+            gradient = parameter.grad
+            if left is KEPT:
+                found.append(gradient)
+                continue
+            if gradient is not left:
+                parameter.grad = left
+            found.append(parameter.grad)
+        self._known = found
+
+
+class LeavingStepPlan(StepPlan, LeavingPlan):
+    """Serves training steps that leave tensors below their modules."""

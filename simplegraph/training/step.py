@@ -1,0 +1,254 @@
+"""Whole training steps in one graph: forward, backward and optimizer, captured as one function."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn, optim
+
+from simplegraph.config import CudaGraphConfig
+from simplegraph.errors import CaptureError, ConfigError
+from simplegraph.graph.device import GraphPool
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.select import graph_device
+from simplegraph.manager.settings import CudaGraphSettings, Unpack
+from simplegraph.module.functions import FunctionModule, GraphedFunction, Link, P, R, check_function
+from simplegraph.module.mixin import wrap
+from simplegraph.module.reach import CodePlace, places_of
+from simplegraph.nested import flatten
+from simplegraph.reasons import CannotBind, Reason
+from simplegraph.training.gradients import Gradients
+from simplegraph.training.optimizers import StepOptimizers
+from simplegraph.training.plan import WithGradients
+from simplegraph.training.python_state import OptimizersPython
+
+
+class StepEffects:
+    """What a training step does beside its result.
+
+    Args:
+        optimizers: those that it calls.
+        scaler: the gradient scaler that it calls, if any.
+
+    Attributes:
+        gradients: of all parameters that it may reach.
+        used: the indices of those that the calls served now read at their begin.
+        left: what a captured run left of them.
+    """
+
+    def __init__(self, optimizers: StepOptimizers, scaler: Any, modules: Sequence[nn.Module]) -> None:
+        self.optimizers, self.scaler, self.modules = optimizers, scaler, modules
+        self.gradients = Gradients()
+        self.left: list[Any] | None = None
+        self._passed: dict[int, int] = {}
+        self._used: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+        self._serving: Any = None
+
+    @property
+    def used(self) -> set[int]:
+        return self._used.setdefault(self._serving, set()) if self._serving is not None else set()
+
+    def serve(self, binding: Any) -> None:
+        """Note which calls are served next."""
+        self._serving = binding
+
+    def note_read(self, observers: Iterable[MemoryObserver]) -> set[int]:
+        """Note which gradients an eager run read of those that it found; return the keys of their memory."""
+        for observer in observers:
+            if not observer.captures:
+                self.used.update(index for key, index in self._passed.items() if key in observer.external)
+        return set(self._passed)
+
+    @contextlib.contextmanager
+    def around_eager(self) -> Iterator[None]:
+        """Surround a run that computes."""
+        self._passed = self.gradients.passed()
+        with self.optimizers.mirrored():
+            yield
+
+    @contextlib.contextmanager
+    def around_capture(self) -> Iterator[None]:
+        """Surround a captured run: nothing that it changes in Python stays."""
+        self._passed = {}
+        used = sorted(self.used)
+        python = OptimizersPython(self.optimizers.all, self.scaler)
+        before = self.gradients.begin_capture(used)
+        try:
+            with self.optimizers.mirrored(refresh=False):
+                yield
+            changed = python.changed()
+            if changed:
+                cause = (
+                    f"{', '.join(changed[:5])} would change only while the step runs in Python, and a replay runs none"
+                )
+                raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
+            self.left = self.gradients.end_capture(before, used)
+        finally:
+            python.put_back()
+            self.gradients.put(before)
+
+
+class StepModule(FunctionModule):
+    """A module whose forward is a training step.
+
+    Args:
+        function: the step.
+        optimizers, scaler: what it calls.
+        modules: what it trains, beside what it reaches by its code.
+    """
+
+    computes_gradients = True
+
+    def __init__(
+        self, function: Callable[..., Any], optimizers: StepOptimizers, scaler: Any, modules: Sequence[nn.Module]
+    ) -> None:
+        super().__init__(function)
+        self.step = StepEffects(optimizers, scaler, modules)
+
+    def _make_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run(args, kwargs)
+
+        return forward
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        device = next((parameter.device for parameter in self.step.gradients.parameters), torch.device("cpu"))
+        captures = device.type in ("cpu", "cuda") and graph_device(device).is_capturing()
+        with contextlib.ExitStack() as stack:
+            if captures:
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(self.step.around_capture())
+            else:
+                stack.enter_context(self.step.around_eager())
+            stack.enter_context(_fresh_autocast_cache())
+            return _detached(self._function(*args, **kwargs))
+
+    def _find_places(self) -> list[CodePlace]:
+        step = self.step
+        places = places_of(self._function)
+        known = {id(place.value) for place in places}
+        others = {f"modules.{index}": module for index, module in enumerate(step.modules) if id(module) not in known}
+        return places + [CodePlace(name, others, name) for name in others]
+
+    def resolve(self) -> None:
+        super().resolve()
+        self.step.optimizers.look()
+        own = [*self.step.optimizers.parameters, *self.parameters()]
+        self.step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
+
+    def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
+        yield from self.step.optimizers.links()
+        for index, parameter in enumerate(self.step.optimizers.parameters):
+            holder = {"parameter": parameter}
+            yield f"optimizers.parameters.{index}", ((holder, "parameter", parameter),)
+
+    def state(self, module: Any) -> Hashable:
+        if not torch.is_grad_enabled():
+            raise CannotBind(Reason.GRAD_MODE, "")
+        step = self.step
+        optimizers = step.optimizers.state()
+        return super().state(module), optimizers, step.gradients.state()
+
+    def serve(self, binding: Any) -> None:
+        self.step.serve(binding)
+
+    def note_read(self, observers: Iterable[MemoryObserver]) -> set[int]:
+        return self.step.note_read(observers)
+
+    def with_effects(self, whole: Any) -> Any:
+        left, self.step.left = self.step.left, None
+        return whole if left is None else WithGradients(whole, tuple(left))
+
+
+class TrainStep(GraphedFunction[P, R]):
+    """A training step that goes through graphs; made by `train_step`."""
+
+
+@overload
+def train_step(
+    step_fn: Callable[P, R],
+    *,
+    optimizers: optim.Optimizer | Sequence[optim.Optimizer],
+    scaler: Any = None,
+    modules: nn.Module | Sequence[nn.Module] | None = None,
+    pool: GraphPool | None = None,
+    **settings: Unpack[CudaGraphSettings],
+) -> TrainStep[P, R]: ...
+@overload
+def train_step(
+    step_fn: None = None,
+    *,
+    optimizers: optim.Optimizer | Sequence[optim.Optimizer],
+    scaler: Any = None,
+    modules: nn.Module | Sequence[nn.Module] | None = None,
+    pool: GraphPool | None = None,
+    **settings: Unpack[CudaGraphSettings],
+) -> Callable[[Callable[P, R]], TrainStep[P, R]]: ...
+def train_step(
+    step_fn: Any = None,
+    *,
+    optimizers: Any,
+    scaler: Any = None,
+    modules: Any = None,
+    pool: GraphPool | None = None,
+    **settings: Any,
+) -> Any:
+    """Put a whole training step into one graph for each combination of input shapes; also as a decorator.
+
+        step = train_step(step_fn, optimizers=optimizer)
+
+    `step_fn` computes a loss from its arguments, calls ``backward``, and the optimizer. The first calls are ordinary
+    steps, then one is captured, and the next ones replay it. Each call trains once. What it returns is detached.
+
+    Args:
+        step_fn: the step; modules and tensors that it reaches through globals, its closure or its object are found.
+        optimizers: every optimizer whose step it calls.
+        scaler: the `torch.amp.GradScaler` that it calls.
+        modules: what it trains, where its code does not name that.
+        pool: graph memory to share.
+        **settings: fields of `CudaGraphConfig`; shapes are always exact.
+
+    Raises:
+        ConfigError: it is no function, something is no optimizer, or a setting is invalid.
+    """
+    if step_fn is None:
+        options = {"optimizers": optimizers, "scaler": scaler, "modules": modules, "pool": pool, **settings}
+        return functools.partial(train_step, **options)
+    check_function(step_fn, "train_step")
+    if isinstance(modules, nn.Module):
+        modules = [modules]
+    for module in modules or ():
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"modules has {module!r}; expected a torch.nn.Module, or a list of them.")
+    made = StepModule(step_fn, StepOptimizers(optimizers), scaler, list(modules or ()))
+    config = CudaGraphConfig().replace(**{**settings, "exact_shapes": True})
+    return TrainStep(step_fn, wrap(made, config, pool=pool))
+
+
+@contextlib.contextmanager
+def _fresh_autocast_cache() -> Iterator[None]:
+    """Let autocast keep the casts of this step, and no others: those from outside are of weights before a step."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
+
+
+def _detached(result: Any) -> Any:
+    """Return a result without its autograd graph, whose memory the backward has freed."""
+    if isinstance(result, Tensor):
+        return result.detach() if result.requires_grad else result
+    leaves, spec = flatten(result)
+    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return result
+    return spec.unflatten(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
