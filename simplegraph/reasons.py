@@ -50,6 +50,7 @@ class Reason(str, enum.Enum):
         "grad mode is on and inputs or parameters require grad; call under torch.inference_mode() or torch.no_grad()",
     )
     GRAD_MODE = "grad_mode", "a training step was called with grad mode off; call it outside of torch.no_grad()"
+    OPTIMIZER = "optimizer", "a training step calls an optimizer or scheduler that no graph can hold"
     EAGER_CONTEXT = "eager_context", "inside simplegraph.eager()"
     NESTED = "nested", "an outer graph owns this call"
     TRANSFORMED = (

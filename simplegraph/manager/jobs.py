@@ -30,6 +30,7 @@ class CaptureJob:
         run: the forward, on static inputs.
         generators: random generators the forward draws from, beside the default one.
         inputs: what it is captured for, by argument, as text for the report.
+        exact: it has no batch dimension, so that labels name the inputs instead.
         name: names a tensor that the forward found somewhere, for messages; None if it cannot.
     """
 
@@ -40,6 +41,7 @@ class CaptureJob:
     generators: tuple[torch.Generator, ...] = ()
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     name: Callable[[torch.Tensor], str | None] = lambda _: None
+    exact: bool = False
 
     @property
     def rows(self) -> int:
@@ -49,6 +51,9 @@ class CaptureJob:
     @property
     def label(self) -> str:
         kind = "" if self.mode is CudaGraphMode.FULL else f", {self.mode.name}"
+        if self.exact:
+            shown = {name: text for name, text in self.inputs.items() if name != "state"}
+            return f"a call with {', '.join(map(' '.join, shown.items())) or 'no arguments'}{kind}"
         loras = f", {self.descriptor.num_active_loras} LoRAs" if self.descriptor.num_active_loras else ""
         uniform = ", uniform decode" if self.descriptor.uniform_query_len else ""
         return f"{_BATCH_SIZE}{self.descriptor.num_tokens}{uniform}{loras}{kind}"
@@ -61,7 +66,8 @@ class CaptureJob:
 def joined_labels(labels: Sequence[str]) -> str:
     """Name several jobs at once: "batch sizes 8, 4"; labels that differ by more than the size are listed in full."""
     sizes = [label.removeprefix(_BATCH_SIZE).partition(",") for label in labels]
-    if len(labels) == 1 or len({rest for _, _, rest in sizes}) > 1:
+    sized = all(label.startswith(_BATCH_SIZE) for label in labels)
+    if len(labels) == 1 or not sized or len({rest for _, _, rest in sizes}) > 1:
         return ", ".join(labels)
     numbers = sorted((int(size) for size, _, _ in sizes), reverse=True)
     shown = [str(number) for number in numbers]

@@ -71,7 +71,7 @@ class GraphReport:
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
         sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SIZES)
-        if sizes:
+        if sizes and stats.unit != "calls":
             shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes))
             more = f", and {left} other sizes" if (left := len(stats.batch_sizes) - len(sizes)) else ""
             lines.append(f"  batch sizes in {stats.unit} x calls: {shown}{more}")

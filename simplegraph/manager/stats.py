@@ -74,7 +74,7 @@ class GraphStats:
 
     Attributes:
         graphs: one `GraphCounters` for every graph captured and not dropped, by key.
-        unit: what batches are counted in, "rows" or "tokens".
+        unit: what batches are counted in, "rows" or "tokens"; "calls" if each call counts as one.
         eager: eager calls by `Reason`; details: what the latest call of each reason was about, where that is known.
         texts: for a library in front of the wrapper, texts of reasons that advise none of the wrapper's settings.
         captures: captures that succeeded; failures: captures that failed.

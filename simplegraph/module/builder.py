@@ -331,6 +331,7 @@ def _capture_jobs(
             generators,
             described,
             lambda tensor: Survey(call.module).name_of(tensor),
+            builder.manager.config.exact_shapes,
         )
         for kind in todo
     ]

@@ -51,7 +51,7 @@ class GraphRunner:
     """
 
     def __init__(self, config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> None:
-        self.stats = GraphStats(unit="rows")
+        self.stats = GraphStats(unit="calls" if config.exact_shapes else "rows")
         self._lock = threading.RLock()
         self._strikes = 0
         self._served_before = 0
@@ -78,7 +78,7 @@ class GraphRunner:
         """Serve one call."""
         context = CALLS.context
         if context is not None and context.bypass is not None:
-            return self._eager(module, args, kwargs, context.bypass)
+            return self.run_eagerly(module, args, kwargs, context.bypass)
         known = self._known
         try:
             if (layout := known.last) is not None:
@@ -90,9 +90,9 @@ class GraphRunner:
             why = error.reason, error.detail, error.size
             if error.reason is Reason.ALLOCATOR:
                 self._disabled = error.reason  # for the life of the process
-        return self._eager(module, args, kwargs, *why)
+        return self.run_eagerly(module, args, kwargs, *why)
 
-    def _eager(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
+    def run_eagerly(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
         """Run eagerly, and count why, as `GraphStats.ran_eagerly` takes it."""
         self.stats.name = module._get_name()
         self.stats.ran_eagerly(*why)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,9 @@ class StepOptimizers:
     Args:
         optimizers: them.
 
+    Attributes:
+        refusal: why no graph can hold a step with them; empty if one can.
+
     Raises:
         ConfigError: something is no optimizer.
     """
@@ -51,6 +54,10 @@ class StepOptimizers:
         self._values: tuple[list[Group], list[str]] = [], []
         self._last: tuple[list[Any], Hashable] = [], ()
         self._shape: list[Any] = []
+        self._versions: list[int] = []
+        self._changes = self._since = 0
+        self._often = ""
+        self.refusal = self.scheduled = ""
         for each in self.all:
             _prepare(each)
 
@@ -79,12 +86,19 @@ class StepOptimizers:
                     if isinstance(value, Tensor):
                         yield f"{name}.param_groups.{index}.{key}", ((group, key, value),)
 
+    def find_schedulers(self, values: Iterable[Any]) -> None:
+        """Refuse graphs if one of these is a scheduler: it belongs outside of the step."""
+        found = next((value for value in values if isinstance(value, _SCHEDULERS)), None)
+        if found is not None:
+            self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
+
     # The learning rates on the device.
 
     def look(self) -> None:
         """Find the groups again, and which of their values are mirrored on the device or part of the key."""
         groups, names = [], []
         self._mirrored = []
+        self.refusal = next(filter(None, (unsuitable(each) for each in self.all)), self.scheduled)
         for each in self.all:
             for group in each.param_groups:
                 mirror = self._mirror(each, group)
@@ -104,7 +118,7 @@ class StepOptimizers:
     def _mirror(self, owner: optim.Optimizer, group: Group) -> Tensor | None:
         """Return the tensor that stands for a group's learning rate; None if the number itself is used."""
         rate = group.get("lr")
-        if isinstance(rate, Tensor) or not isinstance(rate, (int, float)) or not takes_tensor(owner, group):
+        if self.refusal or not isinstance(rate, (int, float)) or not takes_tensor(owner, group):
             return None
         known = self._mirrors.get(id(group))
         if known is None or known[0] is not group:
@@ -137,17 +151,42 @@ class StepOptimizers:
         """Let the mirrors stand in `param_groups` in here."""
         if refresh:
             self.refresh()
-        before = [(group, mirror, group["lr"]) for group, mirror in self._mirrored]
-        for group, mirror, _ in before:
+        before = [(group, mirror, group["lr"], mirror._version) for group, mirror in self._mirrored]
+        for group, mirror, *_ in before:
             group["lr"] = mirror
         try:
             yield
         finally:
-            for group, mirror, rate in before:
+            for group, mirror, rate, version in before:
+                written = mirror._version != version
+                if written:
+                    self.scheduled = _SCHEDULED
                 if group["lr"] is mirror:
-                    group["lr"] = rate
+                    group["lr"] = mirror.item() if written and refresh else rate
+            if self.scheduled:
+                self.look()
 
     # The key.
+
+    def _note_change(self, found: list[Any]) -> None:
+        """Note that a number has changed which graphs fix; refuse steps as long as one does so all the time."""
+        known, _ = self._last
+        often = self._since <= _OFTEN and len(found) == len(known)
+        self._changes = self._changes + 1 if often else 0
+        self._since = 0
+        if self._changes >= _OFTEN:
+            pairs = zip(self._values[1], found, known, strict=True)
+            names = sorted({name for name, now, before in pairs if now is not before})
+            self._often = f"{', '.join(names)} keeps changing, which the optimizer takes as a Python number"
+            if names == ["lr"]:
+                self._often += "; fused=True takes it from the device"
+
+    @property
+    def changing(self) -> str:
+        """Say which number changes too often to capture a graph for each value; empty if none does."""
+        if self._changes >= _OFTEN and self._since > _OFTEN:
+            self._changes = 0
+        return self._often if self._changes >= _OFTEN else ""
 
     def state(self) -> Hashable:
         """Return the values that are part of the key: the very same object while none changes."""
@@ -155,10 +194,39 @@ class StepOptimizers:
             self.look()
         found = list(map(operator.getitem, *self._values))
         known, key = self._last
+        self._since += 1
         if not _same(found, known):
+            self._note_change(found)
             key = (tuple(map(_value_key, found)), tuple(len(group["params"]) for group in self.groups))
             self._last = found, key
         return key
+
+
+def unsuitable(owner: optim.Optimizer) -> str:
+    """Say why no graph can hold an optimizer's step, and what would; empty if one can, or if that is not known."""
+    kind = type(owner).__name__
+    if not type(owner).__module__.startswith("torch.optim"):
+        return ""
+    if kind == "LBFGS":
+        return "LBFGS decides on the host how often it calls its closure"
+    if kind == "SparseAdam":
+        return "SparseAdam takes sparse gradients, which no graph hands out; use Adam(fused=True)"
+    for group in owner.param_groups:
+        if group.get("fused") or group.get("capturable"):
+            continue
+        on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
+        if kind == "Adafactor" or (kind == "Adagrad" and not on_cpu):
+            return f"{kind} reads its step count on the host; use AdamW(fused=True)"
+        if kind in _FUSED and kind != "SGD":
+            return f"{kind} reads its step count on the host; pass fused=True"
+        if "capturable" in group and on_cpu:
+            return f"{kind} reads its step count on the host on a CPU; a GPU has capturable=True for it"
+    return ""
+
+
+_SCHEDULERS = (optim.lr_scheduler.LRScheduler, optim.lr_scheduler.ReduceLROnPlateau)
+_SCHEDULED = "the step sets the learning rate; call scheduler.step() outside of it"
+_OFTEN = 8  # changes of a number, each within as many calls of the last, after which steps run eagerly
 
 
 def _same(found: list[Any], known: list[Any]) -> bool:

@@ -20,10 +20,12 @@ class OptimizersPython:
     def __init__(self, optimizers: Sequence[optim.Optimizer], scaler: Any) -> None:
         self._scaler = scaler
         self._dicts: list[tuple[str, Any, dict[Any, Any]]] = []
+        self._own: list[tuple[Any, dict[Any, Any]]] = []  # a scaler's own, by optimizer
         for index, each in enumerate(optimizers):
             self._dicts += [(name, held, dict(held)) for name, held in _dicts_of(f"optimizers.{index}", each)]
         if scaler is not None:
             self._dicts.append(("scaler", vars(scaler), dict(vars(scaler))))
+            self._own = [(held, dict(held)) for held in _dicts_inside(getattr(scaler, _SCALER_STATES, None))]
             self._stages = _stages(scaler)
 
     def changed(self) -> list[str]:
@@ -42,7 +44,7 @@ class OptimizersPython:
 
     def put_back(self) -> None:
         """Let everything hold what it held."""
-        for _, held, before in self._dicts:
+        for held, before in (*((held, before) for _, held, before in self._dicts), *self._own):
             held.clear()
             held.update(before)
 
@@ -55,6 +57,13 @@ def _dicts_of(name: str, owner: optim.Optimizer) -> Iterator[tuple[str, Any]]:
             yield f"{name}.state.{index}", entry
     for index, group in enumerate(owner.param_groups):
         yield f"{name}.param_groups.{index}", group
+
+
+def _dicts_inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield value
+        for item in value.values():
+            yield from _dicts_inside(item)
 
 
 def _stages(scaler: Any) -> dict[int, Any]:

@@ -138,6 +138,7 @@ class StepModule(FunctionModule):
 
     def resolve(self) -> None:
         super().resolve()
+        self.step.optimizers.find_schedulers(self.reached.values())
         self.step.optimizers.look()
         own = [*self.step.optimizers.parameters, *self.parameters()]
         self.step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
@@ -153,6 +154,9 @@ class StepModule(FunctionModule):
             raise CannotBind(Reason.GRAD_MODE, "")
         step = self.step
         optimizers = step.optimizers.state()
+        refusal = step.optimizers.refusal or step.optimizers.changing
+        if refusal:
+            raise CannotBind(Reason.OPTIMIZER, refusal)
         return super().state(module), optimizers, step.gradients.state()
 
     def serve(self, binding: Any) -> None:

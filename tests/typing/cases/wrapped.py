@@ -46,4 +46,4 @@ class Mixed(sg.CudaGraphWrapper, Decoder): ...
 
 assert_type(Mixed().graph_stats.replays, int)
 assert_type(Mixed().greet(), str)
-sg.wrap(Decoder)  # E: Value of type variable "ModuleType" of "wrap" cannot be
+sg.wrap("Decoder")  # E: No overload variant of "wrap"

@@ -1,0 +1,527 @@
+"""A training step in one graph trains exactly as eager does: losses, weights, gradients, optimizers, random numbers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import simplegraph as sg
+from simplegraph.reasons import Reason
+from tests.training.twins import Training, Twins, assert_same, batch, deterministic, small_model
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, fused=True),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, fused=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    with deterministic():
+        yield
+
+
+def making(optimizer="adamw", model=small_model, *, to_none=True, clip=True):
+    def make():
+        trained = model()
+        chosen = OPTIMIZERS[optimizer](trained.parameters())
+
+        def step_fn(x, y):
+            chosen.zero_grad(set_to_none=to_none)
+            loss = F.cross_entropy(trained(x), y)
+            loss.backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+            chosen.step()
+            return loss
+
+        return step_fn, trained, chosen
+
+    return make
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_in_a_graph_trains_as_eager(name):
+    twins = Twins(making(name))
+    for number in range(8):
+        twins.run(*batch(number))
+    assert twins.stats.replays == 5
+    assert twins.stats.eager == {Reason.FIRST_CALL: 2, Reason.PROOF: 1}
+    assert [graph.proof for graph in twins.stats.graphs.values()] == ["exact"]
+
+
+def test_gradients_that_are_zeroed_stay_at_their_place():
+    twins = Twins(making(to_none=False))
+    for number in range(6):
+        twins.run(*batch(number))
+    first = next(twins.graphs.model.parameters()).grad
+    twins.run(*batch(7))
+    assert next(twins.graphs.model.parameters()).grad is first
+
+
+def test_every_shape_has_its_own_graph_and_all_share_the_gradients():
+    twins = Twins(making())
+    for number in range(12):
+        twins.run(*batch(number, rows=(8, 5, 3)[number % 3]))
+    assert twins.stats.captures == 3
+    assert twins.stats.replays == 12 - 3 - 1  # and the very first call finds no gradients
+
+
+def test_the_last_partial_batch_runs_eagerly_until_it_came_twice():
+    twins = Twins(making())
+    for epoch in range(3):
+        for number in range(4):
+            twins.run(*batch(number, rows=3 if number == 3 else 8))
+        assert twins.stats.captures == (1, 2, 2)[epoch]
+
+
+def accumulating():
+    trained = small_model()
+    chosen = OPTIMIZERS["adamw"](trained.parameters())
+
+    def step_fn(x, y, last):
+        loss = F.cross_entropy(trained(x), y) / 2
+        loss.backward()
+        if last:
+            chosen.step()
+            chosen.zero_grad()
+        return loss
+
+    return step_fn, trained, chosen
+
+
+@pytest.mark.proofs
+def test_accumulated_gradients_are_the_sum_of_both_batches():
+    twins = Twins(accumulating)
+    for number in range(16):
+        twins.run(*batch(number), number % 2 == 1)
+    assert twins.stats.replays >= 10
+
+
+@pytest.mark.proofs
+def test_accumulation_over_three_batches_never_adds_one_twice():
+    def make():
+        trained = nn.Linear(6, 3)
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+
+        def step_fn(x, y, first, last):
+            if first:
+                chosen.zero_grad()
+            loss = F.cross_entropy(trained(x), y)
+            loss.backward()
+            if last:
+                chosen.step()
+            return loss
+
+        return step_fn, trained, chosen
+
+    twins = Twins(make)
+    for number in range(24):
+        twins.run(*batch(number), number % 3 == 0, number % 3 == 2)
+    assert twins.stats.captures == 3
+    assert twins.stats.replays >= 14
+
+
+def test_gradients_may_be_dropped_or_changed_between_steps():
+    twins = Twins(accumulating)
+    for number in range(6):
+        twins.run(*batch(number), False)
+    for number in range(8):
+        if number % 2:
+            twins.both(lambda training: training.optimizers.zero_grad())
+        else:
+            twins.both(lambda training: [p.grad.mul_(2) for p in training.model.parameters()])
+        twins.run(*batch(number), False)
+
+
+def test_a_backward_of_eager_between_steps_adds_to_what_the_graph_left():
+    twins = Twins(accumulating)
+
+    def backward(training):
+        x, y = batch(99)
+        torch.set_rng_state(training.random)
+        F.cross_entropy(training.model(x), y).backward()
+        training.random = torch.get_rng_state()
+
+    for number in range(10):
+        twins.run(*batch(number), number % 3 == 2)
+        twins.both(backward)
+        assert_same(twins.graphs.everything(), twins.eager.everything())
+
+
+# What a user changes between steps.
+
+
+def test_a_scheduler_outside_is_followed_without_another_capture():
+    twins = Twins(making())
+    schedulers = [
+        torch.optim.lr_scheduler.CosineAnnealingLR(each.optimizers, 10) for each in (twins.eager, twins.graphs)
+    ]
+    for number in range(10):
+        twins.run(*batch(number))
+        for scheduler in schedulers:
+            scheduler.step()
+    assert twins.stats.captures == 1
+    assert isinstance(twins.graphs.optimizers.param_groups[0]["lr"], float)
+
+
+@pytest.mark.parametrize(("name", "value"), [("betas", (0.5, 0.9)), ("weight_decay", 0.3), ("eps", 1e-3)])
+def test_a_number_that_the_optimizer_fixes_is_captured_anew(name, value):
+    twins = Twins(making())
+    for number in range(10):
+        if number == 5:
+            twins.both(lambda training: training.optimizers.param_groups[0].update({name: value}))
+        twins.run(*batch(number))
+    assert twins.stats.captures == 2
+
+
+def test_a_cycled_momentum_is_never_stale():
+    twins = Twins(making("sgd"))
+    both = twins.eager, twins.graphs
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(each.optimizers, 0.5, total_steps=40) for each in both]
+    for number in range(24):
+        twins.run(*batch(number))
+        for scheduler in schedulers:
+            scheduler.step()
+    assert twins.stats.captures <= 1
+
+
+def test_states_that_are_loaded_are_used_by_the_next_step():
+    twins = Twins(making())
+    saved = []
+    for number in range(14):
+        if number == 4:
+            twins.both(lambda training: saved.append((_state(training.model), _state(training.optimizers))))
+        if number in (8, 10):
+            for training, (model, optimizer) in zip((twins.eager, twins.graphs), saved, strict=True):
+                training.model.load_state_dict(model)
+                training.optimizers.load_state_dict(optimizer)
+        twins.run(*batch(number))
+    assert twins.stats.replays >= 4
+
+
+def _state(thing):
+    return copy.deepcopy(thing.state_dict())
+
+
+def test_a_frozen_and_a_thawed_layer_train_as_in_eager():
+    twins = Twins(making())
+
+    def freeze(training, wanted):
+        training.model[0].requires_grad_(wanted)
+
+    twins.both(functools.partial(freeze, wanted=False))
+    for number in range(12):
+        if number in (5, 9):
+            twins.both(functools.partial(freeze, wanted=number == 5))
+        twins.run(*batch(number))
+
+
+def test_a_layer_that_is_replaced_is_never_trained_stale():
+    twins = Twins(making())
+
+    def replace(training):
+        torch.manual_seed(7)
+        training.model[0] = nn.Linear(6, 8)
+        training.optimizers.add_param_group({"params": training.model[0].parameters(), "lr": 0.05})
+
+    for number in range(14):
+        if number == 6:
+            twins.both(replace)
+        twins.run(*batch(number))
+    assert twins.stats.replays >= 7
+
+
+def test_an_optimizer_state_that_is_replaced_is_used():
+    twins = Twins(making())
+
+    def replace(training):
+        for state in training.optimizers.state.values():
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+    for number in range(12):
+        if number == 6:
+            twins.both(replace)
+        twins.run(*batch(number))
+
+
+def test_training_and_evaluation_mode_are_followed():
+    twins = Twins(making())
+    for number in range(15):
+        if number in (5, 10):
+            mode = number == 10
+            twins.both(lambda training, mode=mode: training.model.train(mode))
+        twins.run(*batch(number))
+
+
+def test_a_number_in_the_closure_is_part_of_the_key():
+    def make():
+        trained = small_model()
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+        weight = 1.0
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            loss = F.cross_entropy(trained(x), y) * weight
+            loss.backward()
+            chosen.step()
+            return loss
+
+        def set_weight(value):
+            nonlocal weight
+            weight = value
+
+        step_fn.set_weight = set_weight
+        return step_fn, trained, chosen
+
+    twins = Twins(make)
+    for number in range(10):
+        if number == 5:
+            twins.both(lambda training: training.function.set_weight(0.25))
+        twins.run(*batch(number))
+    assert twins.stats.captures == 2
+
+
+# More than one optimizer, scalers, autocast.
+
+
+def test_two_optimizers_of_a_gan_step_in_turn():
+    def make():
+        generator, critic = nn.Linear(6, 6), nn.Linear(6, 1)
+        both = nn.ModuleList([generator, critic])
+        first = OPTIMIZERS["adamw"](generator.parameters())
+        second = OPTIMIZERS["sgd"](critic.parameters())
+
+        def step_fn(x, which):
+            if which == "critic":
+                second.zero_grad()
+                loss = critic(x).mean() - critic(generator(x).detach()).mean()
+                loss.backward()
+                second.step()
+            else:
+                first.zero_grad()
+                loss = -critic(generator(x)).mean()
+                loss.backward(inputs=list(generator.parameters()))
+                first.step()
+            return loss
+
+        return step_fn, both, [first, second]
+
+    twins = Twins(make)
+    for number in range(20):
+        twins.run(batch(number)[0], "critic" if number % 3 else "generator")
+    assert twins.stats.captures >= 2
+
+
+def scaling(*, unscale=True, growth=3):
+    def make():
+        trained = small_model()
+        chosen = OPTIMIZERS["adamw"](trained.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=growth)
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(trained(x), y)
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(chosen)
+                torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+            scaler.step(chosen)
+            scaler.update()
+            return loss
+
+        return step_fn, trained, chosen, scaler
+
+    return make
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("unscale", [True, False])
+def test_a_gradient_scaler_grows_and_skips_as_in_eager(unscale):
+    twins = Twins(scaling(unscale=unscale))
+    for number in range(14):
+        x, y = batch(number)
+        if number in (6, 10):
+            x[0, 0] = torch.inf
+        twins.run(x, y)
+    assert twins.stats.replays >= 10
+
+
+def test_autocast_around_the_step_casts_the_weights_of_every_step():
+    def make():
+        shared = nn.Linear(6, 6)
+        head = nn.Linear(6, 3)
+        chosen = OPTIMIZERS["sgd"]([*shared.parameters(), *head.parameters()])
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            loss = F.cross_entropy(head(shared(shared(x))), y)
+            loss.backward()
+            chosen.step()
+            return loss
+
+        return step_fn, nn.ModuleList([shared, head]), chosen
+
+    twins = Twins(make)
+    for number in range(8):
+        for each in (twins.eager, twins.graphs):
+            with torch.autocast("cpu", torch.bfloat16):
+                each.last = each.run(*batch(number))
+        assert_same(twins.graphs.last, twins.eager.last)
+    assert twins.stats.replays >= 5
+    twins.run(*batch(9))  # without: another graph
+
+
+# What cannot be captured runs eagerly, says so, and trains on right.
+
+
+def refused(twins, *, reason=Reason.CAPTURE_FAILED, steps=6):
+    for number in range(steps):
+        twins.run(*batch(number))
+    assert twins.stats.replays == 0
+    assert twins.stats.eager[reason] >= 1
+    return " ".join([*twins.stats.failures.values(), *twins.stats.details.values()])
+
+
+def altered(change, optimizer="adamw"):
+    def make():
+        trained = small_model()
+        chosen = OPTIMIZERS[optimizer](trained.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(chosen, 2)
+        things = {"model": trained, "optimizer": chosen, "scheduler": scheduler, "count": 0}
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            loss = F.cross_entropy(trained(x), y)
+            loss.backward()
+            chosen.step()
+            change(things, loss)
+            return loss
+
+        return step_fn, trained, chosen
+
+    return make
+
+
+def test_a_step_that_reads_its_loss_back_names_the_line():
+    said = refused(Twins(altered(lambda things, loss: things.update(last=loss.item()))))
+    assert "item" in said
+    assert "test_train_step.py" in said
+
+
+def test_a_step_that_counts_in_python_is_refused_by_name():
+    said = refused(Twins(altered(lambda things, loss: things.update(count=things["count"] + 1))))
+    assert "count" in said
+
+
+def test_a_scheduler_inside_the_step_is_refused_by_name():
+    def make():
+        step_fn, trained, chosen = making()()
+        scheduler = torch.optim.lr_scheduler.StepLR(chosen, 2)
+
+        def scheduled(x, y):
+            loss = step_fn(x, y)
+            scheduler.step()
+            return loss
+
+        return scheduled, trained, chosen
+
+    assert "StepLR" in refused(Twins(make), reason=Reason.OPTIMIZER)
+
+
+def test_a_scheduler_that_the_code_does_not_name_is_found_when_it_steps():
+    said = refused(Twins(altered(lambda things, loss: things["scheduler"].step())), reason=Reason.OPTIMIZER)
+    assert "scheduler.step() outside" in said
+
+
+def test_a_hook_that_reads_back_is_refused():
+    def make():
+        step_fn, trained, chosen = making()()
+        next(trained.parameters()).register_hook(lambda gradient: gradient * float(gradient.sum() > 0))
+        return step_fn, trained, chosen
+
+    refused(Twins(make))
+
+
+def test_a_capture_that_fails_in_the_middle_loses_no_step():
+    twins = Twins(altered(lambda things, loss: loss.item() if things["model"].training else None))
+    twins.both(lambda training: training.model.eval())
+    for number in range(12):
+        if number == 6:
+            twins.both(lambda training: training.model.train())
+        twins.run(*batch(number))
+    assert twins.stats.failures
+
+
+def test_a_step_under_no_grad_is_eagers():
+    def make():
+        trained = nn.Linear(6, 3)
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+
+        def step_fn(x):
+            return trained(x).sum()
+
+        return step_fn, trained, chosen
+
+    twins = Twins(make)
+    with torch.no_grad():
+        for number in range(4):
+            twins.run(batch(number)[0])
+    assert twins.stats.eager == {Reason.GRAD_MODE: 4}
+
+
+def test_the_loss_is_detached():
+    training = Training(making(), graphed=True)
+    for number in range(4):
+        loss = training.step(*batch(number))
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            loss.backward()
+
+
+def test_new_shapes_at_every_step_are_bounded_and_said():
+    twins = Twins(making(), max_signatures=4)
+    for number in range(10):
+        twins.run(*batch(number, rows=4 + number))
+    assert twins.stats.captures == 0
+    assert twins.stats.eager[Reason.TOO_MANY_SIGNATURES] >= 5
+
+
+# Proofs.
+
+
+@pytest.mark.proofs
+def test_what_is_no_optimizer_or_step_is_refused_at_once():
+    with pytest.raises(sg.ConfigError, match="optimizers has"):
+        sg.train_step(lambda x: x, optimizers=nn.Linear(1, 1))
+    with pytest.raises(sg.ConfigError, match="train_step got"):
+        sg.train_step(3, optimizers=torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))
+
+
+def test_the_decorator_is_the_same():
+    model = nn.Linear(6, 3)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+
+    @sg.train_step(optimizers=optimizer, verify=0)
+    def step(x, y):
+        """Train."""
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    losses = [float(step(*batch(0))) for _ in range(8)]
+    assert losses == sorted(losses, reverse=True)
+    assert step.graph_stats.replays == 6
+    assert step.__doc__ == "Train."
