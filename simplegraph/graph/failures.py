@@ -49,6 +49,11 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Seed outside the forward; a replay goes on where the last one stopped, as eager does.",
     ),
     (
+        ("::current_seed", "state of a random generator was read"),
+        "the state of a random generator was read, which a capture does not permit.",
+        "Pass preserve_rng_state=False to torch.utils.checkpoint; read the state outside the forward.",
+    ),
+    (
         ("offset increment outside graph capture", "cuda generator", "generator that the capture"),
         "a random generator was used that the graph does not know.",
         "Keep the generator as an attribute of the module, and seed outside the forward.",

@@ -8,6 +8,7 @@ They are made at the first capture that needs them, once a process:
     torch.cuda.Event.record, wait      names the line that forked to a side stream (graph.cuda.forks)
     break operators                    kernels on a spare dispatch key, so that operators can break (graph.breaks)
     torch.cuda.is_current_stream_capturing  true in the emulator's captures, too, while one runs (graph.emulator)
+    torch.get_rng_state                refused in the emulator's captures, while one runs (graph.emulator)
     torch.overrides.has_torch_function  blind to an emulated capture, while one runs (graph.emulator)
     CompiledFxGraph.__call__           refuses compiled code in the emulator's captures, while one runs (graph.emulator)
     AttentionInterface of transformers  attention without copies of keys, in captured steps (integrations.transformers)

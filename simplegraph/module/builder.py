@@ -232,7 +232,9 @@ class GraphBuilder:
         state = ModuleState((call.module, *call.trusted), manager.device, manager.pool, binding.counted)
         rehearsal = Rehearsal(self.memory(call))
         retry = not lazy or call.padding > 0 or bool(call.layout.numbers)  # which no warmup passed as tensors
-        capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
+        trains = isinstance(call.module, FunctionModule) and call.module.computes_gradients
+        again = rehearsal.begin
+        capture = manager.new_capture(jobs, lazy=lazy, frugal=trains, retry=retry, before_retry=again, state=state)
         kept: list[str] = []
         # The last first, and each whatever becomes of the others; no other thread draws before random states are back.
         with CAPTURE_LOCK, contextlib.ExitStack() as undo:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from simplegraph.errors import ConfigError
-from simplegraph.graph.places import ABSENT
+from simplegraph.graph.places import ABSENT, is_library
 from simplegraph.module.reach import CodePlace, is_code, places_of
 from simplegraph.nested import ATOMS, constant_key
 
@@ -38,9 +38,11 @@ class FunctionModule(nn.Module):
     Attributes:
         reached: what else the function reaches, by name: tensors, containers, objects.
         computes_gradients: True if the function calls backward itself.
+        proves_any_size: True if proofs copy all that it writes, however much that is.
     """
 
     computes_gradients = False
+    proves_any_size = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class FunctionModule(nn.Module):
         others = {
             place.name: value
             for place, value in found
-            if place.last and not isinstance(value, (*ATOMS, nn.Module)) and not is_code(value)
+            if place.last and not isinstance(value, (*ATOMS, nn.Module)) and not is_code(value) and _may_hold(value)
         }
         _update(self._modules, modules)
         _update(self.reached, others)
@@ -170,6 +172,12 @@ def check_function(function: Any, what: str) -> None:
         raise ConfigError(
             f"{what} got {function!r}, whose arguments Python does not know; put it into a function of your own."
         ) from None
+
+
+def _may_hold(value: Any) -> bool:
+    """True unless a value is an object of a library that holds no tensors, such as a logger."""
+    home = type(value).__module__
+    return home.partition(".")[0] in ("builtins", "collections", "types", "torch") or not is_library(home)
 
 
 def _update(held: dict[str, Any], now: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.manager.table import ProgramTable
 from simplegraph.module.call import Call
+from simplegraph.module.functions import FunctionModule
 from simplegraph.module.signature import ConstantArg
 from simplegraph.module.snapshot import has_address
 from simplegraph.module.survey import Survey, held_tensors
@@ -47,7 +48,12 @@ class ModuleMemory:
         others = [e for key, e in known.items() if key not in written and not isinstance(e[1], nn.Parameter)]
         everything = SavedMemory(must, others, inputs)
         least = SavedMemory(must, (), [entry for entry in inputs if entry[0] in call.binding.written])
-        limit = copy_limit(self._table.device.free_memory())
+        free = self._table.device.free_memory()
+        limit = copy_limit(free)
+        if isinstance(call.module, FunctionModule) and call.module.computes_gradients:
+            # An eager run needs about as much memory as its graph, which keeps that.
+            left = free - max((graph.bytes for graph in self._table.stats.graphs.values()), default=0)
+            limit = max(0, left) if call.module.proves_any_size else min(limit, max(0, left))
         return next((choice for choice in (everything, least) if choice.nbytes <= limit), None)
 
     def _held(self) -> dict[int, tuple[str, Tensor]]:

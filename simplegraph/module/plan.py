@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,8 +100,9 @@ class Plan:
         """Find the leaves that calls return, and how they nest."""
         self._whole, self._spec = self.program.outputs, self.program.spec
 
-    def before_proof(self) -> None:
-        """Prepare what an eager run must find where replays do."""
+    def proving(self) -> contextlib.AbstractContextManager[None]:
+        """Surround a proof, whose eager run must find things where replays do."""
+        return contextlib.nullcontext()
 
     def _real_rows(self, call: Call) -> list[Any]:
         """View the real rows of what a replay writes. Raises CannotBind."""

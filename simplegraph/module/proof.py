@@ -62,8 +62,8 @@ def prove(owner: Owner, call: Call, plan: Plan) -> Any:
     """
     # Alone: a capture in another thread has the random generators for itself.
     with plan.table.ranks.together(), CAPTURE_LOCK:
-        plan.before_proof()
-        return _CallProof(owner, call, plan).run()
+        with plan.proving():
+            return _CallProof(owner, call, plan).run()
 
 
 class _CallProof:

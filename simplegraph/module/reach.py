@@ -101,6 +101,8 @@ class _Reach:
         if key in self._seen:
             return
         self._seen.add(key)
+        if _is_packaged(function) and len(self._seen) > 1:
+            return
         if is_library(function.__module__):  # but what it decorates may be the user's
             inner = getattr(function, "__wrapped__", None)
             if isinstance(inner, types.FunctionType):
@@ -154,6 +156,12 @@ class _Reach:
             self._left.append((value, place.name))
 
 
+def _is_packaged(function: types.FunctionType) -> bool:
+    """True for a function of an installed package, and none that decorates a user's."""
+    path = function.__code__.co_filename
+    return ("site-packages" in path or "dist-packages" in path) and not hasattr(function, "__wrapped__")
+
+
 def _locals_of(function: types.FunctionType, bound: Mapping[str, Any]) -> dict[str, CodePlace]:
     """List the arguments whose values are known: what a method is of, and defaults."""
     code = function.__code__
@@ -168,8 +176,13 @@ def _locals_of(function: types.FunctionType, bound: Mapping[str, Any]) -> dict[s
     return known | {name: CodePlace(name, {name: value}, name) for name, value in bound.items()}
 
 
-def _chains(code: types.CodeType) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (opcode, name, attributes) for every name that the code loads and the attributes it then reads."""
+@functools.lru_cache(maxsize=4096)
+def _chains(code: types.CodeType) -> tuple[tuple[str, str, list[str]], ...]:
+    """List (opcode, name, attributes) for every name that the code loads and the attributes it then reads."""
+    return tuple(_read_chains(code))
+
+
+def _read_chains(code: types.CodeType) -> Iterator[tuple[str, str, list[str]]]:
     load, root, attributes = "", "", list[str]()
     for instruction in dis.get_instructions(code):
         name, value = instruction.opname, instruction.argval

@@ -31,6 +31,7 @@ from simplegraph.module.padding import refuse_numbers
 from simplegraph.module.proof import prove
 from simplegraph.module.replay import MISS, replay_checked, try_replay
 from simplegraph.module.signature import device_of
+from simplegraph.module.state import any_requires_grad
 from simplegraph.module.survey import device_of_state
 from simplegraph.module.torch_state import hindrance
 from simplegraph.reasons import CannotBind, Reason
@@ -136,7 +137,7 @@ class GraphRunner:
             raise CannotBind(*hindered)
         size, layout = known.read(module, leaves, names, spec, manager.device.torch_device)
         if torch.is_grad_enabled() and builder.seen.read.wants_grad(module, leaves):
-            raise CannotBind(Reason.GRAD, "")
+            raise CannotBind(Reason.GRAD, "an argument" if any_requires_grad(leaves) else "")
         if largest:
             dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
         else:

@@ -265,6 +265,7 @@ def _prepare(owner: optim.Optimizer) -> None:
             if isinstance(state, dict) and isinstance(step, Tensor) and step.is_cpu:
                 state["step"] = step.to(parameter.device, torch.float32)
     if named:
+        vars(owner)["_warned_capturable_if_run_uncaptured"] = True  # torch warns of steps outside of captures
         owner.defaults["capturable"] = True
         logger.info("simplegraph: %s gets capturable=True, so that its step can be in a graph.", type(owner).__name__)
 

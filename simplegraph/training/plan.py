@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from simplegraph.manager.table import CapturedGraph, ProgramTable
@@ -49,9 +50,13 @@ class StepPlan(Plan):
         left = zip(found, self._left, strict=True)
         return WithGradients(super().whole(result), tuple(KEPT if then is KEPT else now for now, then in left))
 
-    def before_proof(self) -> None:
-        """Let an eager run find the gradients where replays do."""
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[None]:
+        """Let an eager run find the gradients where replays do; give its memory back, for the graph has its own."""
         self._enter()
+        yield
+        if not self.unproven:
+            self.device.release_cached_memory()
 
     def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
         step = self.step

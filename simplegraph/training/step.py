@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn, optim
@@ -20,12 +20,14 @@ from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.module.functions import FunctionModule, GraphedFunction, Link, P, R, check_function
 from simplegraph.module.mixin import wrap
 from simplegraph.module.reach import CodePlace, places_of
+from simplegraph.module.survey import device_of_state
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 from simplegraph.training.gradients import Gradients
 from simplegraph.training.optimizers import StepOptimizers
 from simplegraph.training.plan import WithGradients
 from simplegraph.training.python_state import OptimizersPython
+from simplegraph.training.staging import Staging
 
 
 class StepEffects:
@@ -39,12 +41,14 @@ class StepEffects:
         gradients: of all parameters that it may reach.
         used: the indices of those that the calls served now read at their begin.
         left: what a captured run left of them.
+        found: parameters that got gradients and that nothing else led to.
     """
 
     def __init__(self, optimizers: StepOptimizers, scaler: Any, modules: Sequence[nn.Module]) -> None:
         self.optimizers, self.scaler, self.modules = optimizers, scaler, modules
         self.gradients = Gradients()
         self.left: list[Any] | None = None
+        self.found: list[Tensor] = []
         self._passed: dict[int, int] = {}
         self._used: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self._serving: Any = None
@@ -63,6 +67,15 @@ class StepEffects:
             if not observer.captures:
                 self.used.update(index for key, index in self._passed.items() if key in observer.external)
         return set(self._passed)
+
+    def note_leaves(self, result: Any, *, captured: bool) -> None:
+        """Note parameters that got gradients though neither the code nor the optimizers tell of them."""
+        known = set(map(id, self.gradients.parameters))
+        unknown = [leaf for leaf in _leaves_below(result) if id(leaf) not in known]
+        if unknown and captured:
+            cause = f"a parameter of shape {tuple(unknown[0].shape)} got a gradient, but nothing led to it"
+            raise CaptureError(f"capturing the step failed\n  {cause}.\n  Name its module in modules=.", cause=cause)
+        self.found += unknown
 
     @contextlib.contextmanager
     def around_eager(self) -> Iterator[None]:
@@ -127,7 +140,9 @@ class StepModule(FunctionModule):
             else:
                 stack.enter_context(self.step.around_eager())
             stack.enter_context(_fresh_autocast_cache())
-            return _detached(self._function(*args, **kwargs))
+            result = self._function(*args, **kwargs)
+            self.step.note_leaves(result, captured=captures)
+            return _detached(result)
 
     def _find_places(self) -> list[CodePlace]:
         step = self.step
@@ -140,7 +155,10 @@ class StepModule(FunctionModule):
         super().resolve()
         self.step.optimizers.find_schedulers(self.reached.values())
         self.step.optimizers.look()
-        own = [*self.step.optimizers.parameters, *self.parameters()]
+        own = [*self.step.optimizers.parameters, *self.parameters(), *self.step.found]
+        if self.step.scaler is None:
+            scalers = (value for value in self.reached.values() if isinstance(value, torch.amp.GradScaler))
+            self.step.scaler = next(scalers, None)
         self.step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
 
     def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
@@ -171,7 +189,33 @@ class StepModule(FunctionModule):
 
 
 class TrainStep(GraphedFunction[P, R]):
-    """A training step that goes through graphs; made by `train_step`."""
+    """A training step that goes through graphs; made by `train_step`.
+
+    On a GPU, arguments in pinned memory are copied to the device while the step before runs.
+    """
+
+    _staging: Staging | None = None
+    _looked = False
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not self._looked:
+            self._look()
+        if self._staging is not None:
+            args, kwargs = self._staging.staged(args, kwargs)  # type: ignore[assignment]
+        return super().__call__(*args, **kwargs)
+
+    def _look(self) -> None:
+        device = device_of_state(self._wrapped)
+        self._staging = Staging(device) if device.type == "cuda" else None
+        self._looked = True
+
+    def capture_graphs(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to capture before a call: the runs before a capture would train on the example.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a training step has no capture_graphs: its first calls are real steps, and lead to graphs.")
 
 
 @overload
@@ -216,7 +260,8 @@ def train_step(
         scaler: the `torch.amp.GradScaler` that it calls.
         modules: what it trains, where its code does not name that.
         pool: graph memory to share.
-        **settings: fields of `CudaGraphConfig`; shapes are always exact.
+        **settings: fields of `CudaGraphConfig`; shapes are always exact. The first replay is compared with eager if
+            what it writes is at most 1 GiB, and at any size if `verify` is set here.
 
     Raises:
         ConfigError: it is no function, something is no optimizer, or a setting is invalid.
@@ -231,6 +276,7 @@ def train_step(
         if not isinstance(module, nn.Module):
             raise ConfigError(f"modules has {module!r}; expected a torch.nn.Module, or a list of them.")
     made = StepModule(step_fn, StepOptimizers(optimizers), scaler, list(modules or ()))
+    made.proves_any_size = settings.get("verify", 0) > 0
     config = CudaGraphConfig().replace(**{**settings, "exact_shapes": True})
     return TrainStep(step_fn, wrap(made, config, pool=pool))
 
@@ -246,6 +292,23 @@ def _fresh_autocast_cache() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
+
+
+def _leaves_below(result: Any) -> list[Tensor]:
+    """List the tensors that the autograd graph of a result ends in."""
+    leaves, _ = flatten(result)
+    left = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    seen: set[Any] = set()
+    found: dict[int, Tensor] = {}
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor):
+                found[id(variable)] = variable
+            left += [below for below, _ in node.next_functions if below is not None]
+    return list(found.values())
 
 
 def _detached(result: Any) -> Any:

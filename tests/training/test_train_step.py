@@ -525,3 +525,225 @@ def test_the_decorator_is_the_same():
     assert losses == sorted(losses, reverse=True)
     assert step.graph_stats.replays == 6
     assert step.__doc__ == "Train."
+
+
+def test_a_parameter_that_nothing_leads_to_is_found_by_its_gradient():
+    hidden = {}
+
+    class Holder:
+        __slots__ = ("model",)
+
+    def make():
+        holder = Holder()
+        holder.model = nn.Linear(6, 6)
+        hidden[len(hidden)] = holder
+        key = len(hidden) - 1
+        trained = nn.Linear(6, 3)
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            loss = F.cross_entropy(trained(hidden[key].model(x)), y)
+            loss.backward()
+            chosen.step()
+            return loss
+
+        return step_fn, nn.ModuleList([trained, holder.model]), chosen
+
+    twins = Twins(make)
+    for number in range(9):
+        twins.run(*batch(number, rows=8 if number % 2 else 4))
+
+
+def test_capturing_from_an_example_would_train_on_it_and_is_refused():
+    step = Training(making(), graphed=True).step
+    with pytest.raises(sg.ConfigError, match="first calls are real steps"):
+        step.capture_graphs(*batch(0))
+
+
+def averaged(update):
+    def make():
+        trained = nn.Linear(6, 3)
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+        average = torch.optim.swa_utils.AveragedModel(trained, avg_fn=None)
+        shadow = [parameter.detach().clone() for parameter in trained.parameters()]
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            loss = F.cross_entropy(trained(x), y)
+            loss.backward()
+            chosen.step()
+            update(trained, average, shadow)
+            return loss
+
+        model = nn.ModuleList([trained, average])
+        for index, tensor in enumerate(shadow):
+            model.register_buffer(f"shadow{index}", tensor)
+        return step_fn, model, chosen
+
+    return make
+
+
+def test_moving_averages_of_weights_move_once_a_step():
+    def update(trained, average, shadow):
+        with torch.no_grad():
+            torch._foreach_lerp_(shadow, list(trained.parameters()), 0.1)
+
+    twins = Twins(averaged(update))
+    for number in range(8):
+        twins.run(*batch(number))
+    assert twins.stats.replays == 6
+
+
+def test_the_host_test_of_an_averaged_model_is_refused_by_name():
+    said = refused(Twins(averaged(lambda trained, average, shadow: average.update_parameters(trained))))
+    assert "read back" in said
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_checkpointed_activations_train_as_in_eager(preserve):
+    def make():
+        first, second = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3 if preserve else 0.0)), nn.Linear(8, 3)
+        chosen = OPTIMIZERS["adamw"]([*first.parameters(), *second.parameters()])
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            hidden = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=False, preserve_rng_state=preserve)
+            loss = F.cross_entropy(second(hidden), y)
+            loss.backward()
+            chosen.step()
+            return loss
+
+        return step_fn, nn.ModuleList([first, second]), chosen
+
+    twins = Twins(make)
+    for number in range(8):
+        twins.run(*batch(number))
+    assert bool(twins.stats.replays) is not preserve
+
+
+def test_tensors_and_dicts_that_a_step_returns_and_leaves_come_back():
+    class Model(nn.Linear):
+        def forward(self, x):
+            self.last = super().forward(x)
+            return self.last
+
+    def make():
+        trained = Model(6, 3)
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+
+        def step_fn(x, y, *, weight):
+            chosen.zero_grad()
+            logits = trained(x)
+            loss = F.cross_entropy(logits, y) * weight
+            loss.backward()
+            chosen.step()
+            return {"loss": loss, "logits": logits}
+
+        return step_fn, trained, chosen
+
+    twins = Twins(make)
+    for number in range(8):
+        x, y = batch(number)
+        results = [each.step(x, y, weight=torch.tensor(0.5)) for each in (twins.eager, twins.graphs)]
+        assert torch.equal(results[0]["loss"], results[1]["loss"])
+        assert torch.equal(results[0]["logits"], results[1]["logits"])
+        assert not results[1]["logits"].requires_grad
+        assert torch.equal(twins.eager.model.last, twins.graphs.model.last)
+        assert_same(twins.graphs.everything(), twins.eager.everything())
+    assert twins.stats.replays == 6
+
+
+def test_a_step_without_arguments_reads_the_buffers_that_it_reaches():
+    def make():
+        trained = nn.Linear(6, 3)
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+        x, y = (tensor.clone() for tensor in batch(0))
+
+        def step_fn():
+            chosen.zero_grad()
+            loss = F.cross_entropy(trained(x), y)
+            loss.backward()
+            chosen.step()
+            return loss
+
+        step_fn.buffers = x, y
+        return step_fn, trained, chosen
+
+    twins = Twins(make)
+    for number in range(8):
+        new = batch(number)
+        twins.both(lambda training, new=new: [a.copy_(b) for a, b in zip(training.function.buffers, new, strict=True)])
+        twins.run()
+    assert twins.stats.replays == 6
+
+
+def test_sparse_gradients_run_eagerly():
+    def make():
+        table = nn.Embedding(10, 3, sparse=True)
+        chosen = OPTIMIZERS["plain sgd"](table.parameters())
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            loss = F.cross_entropy(table(y), y)
+            loss.backward()
+            chosen.step()
+            return loss
+
+        return step_fn, table, chosen
+
+    training = Training(make, graphed=True)
+    before = training.model.weight.detach().clone()
+    for number in range(5):
+        training.step(*batch(number))
+    assert training.step.graph_stats.replays == 0
+    assert not torch.equal(training.model.weight, before)
+
+
+def test_an_argument_that_wants_a_gradient_gets_it_from_eager():
+    def make():
+        trained = nn.Linear(6, 3)
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+
+        def step_fn(x):
+            chosen.zero_grad()
+            loss = trained(x).square().sum()
+            loss.backward()
+            chosen.step()
+            return loss
+
+        return step_fn, trained, chosen
+
+    training = Training(make, graphed=True)
+    for number in range(5):
+        x = batch(number)[0].requires_grad_()
+        training.step(x)
+        assert x.grad is not None
+    assert training.step.graph_stats.eager == {Reason.GRAD: 5}
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adagrad", "RMSprop", "Adam"])
+def test_an_optimizer_that_no_graph_can_hold_is_named_with_what_would_do(name):
+    def make():
+        trained = nn.Linear(6, 3)
+        chosen = getattr(torch.optim, name)(trained.parameters(), lr=0.01)
+
+        def step_fn(x, y):
+            def closure():
+                chosen.zero_grad()
+                loss = F.cross_entropy(trained(x), y)
+                loss.backward()
+                return loss
+
+            return chosen.step(closure)
+
+        return step_fn, trained, chosen
+
+    if torch.cuda.is_available():
+        pytest.skip("these have capturable=True on a GPU")
+    trainings = [Training(make, graphed=graphed) for graphed in (False, True)]
+    for number in range(4):
+        losses = [each.step(*batch(number)) for each in trainings]
+        assert torch.equal(losses[0].detach(), losses[1])
+    assert trainings[1].step.graph_stats.eager == {Reason.OPTIMIZER: 4}
+    assert name in trainings[1].step.graph_stats.details[Reason.OPTIMIZER]

@@ -168,6 +168,7 @@ class EmulatorDevice:
         # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
         patches.restore(torch.cuda, "is_current_stream_capturing")
         patches.restore(overrides, "has_torch_function")
+        patches.restore(torch, "get_rng_state")
         # The kernels of compiled code run past the dispatcher. Until something was compiled, this is not loaded.
         compiled: Any = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
         if compiled is not None:
@@ -177,6 +178,7 @@ class EmulatorDevice:
         if recording is not None:
             patches.replace(torch.cuda, "is_current_stream_capturing", self._any_capturing)
             patches.replace(overrides, "has_torch_function", self._overridden)
+            patches.replace(torch, "get_rng_state", self._rng_state)
 
     def _refusing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(*args: Any, **kwargs: Any) -> Any:
@@ -188,6 +190,10 @@ class EmulatorDevice:
 
     def _any_capturing(self) -> bool:
         return self.is_capturing() or _TORCH_IS_CAPTURING()
+
+    def _rng_state(self) -> Tensor:
+        self._refuse_in_capture("the state of a random generator was read in a capture")
+        return torch.default_generator.get_state()
 
     def _overridden(self, args: Iterable[Any]) -> bool:
         """Answer as on a GPU, where a capture has no function mode: torch.nn's attention takes a fast path then."""
