@@ -75,7 +75,7 @@ class GraphCapture:
         table: where the Programs go.
         jobs: largest first, so that the smaller ones reuse the pool's memory.
         settings: beside the configuration, what ranks that capture together must have alike.
-        lazy: this is a single capture in the middle of serving; frugal: one that eager's unused memory is given up for.
+        lazy: this is a single capture in the middle of serving.
         retry: a size that failed gets a warmup of its own and a second try; before_retry: called before such a warmup.
         state: Python's objects, remembered before the captures and put back after one that fails.
 
@@ -90,7 +90,6 @@ class GraphCapture:
     jobs: Sequence[CaptureJob]
     settings: dict[str, Any]
     lazy: bool = False
-    frugal: bool = False
     retry: bool = True
     before_retry: Callable[[], object] = bool
     state: PythonState = dataclasses.field(default_factory=PythonState)
@@ -142,7 +141,7 @@ class GraphCapture:
         table, jobs = self.table, self.jobs
         with (
             self._ranks.together(),
-            CaptureSession(table.device, table.pool, thorough=self.frugal or not self.lazy) as session,
+            CaptureSession(table.device, table.pool, thorough=not self.lazy) as session,
         ):
             for _ in range(num_warmups):
                 if self._warm_up(jobs[0]) is not None:

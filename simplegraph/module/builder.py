@@ -31,7 +31,7 @@ from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
 from simplegraph.module.changing import PROVEN_VALUES
 from simplegraph.module.effects import ModuleState, warning_of_eager
-from simplegraph.module.functions import FunctionModule
+from simplegraph.module.functions import FunctionModule, computes_gradients, note_read
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.left import WithLeft
 from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators
@@ -140,9 +140,7 @@ class GraphBuilder:
     def keep_external(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
         survey = Survey(module)
-        if isinstance(module, FunctionModule):
-            inputs = inputs | module.note_read(observers)
-        self.seen.add(survey, observers, inputs)
+        self.seen.add(survey, observers, inputs | note_read(module, observers))
         if self.state is not None:
             self.state.accept(survey)
 
@@ -184,6 +182,8 @@ class GraphBuilder:
 
     def capture(self, call: Call) -> None:
         """Capture the call's size; the static inputs are loaded first, since Python may look at shapes of them."""
+        if computes_gradients(call.module):  # what eager steps used, the graph has again in its own pool
+            self.manager.device.release_cached_memory()
         inputs = self._inputs(call)
         inputs.load(call.tensors, call.batch, call.padded)
         trace = call.binding.trace_at(call.padded) if call.padding and _breaks(call) else None
@@ -232,9 +232,7 @@ class GraphBuilder:
         state = ModuleState((call.module, *call.trusted), manager.device, manager.pool, binding.counted)
         rehearsal = Rehearsal(self.memory(call))
         retry = not lazy or call.padding > 0 or bool(call.layout.numbers)  # which no warmup passed as tensors
-        trains = isinstance(call.module, FunctionModule) and call.module.computes_gradients
-        again = rehearsal.begin
-        capture = manager.new_capture(jobs, lazy=lazy, frugal=trains, retry=retry, before_retry=again, state=state)
+        capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
         kept: list[str] = []
         # The last first, and each whatever becomes of the others; no other thread draws before random states are back.
         with CAPTURE_LOCK, contextlib.ExitStack() as undo:
@@ -250,8 +248,8 @@ class GraphBuilder:
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
             for observer in capture.observers:
                 binding.note_made(observer, graph.program.outputs)
-        unseen = any(observer.unseen for observer in capture.observers)
         limit, proven = copy_limit(manager.device.free_memory()), manager.config.verify > 0
+        unseen = any(observer.unseen for observer in capture.observers)
         unknown = call.never_compared(limit, proven=proven) if unseen else []
         refused = kept or unknown or (binding.counted.names and len(summary.failed) < len(jobs))
         if not refused:

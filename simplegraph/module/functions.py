@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -77,6 +78,10 @@ class FunctionModule(nn.Module):
     def links(self) -> list[Link]:
         """List (holder, key, value) for every place that the function reads; plain values are in `state` instead."""
         return [(place.holder, place.key, value) for place, value in self._reach.found if not isinstance(value, ATOMS)]
+
+    def code(self) -> list[Any]:
+        """List the functions that the function calls by name, as far as they are the user's."""
+        return [value for _, value in self._reach.found if isinstance(value, types.FunctionType)]
 
     def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
         """Yield what else calls read, by name, with the links to it."""
@@ -155,6 +160,16 @@ class GraphedFunction(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._wrapped._get_name()})"
+
+
+def computes_gradients(module: nn.Module) -> bool:
+    """True if calls of a module call backward themselves."""
+    return isinstance(module, FunctionModule) and module.computes_gradients
+
+
+def note_read(module: nn.Module, observers: Iterable[Any]) -> set[int]:
+    """Let a function's module know what runs read; see `FunctionModule.note_read`."""
+    return module.note_read(observers) if isinstance(module, FunctionModule) else set()
 
 
 def check_function(function: Any, what: str) -> None:

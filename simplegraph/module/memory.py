@@ -13,7 +13,7 @@ from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.manager.table import ProgramTable
 from simplegraph.module.call import Call
-from simplegraph.module.functions import FunctionModule
+from simplegraph.module.functions import computes_gradients
 from simplegraph.module.signature import ConstantArg
 from simplegraph.module.snapshot import has_address
 from simplegraph.module.survey import Survey, held_tensors
@@ -50,10 +50,11 @@ class ModuleMemory:
         least = SavedMemory(must, (), [entry for entry in inputs if entry[0] in call.binding.written])
         free = self._table.device.free_memory()
         limit = copy_limit(free)
-        if isinstance(call.module, FunctionModule) and call.module.computes_gradients:
+        if computes_gradients(call.module):
             # An eager run needs about as much memory as its graph, which keeps that.
             left = free - max((graph.bytes for graph in self._table.stats.graphs.values()), default=0)
-            limit = max(0, left) if call.module.proves_any_size else min(limit, max(0, left))
+            any_size: bool = call.module.proves_any_size
+            limit = max(0, left) if any_size else min(limit, max(0, left))
         return next((choice for choice in (everything, least) if choice.nbytes <= limit), None)
 
     def _held(self) -> dict[int, tuple[str, Tensor]]:

@@ -61,9 +61,8 @@ def prove(owner: Owner, call: Call, plan: Plan) -> Any:
         VerificationError: they differ, and ``on_capture_failure`` is "raise".
     """
     # Alone: a capture in another thread has the random generators for itself.
-    with plan.table.ranks.together(), CAPTURE_LOCK:
-        with plan.proving():
-            return _CallProof(owner, call, plan).run()
+    with plan.table.ranks.together(), CAPTURE_LOCK, plan.proving():
+        return _CallProof(owner, call, plan).run()
 
 
 class _CallProof:

@@ -140,6 +140,9 @@ class _Reach:
                 break
             self._add(place._replace(last=False), value)
             if not isinstance(step, CodePlace):
+                if isinstance(step, types.MethodType) and getattr(type(value), attribute, None) is step.__func__:
+                    method = CodePlace(f"{place.name}.{attribute}", _Method(value), attribute, last=False)
+                    self.places[id(value), f".{attribute}"] = method
                 self._left.append((step, place.name))
                 return
             place, value = step, step.value
@@ -231,6 +234,17 @@ def _attribute(place: CodePlace, value: Any, attribute: str) -> Any:
     if type(member) is types.MemberDescriptorType:
         return CodePlace(name, _Slots(value), attribute)
     return CodePlace(name, vars(owner), attribute)
+
+
+class _Method:
+    """Gives an object the ways of a container of its methods: functions of its class, unless it has its own."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def __getitem__(self, key: str) -> Any:
+        own = getattr(self._thing, "__dict__", {}).get(key, ABSENT)
+        return getattr(type(self._thing), key, ABSENT) if own is ABSENT else own
 
 
 class _Slots:

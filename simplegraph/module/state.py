@@ -18,7 +18,7 @@ from simplegraph.graph.host.constants import reader
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.module.changes import HOLDERS, HOOKS, Changes, Watcher, watch_module, watch_tensors
-from simplegraph.module.functions import FunctionModule
+from simplegraph.module.functions import computes_gradients
 from simplegraph.module.snapshot import has_address, place
 from simplegraph.module.survey import HeldTensor, Survey, code_of
 from simplegraph.module.torch_state import watch_settings
@@ -60,7 +60,7 @@ class MemoryRead:
 
     def wants_grad(self, module: nn.Module, leaves: Iterable[Any]) -> bool:
         """True if eager would build an autograd graph for a call with these leaves."""
-        if isinstance(module, FunctionModule) and module.computes_gradients:
+        if computes_gradients(module):
             return any_requires_grad(leaves)
         if any_requires_grad(leaves) or any_requires_grad(module.parameters()):
             return True  # before looking any further: most often it is one of these
@@ -93,7 +93,7 @@ class CapturedState(Watcher):
         super().__init__()
         self.seen = math.nan
         self._module = weakref.ref(module)
-        self._own_gradients = isinstance(module, FunctionModule) and module.computes_gradients
+        self._own_gradients = computes_gradients(module)
         self._read = MemoryRead()
         self._places: dict[str, _Lay] = {}
         self._elsewhere: dict[int, tuple[Tensor, _Lay]] = {}

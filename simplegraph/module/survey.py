@@ -169,3 +169,5 @@ def code_of(module: nn.Module) -> Iterator[Any]:
     for key, value in list(vars(module).items()):
         if type(value) in _CODE:
             yield from (key, value)
+    if isinstance(module, FunctionModule):
+        yield from module.code()

@@ -1,0 +1,247 @@
+"""Plain functions, methods and other callables have graphs as modules do; what they reach is found and watched."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+from simplegraph.reasons import Reason
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+BUFFER = torch.ones(2)
+SCALE = 2.0
+
+
+def reads_globals(x):
+    return x * SCALE + BUFFER
+
+
+def answers(wrapped, function, *, rows=4, calls=5):
+    """Call both on new inputs; return how many calls were replays."""
+    before = wrapped.graph_stats.replays
+    for _ in range(calls):
+        x = torch.randn(rows, 2)
+        assert torch.equal(wrapped(x), function(x))
+    return wrapped.graph_stats.replays - before
+
+
+class Agent:
+    def __init__(self):
+        self.model = nn.Linear(2, 2)
+        self.offset = torch.ones(2)
+        self.factor = 0.5
+        self.parts = {"head": [nn.Linear(2, 2)]}
+
+    def act(self, x):
+        return self.finish(self.model(x)) + self.offset
+
+    def finish(self, x):
+        return self.parts["head"][0](x) * self.factor
+
+
+def test_a_function_replays_and_answers_as_it_would():
+    model = nn.Linear(2, 2)
+
+    def forward(x, power=2):
+        """Square."""
+        return model(x) ** power
+
+    wrapped = sg.wrap(forward)
+    assert answers(wrapped, forward) == 4
+    assert wrapped.__doc__ == "Square."
+    assert "forward" in str(wrapped.graph_report())
+    assert torch.equal(wrapped(torch.ones(4, 2), power=3), forward(torch.ones(4, 2), 3))
+
+
+@pytest.mark.proofs
+def test_the_first_replay_of_a_function_is_proven():
+    wrapped = sg.wrap(reads_globals)
+    answers(wrapped, reads_globals)
+    assert [graph.proof for graph in wrapped.graph_stats.graphs.values()] == ["exact"]
+
+
+def test_batches_are_padded_as_a_modules_are():
+    wrapped = sg.wrap(reads_globals, capture_sizes=[8])
+    wrapped.capture_graphs(torch.randn(8, 2))
+    assert answers(wrapped, reads_globals, rows=5) == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda agent: setattr(agent, "model", nn.Linear(2, 2)),
+        lambda agent: setattr(agent, "offset", torch.zeros(2)),
+        lambda agent: setattr(agent, "factor", 3.0),
+        lambda agent: agent.model.load_state_dict(nn.Linear(2, 2).state_dict(), assign=True),
+        lambda agent: agent.parts.update(head=[nn.Linear(2, 2)]),
+        lambda agent: agent.parts["head"].__setitem__(0, nn.Linear(2, 2)),
+        lambda agent: setattr(agent, "finish", lambda x: x * 7),
+        lambda agent: agent.model.weight.data.mul_(2),
+        lambda agent: setattr(agent.model.weight, "data", torch.zeros(2, 2)),
+    ],
+)
+def test_whatever_a_method_reads_of_its_object_is_never_stale(change):
+    agent = Agent()
+    wrapped = sg.wrap(agent.act)
+    assert answers(wrapped, agent.act) == 4
+    change(agent)
+    assert answers(wrapped, agent.act) >= 3
+
+
+def test_globals_that_are_bound_to_something_else_are_never_stale(monkeypatch):
+    wrapped = sg.wrap(reads_globals)
+    assert answers(wrapped, reads_globals) == 4
+    monkeypatch.setitem(globals(), "BUFFER", torch.zeros(2))
+    assert answers(wrapped, reads_globals) >= 3
+    monkeypatch.setitem(globals(), "SCALE", 5.0)
+    assert answers(wrapped, reads_globals) >= 3
+    assert wrapped.graph_stats.captures == 3
+
+
+def test_a_closure_that_is_bound_to_something_else_is_never_stale():
+    model, factor = nn.Linear(2, 2), 1
+
+    def forward(x):
+        return inner(x) * factor
+
+    def inner(x):
+        return model(x)
+
+    wrapped = sg.wrap(forward)
+    assert answers(wrapped, forward) == 4
+    model = nn.Linear(2, 2)
+    assert answers(wrapped, forward) >= 3
+    factor = 4
+    assert answers(wrapped, forward) >= 3
+
+
+def test_partials_defaults_decorated_functions_and_callable_objects():
+    model = nn.Linear(2, 2)
+
+    @torch.no_grad()
+    def decorated(x, by=model):
+        return by(x)
+
+    class Caller:
+        def __call__(self, x):
+            return model(x)
+
+    for function in (functools.partial(lambda held, x: held(x), model), decorated, Caller()):
+        wrapped = sg.wrap(function)
+        assert answers(wrapped, function) == 4
+        model.weight.data = torch.randn(2, 2)
+        assert answers(wrapped, function) >= 3
+
+
+def test_a_function_without_arguments_has_a_graph_of_its_shapes():
+    model, observation = nn.Linear(2, 2), torch.randn(3, 2)
+
+    def rollout():
+        observation.copy_(model(observation))
+        return observation.sum()
+
+    wrapped = sg.wrap(rollout, exact_shapes=True)
+    twin = observation.clone()
+    for _ in range(6):
+        result = wrapped()
+        twin.copy_(model(twin))
+        assert torch.equal(result, twin.sum())
+        assert torch.equal(observation, twin)
+    assert wrapped.graph_stats.replays >= 4
+
+
+def test_exact_shapes_are_captured_each_by_itself():
+    def forward(x, y):
+        return x.sum() + y.mean()
+
+    wrapped = sg.wrap(forward, exact_shapes=True)
+    for _ in range(4):
+        for rows in (1, 3, 4):
+            x, y = torch.randn(rows, 2), torch.randn(5)
+            assert torch.equal(wrapped(x, y), forward(x, y))
+    assert wrapped.graph_stats.captures == 3
+    assert wrapped.graph_stats.padded_tokens == 0
+    assert "a call with x float32[3, 2]" in {graph.label[:27] for graph in wrapped.graph_stats.graphs.values()}
+
+
+def test_a_function_that_counts_in_a_closure_is_refused_by_name():
+    count = 0
+
+    def forward(x):
+        nonlocal count
+        count += 1
+        return x * 2
+
+    wrapped = sg.wrap(forward, max_signatures=4)
+    for _ in range(8):
+        wrapped(torch.randn(2, 2))
+    assert count == 8
+    assert wrapped.graph_stats.replays == 0
+
+
+def test_a_function_that_keeps_a_tensor_in_a_list_is_refused_by_name():
+    kept = []
+
+    def forward(x):
+        kept.append(x * 2)
+        return x + 1
+
+    wrapped = sg.wrap(forward)
+    for number in range(6):
+        x = torch.full((2, 2), float(number))
+        wrapped(x)
+        assert torch.equal(kept[-1], x * 2)
+    assert len(kept) == 6
+    assert wrapped.graph_stats.eager[Reason.CAPTURE_FAILED] >= 1
+    assert "kept" in str(wrapped.graph_report())
+
+
+def test_a_function_of_weights_that_want_gradients_runs_eagerly():
+    model = nn.Linear(2, 2)
+    wrapped = sg.wrap(lambda x: model(x))
+    with torch.enable_grad():
+        for _ in range(3):
+            wrapped(torch.randn(2, 2)).sum().backward()
+    assert wrapped.graph_stats.eager == {Reason.GRAD: 3}
+
+
+@pytest.mark.parametrize("target", [torch.add, 3, "text", None])
+def test_what_is_no_function_is_refused(target):
+    with pytest.raises(sg.ConfigError, match="wrap got"):
+        sg.wrap(target)
+
+
+def test_generators_and_coroutines_are_refused():
+    def generator(x):
+        yield x
+
+    async def coroutine(x):
+        return x
+
+    for function in (generator, coroutine):
+        with pytest.raises(sg.ConfigError, match="body runs after"):
+            sg.wrap(function)
+
+
+def test_wrapping_a_wrapped_function_keeps_its_settings():
+    first = sg.wrap(reads_globals, capture_sizes=[4])
+    again = sg.wrap(first, padding=False)
+    assert again.__wrapped__ is reads_globals
+    assert list(again._wrapped._graph_runner.settings.capture_sizes) == [4]
+    assert not again._wrapped._graph_runner.settings.padding
+
+
+def test_a_function_has_the_methods_that_are_about_graphs():
+    wrapped = sg.wrap(reads_globals)
+    answers(wrapped, reads_globals)
+    wrapped.reset_graphs()
+    assert wrapped.graph_manager.programs == {}
+    wrapped.configure_graphs(capture_sizes=[2])
+    assert "reset_graphs" in dir(wrapped)
+    with pytest.raises(AttributeError, match="weights"):
+        _ = wrapped.weights
