@@ -57,17 +57,15 @@ class Gradients:
         return self._key
 
     def passed(self) -> dict[int, int]:
-        """Return the memory of the present gradients that is at no fixed address: indices by storage key."""
+        """Return the memory of the present gradients: indices by storage key."""
         found = enumerate(map(_grad, self.parameters))
-        return {
-            storage_key(gradient): index
-            for index, gradient in found
-            if gradient is not None and gradient.layout is torch.strided and not self._is_fixed(index, gradient)
-        }
+        dense = ((index, each) for index, each in found if each is not None and each.layout is torch.strided)
+        return {storage_key(gradient): index for index, gradient in dense}
 
-    def _is_fixed(self, index: int, gradient: Tensor) -> bool:
-        known = self._fixed.get(id(self.parameters[index]))
-        return known is not None and known[1].data_ptr() == gradient.data_ptr()
+    @property
+    def fixed_keys(self) -> set[int]:
+        """The storage keys of the tensors at fixed addresses, which graphs read."""
+        return {storage_key(tensor) for _, tensor in self._fixed.values()}
 
     def fixed(self, index: int) -> Tensor:
         """Return the tensor at a fixed address for the gradient of one parameter."""

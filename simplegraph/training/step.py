@@ -66,7 +66,7 @@ class StepEffects:
         for observer in observers:
             if not observer.captures:
                 self.used.update(index for key, index in self._passed.items() if key in observer.external)
-        return set(self._passed)
+        return self._passed.keys() - self.gradients.fixed_keys
 
     def note_leaves(self, result: Any, *, captured: bool) -> None:
         """Note parameters that got gradients though neither the code nor the optimizers tell of them."""

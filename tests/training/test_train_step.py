@@ -144,6 +144,19 @@ def test_gradients_may_be_dropped_or_changed_between_steps():
         twins.run(*batch(number), False)
 
 
+def test_a_shape_that_first_meets_gradients_of_a_graph_finds_them_elsewhere_later():
+    twins = Twins(making("plain sgd", lambda: nn.Linear(6, 3), to_none=False))
+
+    def drop(training):
+        training.model.weight.grad = None
+
+    for number in range(20):
+        if number > 6 and number % 3 == 0:
+            twins.both(drop)
+        twins.run(*batch(number, rows=8 if number < 5 or number % 2 else 5))
+    assert twins.stats.replays >= 9
+
+
 def test_a_backward_of_eager_between_steps_adds_to_what_the_graph_left():
     twins = Twins(accumulating)
 
