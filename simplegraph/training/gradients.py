@@ -27,12 +27,14 @@ class Gradients:
 
     Attributes:
         parameters: them.
+        devices: where they are, as text.
         entry: what `.grad` of each held when `state` last looked.
     """
 
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []
         self.entry: list[Tensor | None] = []
+        self.devices: list[str] = []
         self._fixed: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the parameter
         self._wanting: list[bool] = []
         self._key: Hashable = ()
@@ -44,6 +46,7 @@ class Gradients:
             self.parameters = found
             self.entry = []
             self._wanting = []
+            self.devices = sorted({str(each.device) for each in found})
             self._fixed = {id(p): self._fixed[id(p)] for p in found if id(p) in self._fixed}
 
     def state(self) -> Hashable:
@@ -55,6 +58,11 @@ class Gradients:
             self._key = self._key if key == self._key else key
             self.entry, self._wanting = entry, wanting
         return self._key
+
+    @property
+    def any_present(self) -> bool:
+        """True if a parameter has a gradient."""
+        return any(gradient is not None for gradient in map(_grad, self.parameters))
 
     def passed(self) -> dict[int, int]:
         """Return the memory of the present gradients: indices by storage key."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn, optim
 
 from simplegraph.errors import ConfigError
 from simplegraph.graph.modes import outside_modes
+from simplegraph.graph.tensors import is_wrapper
 
 logger = logging.getLogger("simplegraph")
 
@@ -91,6 +92,13 @@ class StepOptimizers:
         found = next((value for value in values if isinstance(value, _SCHEDULERS)), None)
         if found is not None:
             self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
+
+    def check_scaler(self, scaler: Any) -> None:
+        """Refuse graphs if a gradient scaler reads on the host whether an optimizer is to skip a step."""
+        reading = (each for each in self.all if not getattr(each, "_step_supports_amp_scaling", False))
+        found = next(reading, None) if scaler is not None and scaler.is_enabled() else None
+        if found is not None:
+            self.scheduled = f"GradScaler reads on the host if {type(found).__name__} skips a step; pass fused=True"
 
     # The learning rates on the device.
 
@@ -211,6 +219,8 @@ def unsuitable(owner: optim.Optimizer) -> str:
         return "LBFGS decides on the host how often it calls its closure"
     if kind == "SparseAdam":
         return "SparseAdam takes sparse gradients, which no graph hands out; use Adam(fused=True)"
+    if any(map(is_wrapper, owner.param_groups[0]["params"])):
+        return "parameters are spread over ranks (FSDP2, DTensor), whose steps are not captured"
     for group in owner.param_groups:
         if group.get("fused") or group.get("capturable"):
             continue

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from simplegraph.config import CudaGraphConfig
-from simplegraph.errors import CaptureError, ConfigError
+from simplegraph.errors import CaptureError, ConfigError, InputError
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.select import graph_device
@@ -50,6 +50,7 @@ class StepEffects:
         self.left: list[Any] | None = None
         self.found: list[Tensor] = []
         self._passed: dict[int, int] = {}
+        self._trained = False
         self._used: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self._serving: Any = None
 
@@ -77,12 +78,29 @@ class StepEffects:
             raise CaptureError(f"capturing the step failed\n  {cause}.\n  Name its module in modules=.", cause=cause)
         self.found += unknown
 
+    def check_trained(self, result: Any) -> None:
+        """Refuse a step that leaves its backward to the caller, who gets no graph of autograd for it."""
+        self._trained = self._trained or self.gradients.any_present
+        if not self._trained and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(result)[0]):
+            raise InputError(
+                "the training step returned a loss that requires grad, but called neither backward nor the optimizer. "
+                "Call loss.backward() and optimizer.step() inside of the step; what it returns is detached."
+            )
+
     @contextlib.contextmanager
     def around_eager(self) -> Iterator[None]:
         """Surround a run that computes."""
         self._passed = self.gradients.passed()
-        with self.optimizers.mirrored():
-            yield
+        hooks = [] if self._trained else [each.register_step_post_hook(self._note_step) for each in self.optimizers.all]
+        try:
+            with self.optimizers.mirrored():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note_step(self, *_: Any) -> None:
+        self._trained = True
 
     @contextlib.contextmanager
     def around_capture(self) -> Iterator[None]:
@@ -132,7 +150,9 @@ class StepModule(FunctionModule):
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         device = next((parameter.device for parameter in self.step.gradients.parameters), torch.device("cpu"))
-        captures = device.type in ("cpu", "cuda") and graph_device(device).is_capturing()
+        # Inside of somebody else's capture the caller's grad mode is on; ours switches it off around the function.
+        ours = device.type in ("cpu", "cuda") and not torch.is_grad_enabled()
+        captures = ours and graph_device(device).is_capturing()
         with contextlib.ExitStack() as stack:
             if captures:
                 stack.enter_context(torch.enable_grad())
@@ -142,6 +162,8 @@ class StepModule(FunctionModule):
             stack.enter_context(_fresh_autocast_cache())
             result = self._function(*args, **kwargs)
             self.step.note_leaves(result, captured=captures)
+            if not captures:
+                self.step.check_trained(result)
             return _detached(result)
 
     def _find_places(self) -> list[CodePlace]:
@@ -159,6 +181,7 @@ class StepModule(FunctionModule):
         if self.step.scaler is None:
             scalers = (value for value in self.reached.values() if isinstance(value, torch.amp.GradScaler))
             self.step.scaler = next(scalers, None)
+        self.step.optimizers.check_scaler(self.step.scaler)
         self.step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
 
     def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
@@ -175,6 +198,8 @@ class StepModule(FunctionModule):
         refusal = step.optimizers.refusal or step.optimizers.changing
         if refusal:
             raise CannotBind(Reason.OPTIMIZER, refusal)
+        if len(step.gradients.devices) > 1:
+            raise CannotBind(Reason.WRONG_DEVICE, f"parameters are on {', '.join(step.gradients.devices)}")
         return super().state(module), optimizers, step.gradients.state()
 
     def serve(self, binding: Any) -> None:
@@ -265,6 +290,7 @@ def train_step(
 
     Raises:
         ConfigError: it is no function, something is no optimizer, or a setting is invalid.
+        InputError: by a call, if the step calls neither backward nor an optimizer.
     """
     if step_fn is None:
         options = {"optimizers": optimizers, "scaler": scaler, "modules": modules, "pool": pool, **settings}

@@ -162,9 +162,9 @@ def test_a_backward_of_eager_between_steps_adds_to_what_the_graph_left():
 
     def backward(training):
         x, y = batch(99)
-        torch.set_rng_state(training.random)
+        training.own_random()
         F.cross_entropy(training.model(x), y).backward()
-        training.random = torch.get_rng_state()
+        training.keep_random()
 
     for number in range(10):
         twins.run(*batch(number), number % 3 == 2)
@@ -760,3 +760,97 @@ def test_an_optimizer_that_no_graph_can_hold_is_named_with_what_would_do(name):
         assert torch.equal(losses[0].detach(), losses[1])
     assert trainings[1].step.graph_stats.eager == {Reason.OPTIMIZER: 4}
     assert name in trainings[1].step.graph_stats.details[Reason.OPTIMIZER]
+
+
+def test_a_step_that_leaves_backward_to_the_caller_says_so():
+    model = nn.Linear(6, 3)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step = sg.train_step(lambda x, y: F.cross_entropy(model(x), y), optimizers=optimizer)
+    with pytest.raises(sg.InputError, match=r"neither backward.*inside of the step"):
+        step(*batch(0))
+
+
+def test_a_scaler_with_an_optimizer_that_is_not_fused_is_refused_by_name():
+    def make():
+        trained = nn.Linear(6, 3)
+        chosen = OPTIMIZERS["plain sgd"](trained.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            scaler.scale(F.cross_entropy(trained(x), y)).backward()
+            scaler.step(chosen)
+            scaler.update()
+
+        return step_fn, trained, chosen, scaler
+
+    assert "fused=True" in refused(Twins(make), reason=Reason.OPTIMIZER)
+
+
+def test_a_capture_that_fails_between_a_scalers_calls_puts_the_scaler_back():
+    def make():
+        trained = small_model()
+        chosen = OPTIMIZERS["adamw"](trained.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            loss = F.cross_entropy(trained(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(chosen)
+            scaler.step(chosen)
+            loss.item()
+            scaler.update()
+            return loss
+
+        return step_fn, trained, chosen, scaler
+
+    said = refused(Twins(make))
+    assert "loss.item()" in said
+
+
+def test_a_scaler_that_is_updated_outside_is_refused():
+    def make():
+        trained = small_model()
+        chosen = OPTIMIZERS["adamw"](trained.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            loss = F.cross_entropy(trained(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(chosen)
+            return loss
+
+        return step_fn, trained, chosen, scaler
+
+    twins = Twins(make)
+    for number in range(6):
+        twins.run(*batch(number))
+        twins.both(lambda training: training.scaler.update())
+    assert twins.stats.replays == 0
+    assert "update()" in " ".join(twins.stats.failures.values())
+
+
+def test_parameters_on_two_devices_run_eagerly():
+    def make():
+        step_fn, trained, chosen = making("sgd", lambda: nn.Linear(6, 3))()
+        chosen.add_param_group({"params": [nn.Parameter(torch.ones(2, device="meta"))]})
+        return step_fn, trained, chosen
+
+    training = Training(make, graphed=True)
+    for number in range(4):
+        training.step(*batch(number))
+    assert training.step.graph_stats.eager == {Reason.WRONG_DEVICE: 4}
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("settings", [{}, {"verify": 1}])
+def test_more_state_than_a_proof_copies_is_unverified_unless_asked_for(monkeypatch, settings):
+    for module in ("simplegraph.module.memory", "simplegraph.module.builder"):
+        monkeypatch.setattr(f"{module}.copy_limit", lambda free: 64)
+    twins = Twins(making(), **settings)
+    for number in range(6):
+        twins.run(*batch(number))
+    proof = next(iter(twins.stats.graphs.values())).proof
+    assert proof == "exact" if settings else proof.startswith("unverified")

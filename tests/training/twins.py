@@ -35,17 +35,27 @@ class Training:
         torch.manual_seed(0)
         self.function, self.model, self.optimizers, *more = make()
         self.scaler = more[0] if more else None
-        self.random = torch.get_rng_state()
+        self.random = _random_states()
         self.step: Any = self.function
         if graphed:
             self.step = sg.train_step(self.function, optimizers=self.optimizers, scaler=self.scaler, **settings)
 
     def run(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Run one step with this training's own random numbers; return everything that it did."""
-        torch.set_rng_state(self.random)
+        self.own_random()
         loss = self.step(*args, **kwargs)
-        self.random = torch.get_rng_state()
-        return [_copy(loss), *self.everything(), self.random]
+        self.keep_random()
+        return [_copy(loss), *self.everything(), *self.random]
+
+    def own_random(self) -> None:
+        """Let the random numbers that are drawn next be this training's."""
+        torch.set_rng_state(self.random[0])
+        for state in self.random[1:]:
+            torch.cuda.set_rng_state(state)
+
+    def keep_random(self) -> None:
+        """Go on from these random numbers the next time."""
+        self.random = _random_states()
 
     def everything(self) -> list[Any]:
         """Copy all parameters, buffers, gradients and optimizer states."""
@@ -55,10 +65,14 @@ class Training:
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 found += [_copy(value) for value in state.values()]
-            found += [_copy(group["lr"]) for group in optimizer.param_groups]
+            found += [float(group["lr"]) for group in optimizer.param_groups]
         if self.scaler is not None:
             found += [_copy(self.scaler._scale), _copy(self.scaler._growth_tracker)]
         return found
+
+
+def _random_states() -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
 
 
 def _copy(value: Any) -> Any:

@@ -1,0 +1,282 @@
+"""Training steps in CUDA graphs: to the bit what eager trains with the same optimizer settings."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import simplegraph as sg
+from simplegraph.reasons import Reason
+from tests.training.twins import Training, Twins, batch, small_model
+
+OPTIMIZERS = {
+    "adam fused": lambda parameters, **more: torch.optim.Adam(parameters, fused=True, capturable=True, **more),
+    "adamw fused": lambda parameters, **more: torch.optim.AdamW(parameters, fused=True, capturable=True, **more),
+    "sgd fused": lambda parameters, **more: torch.optim.SGD(parameters, momentum=0.9, fused=True, **more),
+    "adamw": lambda parameters, **more: torch.optim.AdamW(parameters, capturable=True, **more),
+    "rmsprop": lambda parameters, **more: torch.optim.RMSprop(parameters, capturable=True, momentum=0.5, **more),
+    "nadam": lambda parameters, **more: torch.optim.NAdam(parameters, capturable=True, **more),
+    "radam": lambda parameters, **more: torch.optim.RAdam(parameters, capturable=True, **more),
+    "adamax": lambda parameters, **more: torch.optim.Adamax(parameters, capturable=True, **more),
+    "adadelta": lambda parameters, **more: torch.optim.Adadelta(parameters, capturable=True, **more),
+    "asgd": lambda parameters, **more: torch.optim.ASGD(parameters, capturable=True, **more),
+}
+
+
+def making(name="adamw fused", model=small_model, *, autocast=None, tensor_rate=True):
+    """Make a step; eager's learning rate is a tensor on the device, too, as it is inside of a graph."""
+
+    def make():
+        trained = model().cuda()
+        rate = torch.tensor(0.01, device="cuda") if tensor_rate and not making.graphed else 0.01
+        making.graphed = not making.graphed
+        optimizer = OPTIMIZERS[name](trained.parameters(), lr=rate)
+
+        def step_fn(x, y):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
+                loss = F.cross_entropy(trained(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+            optimizer.step()
+            return loss
+
+        return step_fn, trained, optimizer
+
+    making.graphed = False
+    return make
+
+
+def on_gpu(number, rows=8):
+    return batch(number, rows, "cuda")
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_trains_to_the_bit_as_eager_with_the_same_settings(name):
+    twins = Twins(making(name))
+    for number in range(12):
+        twins.run(*on_gpu(number))
+    assert twins.stats.replays >= 8
+    assert twins.stats.failures == {}
+    assert isinstance(twins.graphs.optimizers.param_groups[0]["lr"], float)
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_autocast_in_the_step(kind):
+    twins = Twins(making(autocast=kind))
+    for number in range(8):
+        twins.run(*on_gpu(number))
+    assert twins.stats.replays >= 4
+
+
+def test_a_scheduler_is_followed_without_another_capture():
+    twins = Twins(making())
+    both = twins.eager, twins.graphs
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each.optimizers, 20) for each in both]
+    for number in range(20):
+        for scheduler, each in zip(schedulers, both, strict=True):
+            each.run(*on_gpu(number))
+            scheduler.step()
+    assert twins.stats.captures == 1
+    for one, other in zip(twins.eager.model.parameters(), twins.graphs.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)  # torch computes the cosine of a tensor in 32 bits
+
+
+def test_shapes_share_one_pool_and_every_gradient_is_the_last_steps():
+    twins = Twins(making())
+    for number in range(24):
+        twins.run(*on_gpu(number, rows=(8, 16, 5)[number % 3]))
+    assert twins.stats.captures == 3
+
+
+@pytest.mark.proofs
+def test_accumulated_gradients_are_the_sum_of_both_batches():
+    def make():
+        trained = small_model().cuda()
+        optimizer = OPTIMIZERS["sgd fused"](trained.parameters(), lr=0.1 if making.graphed else _tensor(0.1))
+        making.graphed = not making.graphed
+
+        def step_fn(x, y, last):
+            loss = F.cross_entropy(trained(x), y) / 2
+            loss.backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        return step_fn, trained, optimizer
+
+    making.graphed = False
+    twins = Twins(make)
+    for number in range(20):
+        twins.run(*on_gpu(number), number % 2 == 1)
+    assert twins.stats.replays >= 12
+
+
+def _tensor(value):
+    return torch.tensor(value, device="cuda")
+
+
+@pytest.mark.proofs
+def test_a_gradient_scaler_skips_and_grows_as_in_eager():
+    def make():
+        trained = small_model().cuda()
+        optimizer = OPTIMIZERS["adamw fused"](trained.parameters(), lr=0.01 if making.graphed else _tensor(0.01))
+        making.graphed = not making.graphed
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=3)
+
+        def step_fn(x, y):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = F.cross_entropy(trained(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        return step_fn, trained, optimizer, scaler
+
+    making.graphed = False
+    twins = Twins(make)
+    for number in range(16):
+        x, y = on_gpu(number)
+        if number in (7, 11):
+            x[0, 0] = torch.inf
+        twins.run(x, y)
+    assert twins.stats.replays >= 12
+
+
+def test_an_optimizer_that_ran_before_keeps_its_steps():
+    model = nn.Linear(6, 3).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step_fn(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for number in range(3):
+        step_fn(*on_gpu(number))
+    step = sg.train_step(step_fn, optimizers=optimizer)
+    for number in range(6):
+        step(*on_gpu(number))
+    assert step.graph_stats.replays >= 3
+    assert all(state["step"].is_cuda and state["step"].item() == 9 for state in optimizer.state.values())
+
+
+@pytest.mark.proofs
+def test_pinned_inputs_are_staged_and_may_be_rewritten_after_the_device_has_them():
+    training = Training(making(tensor_rate=False), graphed=True)
+    twin = Training(making(tensor_rate=False), graphed=True)
+    pinned = [tensor.pin_memory() for tensor in batch(0)]
+    for number in range(12):
+        for target, source in zip(pinned, batch(number), strict=True):
+            target.copy_(source)
+        expected = twin.step(*on_gpu(number))
+        assert torch.equal(training.step(*pinned), expected)
+        torch.cuda.synchronize()
+    assert training.step.graph_stats.replays >= 8
+
+
+def test_a_graph_of_autograd_that_was_kept_from_before_does_no_harm():
+    """Its nodes that accumulate gradients belong to another stream."""
+    twins = Twins(making(model=lambda: nn.Linear(6, 3)))
+    kept = [F.cross_entropy(each.model(on_gpu(50)[0]), on_gpu(50)[1]) for each in (twins.eager, twins.graphs)]
+    for number in range(8):
+        twins.run(*on_gpu(number))
+    assert len(kept) == 2
+
+
+def test_hooks_on_gradients_run_in_the_graph():
+    def make():
+        step_fn, trained, optimizer = made()
+        for parameter in trained.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+        return step_fn, trained, optimizer
+
+    made = making(model=lambda: nn.Linear(6, 3))
+    twins = Twins(make)
+    for number in range(8):
+        twins.run(*on_gpu(number))
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_checkpointed_activations_train_as_in_eager(preserve):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            run = torch.utils.checkpoint.checkpoint
+            return self.second(run(self.first, x, use_reentrant=False, preserve_rng_state=preserve))
+
+    twins = Twins(making(model=Checkpointed))
+    for number in range(8):
+        twins.run(*on_gpu(number))
+    assert bool(twins.stats.replays) is not preserve
+    if preserve:
+        assert "preserve_rng_state=False" in " ".join(twins.stats.failures.values())
+
+
+def test_a_step_that_reads_back_loses_no_step():
+    def make():
+        step_fn, trained, optimizer = made()
+
+        def reading(x, y):
+            loss = step_fn(x, y)
+            return loss if loss.item() > 0 else loss * 2
+
+        return reading, trained, optimizer
+
+    made = making()
+    twins = Twins(make)
+    for number in range(6):
+        twins.run(*on_gpu(number))
+    assert twins.stats.replays == 0
+    assert twins.stats.eager[Reason.CAPTURE_FAILED] >= 3
+
+
+def test_eight_shapes_hold_one_set_of_gradients():
+    """16 M parameters are 64 MiB of gradients: eight sets would be 512."""
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)]).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+
+    def step_fn(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = sg.train_step(step_fn, optimizers=optimizer, verify=0)
+    for number in range(32):
+        step(torch.randn(8 + number % 8, 2048, device="cuda"))
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert step.graph_stats.captures == 8
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert torch.cuda.memory_reserved() < 4 * weights + (64 << 20)
+
+
+def test_a_replay_waits_for_nothing():
+    training = Training(making(), graphed=True)
+    for number in range(6):
+        training.step(*on_gpu(number))
+    inputs, before = on_gpu(7), torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        training.step(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert training.step.graph_stats.replays >= 3
