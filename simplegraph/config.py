@@ -199,11 +199,11 @@ class CudaGraphConfig:
         self._check_decode_sizes()
 
     def _check_decode_sizes(self) -> None:
-        sizes = self.decode_capture_sizes
+        sizes = self.decode_capture_sizes or ()
         for odd in (size for size in sizes if size % self.uniform_query_len):
             told = f"decode_capture_sizes has {odd}; expected multiples of"
             raise ConfigError(f"{told} uniform_query_len={self.uniform_query_len}.")
-        if self.max_num_tokens is not None and sizes[-1] > self.max_num_tokens:
+        if sizes and self.max_num_tokens is not None and sizes[-1] > self.max_num_tokens:
             above = f"decode_capture_sizes has {sizes[-1]}, above max_num_tokens={self.max_num_tokens}"
             raise ConfigError(f"{above}; no batch could ever use it.")
 

@@ -24,8 +24,9 @@ from simplegraph.graph.tensors import parts, storage_key, wait_collectives
 from simplegraph.manager.differences import cloned, first_difference
 from simplegraph.manager.estimate import MemoryEstimate, estimated, graphs_to_measure
 from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.module.args import batch_dim_of
 from simplegraph.module.outputs import unreturnable
-from simplegraph.module.signature import CallReader, batch_dim_of
+from simplegraph.module.signature import CallReader
 from simplegraph.module.snapshot import Snapshot, has_address
 from simplegraph.module.survey import HeldTensor, held_tensors
 from simplegraph.module.torch_modules import known_arguments

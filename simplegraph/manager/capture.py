@@ -139,10 +139,7 @@ class GraphCapture:
 
     def _run_session(self, num_warmups: int, warmed_up: Callable[[], object]) -> None:
         table, jobs = self.table, self.jobs
-        with (
-            self._ranks.together(),
-            CaptureSession(table.device, table.pool, thorough=not self.lazy) as session,
-        ):
+        with self._ranks.together(), CaptureSession(table.device, table.pool, thorough=not self.lazy) as session:
             for _ in range(num_warmups):
                 if self._warm_up(jobs[0]) is not None:
                     break  # its capture will say why, and smaller sizes may do better

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from simplegraph.graph.modes import outside_modes
+from simplegraph.module.args import PLAIN_TENSORS, TensorArg
 from simplegraph.module.call import Call, invoke
-from simplegraph.module.signature import PLAIN_TENSORS, CallReader, TensorArg
+from simplegraph.module.signature import CallReader
 from simplegraph.module.snapshot import has_address, place
 from simplegraph.nested import containers, flatten
 from simplegraph.reasons import CannotBind, Reason

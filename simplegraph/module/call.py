@@ -18,20 +18,12 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.scalars import NumbersBySize
 from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.table import CapturedGraph
+from simplegraph.module.args import Arg, ConstantArg, HostArg, TensorArg, batch_dim_of, short_repr
 from simplegraph.module.changing import with_tensors
 from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
 from simplegraph.module.left import CountedState
 from simplegraph.module.outputs import OutputShapes, unreturnable
-from simplegraph.module.signature import (
-    Arg,
-    CallReader,
-    ConstantArg,
-    HostArg,
-    Signature,
-    TensorArg,
-    batch_dim_of,
-    short_repr,
-)
+from simplegraph.module.signature import CallReader, Signature
 from simplegraph.nested import LEAF, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 

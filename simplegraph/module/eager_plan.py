@@ -11,8 +11,8 @@ from torch import Tensor
 
 from simplegraph.graph.device import GraphDevice
 from simplegraph.graph.tensors import memory_order
+from simplegraph.module.args import PLAIN_TENSORS, ConstantArg
 from simplegraph.module.call import Call
-from simplegraph.module.signature import PLAIN_TENSORS, ConstantArg
 from simplegraph.module.state import CapturedState, any_requires_grad
 from simplegraph.module.torch_state import watch_settings
 from simplegraph.reasons import CannotBind, Reason

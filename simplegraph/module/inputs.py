@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.graph.tensors import storage_key
-from simplegraph.module.signature import Arg, ConstantArg, SameArg, TensorArg, batch_dim_of
+from simplegraph.module.args import Arg, ConstantArg, SameArg, TensorArg, batch_dim_of
 
 # Static inputs are made for the largest size at once, so that all sizes share them, unless that would
 # take more than this; then a size gets its own when it is captured.

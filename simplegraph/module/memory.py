@@ -12,9 +12,9 @@ from simplegraph.graph.generators import default_generator, put_random_states, r
 from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.manager.table import ProgramTable
+from simplegraph.module.args import ConstantArg
 from simplegraph.module.call import Call
 from simplegraph.module.functions import computes_gradients
-from simplegraph.module.signature import ConstantArg
 from simplegraph.module.snapshot import has_address
 from simplegraph.module.survey import Survey, held_tensors
 

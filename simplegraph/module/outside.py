@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import parts, storage_key
+from simplegraph.module.args import TensorArg
 from simplegraph.module.call import Call
 from simplegraph.module.inputs import Spans
-from simplegraph.module.signature import TensorArg
 from simplegraph.module.snapshot import has_address
 from simplegraph.module.state import MemoryRead
 from simplegraph.module.survey import Survey

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from simplegraph.graph.tensors import memory_order
 from simplegraph.manager.table import CapturedGraph, ProgramTable
+from simplegraph.module.args import PLAIN_TENSORS
 from simplegraph.module.call import Call
 from simplegraph.module.inputs import InputSet, Spans, StaticInput, compared_pairs, overlap, overlaps_itself, slot
 from simplegraph.module.left import WithLeft
 from simplegraph.module.sharing import SharedOutputs
-from simplegraph.module.signature import PLAIN_TENSORS
 from simplegraph.module.state import CapturedState
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason

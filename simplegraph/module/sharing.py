@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from simplegraph.graph.tensors import storage_key
+from simplegraph.module.args import HostArg, TensorArg
 from simplegraph.module.inputs import Slot
-from simplegraph.module.signature import HostArg, TensorArg
 from simplegraph.reasons import CannotBind, Reason
 
 

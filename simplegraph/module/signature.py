@@ -10,109 +10,18 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.errors import ConfigError, InputError, did_you_mean
-from simplegraph.graph.host.constants import WATCHED_BYTES, value_bytes
 from simplegraph.graph.tensors import memory_order
+from simplegraph.module.args import PLAIN_TENSORS, Arg, ConstantArg, SameArg, TensorArg, host_arg
 from simplegraph.module.changing import ChangingNumbers, number_tensor
 from simplegraph.module.torch_modules import NOTHING_KNOWN, KnownArguments
 from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 
-_LONGEST_REPR = 40
 _MAX_FORMS = 256  # ways of calling a module that shapes are kept of: keyword names are the caller's to choose
-
-PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorArg:
-    """A tensor argument, by everything that a graph fixes about it.
-
-    Attributes:
-        name: its dotted name.
-        shape: its sizes, with -1 in the batch dimension.
-        batch_dim: the batch dimension; None for none; "reference" for one taken by address.
-        order: its dimensions from largest to smallest stride, for memory formats.
-        address: only of a tensor taken by address.
-        pad: how padding rows are filled; pad_declared: True if that was declared.
-        compared: True if the forward asks if it is the very tensor that another argument is.
-        number: the type of the Python number that it stands for, if any.
-    """
-
-    name: str
-    dtype: torch.dtype
-    device: torch.device
-    shape: tuple[int, ...]
-    batch_dim: BatchDim
-    order: tuple[int, ...]
-    pad: PadRule = "zero"
-    address: int | None = None
-    pad_declared: bool = False
-    compared: bool = False
-    number: type | None = None
-
-    def __str__(self) -> str:
-        """Show dtype and shape, such as ``float32[n, 64]``, where n is the batch."""
-        sizes = ", ".join("n" if size == -1 else str(size) for size in self.shape)
-        order = "" if self.order == tuple(range(len(self.shape))) else f" by strides {self.order}"
-        number = "" if self.number is None else f"{self.number.__name__} as "
-        where = "" if self.address is None else f" at {self.address:#x}"
-        return f"{number}{short_repr(self.dtype)}[{sizes}]{order}{where}"
-
-
-@dataclasses.dataclass(frozen=True)
-class ConstantArg:
-    """A non-tensor argument: `leaf` itself, and what tells it apart. `kind` keeps 1, 1.0 and True apart."""
-
-    name: str
-    kind: type
-    key: Hashable
-    leaf: Any = dataclasses.field(compare=False)
-
-    def __str__(self) -> str:
-        return short_repr(self.leaf)
-
-    def holds(self, leaf: Any) -> bool:
-        """True if a leaf has the value that was captured."""
-        return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))
-
-
-@dataclasses.dataclass(frozen=True)
-class HostArg(ConstantArg):
-    """A small CPU tensor passed beside tensors on a GPU: what tells it apart is its value, and `leaf` is a copy."""
-
-    def holds(self, leaf: Any) -> bool:
-        """True if a leaf has the value that was captured."""
-        return type(leaf) in PLAIN_TENSORS and leaf.is_cpu and self.key == _host_key(leaf)
-
-
-@dataclasses.dataclass(frozen=True)
-class SameArg(ConstantArg):
-    """The very tensor that another argument is, named by `key`, where the forward asks for that."""
-
-    def __str__(self) -> str:
-        return f"the tensor {self.key}"
-
-    def holds(self, leaf: Any) -> bool:
-        """True; a plan compares all leaves of a call together."""
-        return True
-
-
-Arg = TensorArg | ConstantArg
-
-
-def short_repr(value: Any) -> str:
-    """Return an object's repr as a report has room for it."""
-    text = " ".join(repr(value).split()).removeprefix("torch.")
-    return text if len(text) <= _LONGEST_REPR else f"{text[: _LONGEST_REPR - 3]}..."
-
-
-def batch_dim_of(arg: Arg) -> int | None:
-    """Return the batch dimension of an argument; None if it has none."""
-    return arg.batch_dim if isinstance(arg, TensorArg) and isinstance(arg.batch_dim, int) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +132,7 @@ class CallReader:
                 args.append(TensorArg(name, leaf.dtype, leaf.device, (), None, (), number=numbers[index]))
                 continue
             if index in hosted or not isinstance(leaf, Tensor):
-                args.append(_host_arg(name, leaf) if index in hosted else self._constant(name, leaf))
+                args.append(host_arg(name, leaf) if index in hosted else self._constant(name, leaf))
                 continue
             first = next((at for at in tensors if leaves[at] is leaf and names[at] in self._known.compared), index)
             if name in self._known.compared and first < index:
@@ -373,21 +282,6 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     if not devices:
         raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, "no argument is a tensor; exact_shapes=True needs none")
     return next((device for device in devices if device.type != "cpu"), devices[0])
-
-
-def _host_arg(name: str, tensor: Tensor) -> HostArg:
-    """Take a CPU tensor among tensors on a GPU by its value."""
-    plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
-    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {type(tensor).__name__} of layout {tensor.layout}")
-    if tensor.nbytes > WATCHED_BYTES:
-        detail = f"{name} is on the CPU and has {tensor.nbytes} bytes; up to {WATCHED_BYTES} are compared at every call"
-        raise CannotBind(Reason.WRONG_DEVICE, detail)
-    return HostArg(name, Tensor, _host_key(tensor), tensor.detach().clone())
-
-
-def _host_key(tensor: Tensor) -> Hashable:
-    return tensor.dtype, tensor.shape, value_bytes(tensor)
 
 
 def _prefixes(name: str) -> Iterator[str]:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from simplegraph.config import CudaGraphConfig
+from simplegraph.module.args import HostArg
 from simplegraph.module.call import Binding
-from simplegraph.module.signature import CallReader, HostArg, Signature, device_of
+from simplegraph.module.signature import CallReader, Signature, device_of
 from simplegraph.reasons import CannotBind, Reason
 
 
