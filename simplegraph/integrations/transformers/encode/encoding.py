@@ -126,7 +126,8 @@ def graph_encoder(
             hidden = model(input_ids, attention_mask=mask).last_hidden_state
 
     Args:
-        model: an encoder of transformers that takes an attention mask, with or without a head.
+        model: an encoder of transformers that takes an attention mask, with or without a head; or a sentence encoder
+            (``SentenceTransformer``), whose language model is served then, below its `encode`.
         max_batch_size: rows of the largest batch.
         lengths: lengths in tokens to capture; None takes 16, 32, ... in steps of at most an eighth, up to the model's
             `max_position_embeddings`, or 512.
@@ -139,6 +140,7 @@ def graph_encoder(
     Raises:
         ConfigError: `model` is no such model, or a setting is invalid.
     """
+    model = _language_model(model)
     _check_encoder(model)
     if lengths is None:
         lengths = eighths(getattr(model.config, "max_position_embeddings", None) or 512)
@@ -154,6 +156,14 @@ def graph_encoder(
         **sizes,
     )
     return GraphedEncoder(model, step, lengths=lengths, max_batch_size=max(capture_sizes or [max_batch_size]))
+
+
+def _language_model(model: Any) -> Any:
+    """Return the model of transformers inside a sentence encoder; other models as they are."""
+    if isinstance(model, PreTrainedModel) or not callable(getattr(model, "encode", None)):
+        return model
+    inside = (child for child in getattr(model, "modules", tuple)() if isinstance(child, PreTrainedModel))
+    return next(inside, model)  # the outermost comes first
 
 
 def _check_encoder(model: Any) -> None:

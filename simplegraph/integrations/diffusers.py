@@ -1,0 +1,189 @@
+"""`graph_pipeline`: runs the models of a diffusers pipeline through graphs. Goes by attributes, imports nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from simplegraph.errors import ConfigError
+from simplegraph.manager.report import GraphReport
+from simplegraph.module.mixin import CudaGraphWrapper, graph_pool, wrap
+
+__all__ = ["GraphedPipeline", "PipelineReport", "graph_pipeline"]
+
+# Not worth a graph, or nothing that one could hold: checkers hand images to numpy.
+_LEFT_OUT = ("safety_checker", "watermarker")
+# Inputs whose rows are the batch, at any size: their other dimensions may be as large by chance.
+_ROWS = ("sample", "hidden_states", "encoder_hidden_states", "pooled_projections", "added_cond_kwargs", "input_ids")
+_CODER_PARTS = ("encoder", "decoder")  # of a model that is called by `encode` and `decode`
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PipelineReport:
+    """The reports of a pipeline's models. ``print(report)`` shows them one after another.
+
+    Attributes:
+        parts: the report of each, by its name in the pipeline.
+        skipped: why other models have no graphs, by name.
+    """
+
+    parts: Mapping[str, GraphReport]
+    skipped: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything in the reports as plain values."""
+        return {"parts": {name: part.to_dict() for name, part in self.parts.items()}, "skipped": dict(self.skipped)}
+
+    def __str__(self) -> str:
+        shown = [f"{name}: {part}" for name, part in self.parts.items()]
+        return "\n".join([*shown, *(f"{name} runs eagerly: {why}" for name, why in self.skipped.items())])
+
+    __repr__ = __str__
+
+
+class GraphedPipeline:
+    """Handle of a pipeline whose models go through graphs: has their reports, and `remove` to undo it.
+
+    As a context manager it calls `remove` at the end.
+
+    Args:
+        pipe: the pipeline.
+        places: by the name of each model, what holds it, under which attribute, and how it is wrapped.
+        skipped: why other models are not, by name.
+    """
+
+    def __init__(self, pipe: Any, places: Mapping[str, tuple[Any, str, Any]], skipped: Mapping[str, str]) -> None:
+        self.pipe = pipe
+        self.parts = {name: wrapped for name, (_, _, wrapped) in places.items()}
+        self._skipped = dict(skipped)
+        self._before = [
+            (holder, attribute, getattr(holder, attribute), wrapped) for holder, attribute, wrapped in places.values()
+        ]
+        for holder, attribute, _, wrapped in self._before:
+            setattr(holder, attribute, wrapped)
+
+    def report(self) -> PipelineReport:
+        """Report captures, replays and what ran eagerly, for each model."""
+        return PipelineReport({name: part.graph_report() for name, part in self.parts.items()}, self._skipped)
+
+    def reset(self) -> None:
+        """Drop all graphs; later calls capture again."""
+        for part in self.parts.values():
+            part.reset_graphs()
+
+    def remove(self) -> None:
+        """Put the pipeline's own models back and drop the graphs; a second call does nothing."""
+        while self._before:
+            holder, attribute, original, wrapped = self._before.pop()
+            if getattr(holder, attribute, None) is wrapped:  # else somebody has replaced it since
+                setattr(holder, attribute, original)
+        self.reset()
+
+    def __repr__(self) -> str:
+        """Show the pipeline and its models that have graphs."""
+        return f"<GraphedPipeline of {type(self.pipe).__name__}: {', '.join(self.parts)}>"
+
+    def __enter__(self) -> GraphedPipeline:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+
+def graph_pipeline(
+    pipe: Any,
+    *,
+    parts: Collection[str] | None = None,
+    max_batch_size: int = 16,
+    max_signatures: int = 8,
+    **settings: Any,
+) -> GraphedPipeline:
+    """Run the models of a pipeline through CUDA graphs from now on: denoiser, text encoders, VAE, control nets.
+
+        graphs = graph_pipeline(pipe)
+        image = pipe("a photo of a cat").images[0]
+        print(graphs.report())
+
+    Each model is captured at the batch sizes, resolutions and prompt lengths that come, guidance's doubled batches
+    among them, and never padded. All share their graphs' memory, since one runs after the other. LoRA weights that are
+    loaded, fused or switched later are followed.
+
+    Args:
+        pipe: a pipeline of diffusers, or an object with a dict of its models in `components`; on its device already.
+        parts: names of models to capture, such as ``["unet"]`` or ``["transformer", "vae.decoder"]``; None for all.
+        max_batch_size: rows of the largest batch, guidance's included.
+        max_signatures: the most resolutions, prompt lengths and the like that a model has graphs for; one more drops
+            them all and starts over.
+        **settings: other fields of `CudaGraphConfig`, for every model.
+
+    Returns:
+        A handle with `parts`, `report` and `remove`; as a context manager it calls `remove` at the end.
+
+    Raises:
+        ConfigError: `pipe` is no pipeline, its models are offloaded or on several devices, or `parts` names no model.
+    """
+    components = getattr(pipe, "components", None)
+    if not isinstance(components, Mapping):
+        raise ConfigError(f"graph_pipeline got a {type(pipe).__name__}; expected a pipeline with `components`.")
+    found = {name: place for name, place in _models(pipe, components) if parts is None or _is_meant(name, parts)}
+    unknown = sorted(part for part in parts or () if not any(_is_meant(name, [part]) for name in found))
+    if unknown or not found:
+        names = ", ".join(name for name, _ in _models(pipe, components)) or "none"
+        raise ConfigError(f"graph_pipeline found no model {', '.join(unknown) or 'at all'}; the pipeline has {names}.")
+    skipped = {name: "nothing for a graph" for name in components if name in _LEFT_OUT and components[name] is not None}
+    device = _device(found)
+    common: dict[str, Any] = {
+        "capture_sizes": range(1, max_batch_size + 1),
+        "max_signatures": max_signatures,
+        "on_too_many_signatures": "flush",
+        "progress": False,
+    }
+    pool = graph_pool(device)
+    places = {}
+    for name, (holder, attribute) in found.items():
+        model = getattr(holder, attribute)
+        takes = inspect.signature(type(model).forward).parameters
+        rows = {"batch_dims": {each: 0 for each in _ROWS if each in takes}}
+        places[name] = holder, attribute, wrap(model, pool=pool, **(common | rows | settings))
+    return GraphedPipeline(pipe, places, skipped)
+
+
+def _models(pipe: Any, components: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Yield the name of each model that can be captured, what holds it, and as which attribute."""
+    for name, model in components.items():
+        if not isinstance(model, nn.Module) or name in _LEFT_OUT or getattr(pipe, name, None) is not model:
+            continue
+        if isinstance(model, CudaGraphWrapper):
+            raise ConfigError(f"{name} of the pipeline has graphs already; pass one whose models are not wrapped.")
+        coders = [part for part in _CODER_PARTS if isinstance(getattr(model, part, None), nn.Module)]
+        if coders and callable(getattr(model, "decode", None)):
+            yield from ((f"{name}.{part}", (model, part)) for part in coders)
+        else:
+            yield name, (pipe, name)
+
+
+def _is_meant(name: str, parts: Collection[str]) -> bool:
+    return name in parts or name.partition(".")[0] in parts
+
+
+def _device(found: Mapping[str, tuple[Any, str]]) -> torch.device:
+    """Return the device of all models. Raises ConfigError."""
+    models = {name: getattr(*place) for name, place in found.items()}
+    offloaded = [name for name, model in models.items() if any(hasattr(each, "_hf_hook") for each in model.modules())]
+    if offloaded:
+        raise ConfigError(
+            f"{', '.join(offloaded)} of the pipeline: offloaded to the CPU between calls, where no graph finds its "
+            "weights. Move the pipeline to its device, without enable_model_cpu_offload."
+        )
+    tensors = {name: itertools.chain(model.parameters(), model.buffers()) for name, model in models.items()}
+    devices = {tensor.device: name for name, each in tensors.items() for tensor in each}
+    if len(devices) != 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "none has any weights"
+        raise ConfigError(f"graph_pipeline needs all models of the pipeline on one device, and got {where}.")
+    return torch.device(*devices)
