@@ -19,12 +19,12 @@ from simplegraph.graph.scalars import NumbersBySize
 from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.table import CapturedGraph
 from simplegraph.module.args import Arg, ConstantArg, HostArg, TensorArg, batch_dim_of, short_repr
-from simplegraph.module.changing import with_tensors
+from simplegraph.module.changing import value_key, with_tensors
 from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
 from simplegraph.module.left import CountedState
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import CallReader, Signature
-from simplegraph.nested import LEAF, ById, TreeSpec, constant_key, flatten
+from simplegraph.nested import LEAF, ById, TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
 _TRACES = 3  # of as many batch sizes traces of eager calls are kept, to learn from two of them
@@ -226,7 +226,7 @@ class Call(NamedTuple):
     def number_values(self) -> Hashable:
         """Return the values of numbers that are tensors in graphs, and if it has padding rows."""
         passed, _ = flatten((self.args, dict(self.kwargs)))
-        return self.padding > 0, tuple(constant_key(passed[index]) for index, _, _ in self.layout.numbers)
+        return self.padding > 0, tuple(value_key(passed[index]) for index, _, _ in self.layout.numbers)
 
     def proven_with(self, graph: CapturedGraph) -> bool:
         """True if a graph that numbers go into was proven with those of this call."""

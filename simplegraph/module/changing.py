@@ -1,4 +1,4 @@
-"""Python numbers that change from call to call, such as a timestep: served as tensors where the forward allows it."""
+"""Numbers on the host that change from call to call, such as timesteps: tensors in graphs where the forward allows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ logger = logging.getLogger("simplegraph")
 _VALUES = 3
 PROVEN_VALUES = 2  # with as many of them a replay must equal eager, for each graph
 _MAX_ARGUMENTS = 256
+Kind = type | torch.dtype
+_HELD = (torch.int64, torch.int32, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = {int: torch.int64, float: torch.float64}  # as 0-dim tensors they promote no other tensor, as numbers do not
 
 
@@ -30,21 +32,21 @@ class ChangingNumbers:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, type], set[Hashable]] = {}
+        self._seen: dict[tuple[str, Kind], set[Hashable]] = {}
         self.refused: dict[str, str] = {}
 
-    def find(self, leaves: Sequence[Any], names: Sequence[str]) -> dict[int, type]:
-        """Return which leaves of a call are inputs, by index, and note the values of others."""
+    def find(self, leaves: Sequence[Any], names: Sequence[str], device: torch.device) -> dict[int, Kind]:
+        """Return which leaves of a call are inputs, by index, with their kinds, and note the values of others."""
         found = {}
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-            kind = type(leaf)
-            if kind not in _DTYPES or name in self.refused or not _fits(leaf):
+            kind = number_kind(leaf, device)
+            if kind is None or name in self.refused:
                 continue
             seen = self._seen.get((name, kind))
             if seen is None:
                 seen = self._seen[name, kind] = set() if len(self._seen) < _MAX_ARGUMENTS else {None}
             if len(seen) < _VALUES and None not in seen:
-                seen.add(constant_key(leaf))
+                seen.add(value_key(leaf))
             if len(seen) >= _VALUES:
                 found[index] = kind
         return found
@@ -60,25 +62,37 @@ class ChangingNumbers:
         return "".join(f"; {name} changes, and as a tensor: {why}" for name, why in self.refused.items())
 
 
-def _fits(number: float) -> bool:
-    return type(number) is float or -(2**63) <= number < 2**63
+def number_kind(leaf: Any, device: torch.device) -> Kind | None:
+    """Return the type of a number, or the dtype of one that a 0-dim CPU tensor holds for a call on another device."""
+    if type(leaf) in _DTYPES:
+        return type(leaf) if type(leaf) is float or -(2**63) <= leaf < 2**63 else None
+    if type(leaf) is not torch.Tensor or leaf.dim() or not leaf.is_cpu or device.type == "cpu" or leaf.requires_grad:
+        return None
+    return leaf.dtype if leaf.dtype in _HELD else None
 
 
-def number_tensor(number: float, device: torch.device) -> torch.Tensor:
+def value_key(leaf: Any) -> Hashable:
+    """Return a key of a number's value."""
+    return constant_key(leaf.item() if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def number_tensor(leaf: Any, device: torch.device) -> torch.Tensor:
     """Make a 0-dim tensor of a number, on the device without waiting for it."""
+    held = isinstance(leaf, torch.Tensor)
+    dtype, number = (leaf.dtype, leaf.item()) if held else (_DTYPES[type(leaf)], leaf)
     with torch.inference_mode(False):
-        return torch.full((), number, dtype=_DTYPES[type(number)], device=device)
+        return torch.full((), number, dtype=dtype, device=device)
 
 
 def with_tensors(
-    leaves: Sequence[Any] | None, numbers: Sequence[tuple[int, type, torch.device]]
+    leaves: Sequence[Any] | None, numbers: Sequence[tuple[int, Kind, torch.device]]
 ) -> Sequence[Any] | None:
     """Put tensors in place of a call's numbers; None if one of them is of another kind."""
     if leaves is None:
         return None
     made = list(leaves)
     for index, kind, device in numbers:
-        if type(made[index]) is not kind or not _fits(made[index]):
+        if number_kind(made[index], device) is not kind:
             return None
         made[index] = number_tensor(made[index], device)
     return made

@@ -122,7 +122,7 @@ class CallReader:
         batch = 1 if exact else leaves[anchor].shape[anchor_dim]
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
-        numbers = {} if self.changing is None else self.changing.find(leaves, names)
+        numbers = {} if self.changing is None else self.changing.find(leaves, names, device)
         for index in numbers:
             leaves[index] = number_tensor(leaves[index], device)
         seen = self._shapes(leaves, spec)

@@ -42,6 +42,15 @@ def test_a_schedule_of_numbers_replays_one_graph(device: torch.device) -> None:
     assert model.graph_stats.replays == 20
 
 
+def test_a_schedule_on_the_host_replays_one_graph(device: torch.device) -> None:
+    model: Any = sg.wrap(Denoiser().to(device).eval(), capture_sizes=[4], progress=False)
+    for step in torch.arange(981, 1, -40):  # CPU tensors of no dimension
+        x = torch.randn(4, WIDTH, device=device)
+        assert torch.equal(model(x, step), sg.unwrap(model)(x, step))
+    assert model.graph_stats.captures == 1
+    assert model.graph_stats.replays == 20
+
+
 class ByBranch(nn.Module):
     def forward(self, x: Tensor, step: int) -> Tensor:
         return x * 2 if step > 5 else x * step

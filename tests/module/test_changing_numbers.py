@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import Reason
+from simplegraph.module.changing import ChangingNumbers, with_tensors
 from tests.module.answers import reasons
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]
@@ -160,3 +161,19 @@ def test_a_failure_is_no_error_where_failures_are(device: torch.device) -> None:
     for step in (1, 2, 3, 4, 5, 6, 7, 7, 7):
         assert_right(model, torch.randn(4, WIDTH, device=device), step)
     assert reasons(model)[Reason.CHANGING_NUMBER] == 1
+
+
+def test_a_number_in_a_small_cpu_tensor_beside_tensors_on_a_gpu_counts_as_one() -> None:
+    """Schedulers that are told no device hold their timesteps there."""
+    changing, device = ChangingNumbers(), torch.device("meta")
+    x = torch.empty(2, 3, device="meta")
+    for step in (1, 2, 3):
+        found = changing.find([x, torch.tensor(step), torch.tensor([step]), step], ["x", "t", "row", "n"], device)
+    assert found == {1: torch.int64, 3: int}
+    made = with_tensors([x, torch.tensor(7), torch.tensor([7]), 7], [(1, torch.int64, device), (3, int, device)])
+    assert made is not None
+    assert [(made[at].device.type, made[at].dtype, made[at].shape) for at in (1, 3)] == [("meta", torch.int64, ())] * 2
+    for other in (torch.tensor(7.0), 7, torch.empty((), dtype=torch.int64, device="meta")):
+        assert with_tensors([x, other], [(1, torch.int64, device)]) is None
+    here = ChangingNumbers()
+    assert not any(here.find([torch.tensor(step)], ["t"], torch.device("cpu")) for step in range(5))
