@@ -37,6 +37,11 @@ from simplegraph.nested import WithheldError
 logger = logging.getLogger("simplegraph")
 
 
+def _read_differently(seen: Sequence[MemoryObserver]) -> bool:
+    """True if the first and the last of these runs read other memory."""
+    return len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys()
+
+
 def run_observed(
     table: ProgramTable, run: Callable[[], Any], key: Key | None = None, *, traced: bool = False, rows: int = 0
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
@@ -172,8 +177,7 @@ class GraphCapture:
         with capture_bar(len(jobs), show) as bar:
             self._capture_or_fail(session, jobs, observed, bar)
             seen = self.observers[compared:]
-            differ = len(seen) > 1 and seen[0].external.keys() != seen[-1].external.keys()
-            if self._ranks.any("what graphs read", differ):
+            if self._ranks.any("what graphs read", _read_differently(seen)):
                 again = [job for job in jobs if job.label not in observed and job.key in table.graphs]
                 table.forget(again)
                 self._capture_or_fail(session, again, {job.label for job in again}, CaptureBar(None))
@@ -298,8 +302,7 @@ class GraphCapture:
             return error  # the library's own refusal
         except Exception as error:
             logger.debug("warming up %s failed: %s", job.label, error)
-            if not isinstance(error, WithheldError):  # which eager calls do not raise
-                self._raised[job.label] = error
+            self._raised |= {} if isinstance(error, WithheldError) else {job.label: error}  # no eager call raises it
             return capture_error(error, job.label)
         observers.append(observer)
         return None
