@@ -80,7 +80,9 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 
 def _flatten_into(value: Any, leaves: list[Any]) -> TreeSpec:
     kind = type(value)
-    opened = None if kind in _PLAIN_LEAVES else opened_once(value)
+    opened = None if kind in _PLAIN_LEAVES else _opened_plain(value)  # this is on the way to replays
+    if opened is None and kind not in _PLAIN_LEAVES and isinstance(value, Mapping):
+        opened = _opened_mapping(value)
     if opened is None:
         leaves.append(value)
         return LEAF

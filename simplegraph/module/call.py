@@ -179,10 +179,6 @@ class CallLayout:
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         """Return the call's leaves in the order of `args`, or None if it passes its arguments another way."""
-        leaves = self._passed(args, kwargs)
-        return with_tensors(leaves, self.numbers) if self.numbers else leaves
-
-    def _passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         if not self._flat:
             leaves, spec = flatten((args, kwargs))
             return leaves if spec == self.spec else None
@@ -191,6 +187,14 @@ class CallLayout:
         if kwargs:
             return (*args, *kwargs.values()) if tuple(kwargs) == self._keywords else None
         return args if not self._keywords else None
+
+
+class NumberedLayout(CallLayout):
+    """One way of passing arguments with numbers among them that are tensors in graphs."""
+
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        """Return the leaves with tensors in place of these numbers."""
+        return with_tensors(super().leaves(args, kwargs), self.numbers)
 
 
 class Call(NamedTuple):

@@ -10,7 +10,8 @@ import torch
 from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
 from simplegraph.graph.modes import autocast_dtype
-from simplegraph.module.call import Binding, CallLayout
+from simplegraph.module.args import TensorArg
+from simplegraph.module.call import Binding, CallLayout, NumberedLayout
 from simplegraph.module.changes import Changes
 from simplegraph.module.changing import ChangingNumbers
 from simplegraph.module.functions import FunctionModule
@@ -70,7 +71,9 @@ class KnownCalls:
         layout = self.layouts.get((spec, signature))
         if layout is None:
             binding = self.bindings.get(signature) or Binding(signature)
-            layout = CallLayout(spec, args, autocast, state, settings, modes, binding)
+            numbered = any(isinstance(arg, TensorArg) and arg.number is not None for arg in args)
+            kind = NumberedLayout if numbered else CallLayout
+            layout = kind(spec, args, autocast, state, settings, modes, binding)
         if isinstance(module, FunctionModule):
             module.serve(layout.binding)
         return size, layout

@@ -97,6 +97,16 @@ def test_batches_of_graphs_that_were_dropped_stay_in_the_histogram(served, devic
     assert served.graph_stats.batch_sizes == before | {3: 5}
 
 
+def test_replays_of_a_graph_that_is_given_up_stay_in_the_report(served):
+    """A later proof may refuse a graph that served calls before."""
+    stats = served.graph_stats
+    replays, padded, captures = stats.replays, stats.padded_tokens, stats.captures
+    key = next(key for key, graph in stats.graphs.items() if graph.replays)
+    stats.uncaptured(key)
+    assert (stats.replays, stats.padded_tokens, stats.captures) == (replays, padded, captures)
+    assert key not in stats.graphs
+
+
 def test_a_histogram_of_many_sizes_is_cut_in_print_and_whole_in_json(device):
     model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[1], progress=False)
     with torch.no_grad():
