@@ -189,3 +189,13 @@ def test_a_mapping_that_refers_to_itself_ends() -> None:
     looped.parent = looped  # type: ignore[attr-defined]
     leaves, _ = flatten(looped)
     assert repr(leaves[1]) == "a UserDict beside the items of a mapping"
+
+
+def test_an_upfront_capture_refuses_it_and_says_so(device: torch.device) -> None:
+    """Without raising: eager calls of the model read it as ever."""
+    model = sg.wrap(CountsRows().to(device).eval(), capture_sizes=[2], progress=False)
+    batch = Encoding(batch_of(2, device), [Factor(3), object()])
+    summary = model.capture_graphs(batch)
+    assert summary.captured == 0
+    assert "Read the items alone" in str(next(iter(summary.failed.values())))
+    assert torch.equal(model(batch), batch["a"] * 3)
