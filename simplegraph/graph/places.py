@@ -8,9 +8,11 @@ import gc
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
+_Answer = TypeVar("_Answer")
 ABSENT = object()
 _LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph", "numpy", "triton"}
 
@@ -195,11 +197,25 @@ def is_library(name: Any) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES
 
 
-@functools.lru_cache(maxsize=4096)
-def _look_up(kind: Any) -> bool:
+def by_class(function: Callable[[type], _Answer]) -> Callable[[type], _Answer]:
+    """Remember what a function returns for a class as long as the class lives.
+
+    A class made for one object, as transformers' models get one for their graphs, may hold the object.
+    """
+    answers: dict[int, tuple[_Answer, weakref.ref[type]]] = {}
+
+    def remembered(kind: type) -> _Answer:
+        found = answers.get(number := id(kind))
+        if found is None:
+            gone = weakref.ref(kind, lambda _: answers.pop(number, None))
+            found = answers[number] = function(kind), gone
+        return found[0]
+
+    return remembered
+
+
+@by_class
+def _is_users(kind: type) -> bool:
     code = (type, types.ModuleType, types.FunctionType)
     plain = kind.__module__ != "builtins" and not hasattr(kind, "__torch_function__") and not issubclass(kind, code)
     return plain and not is_library(kind.__module__)
-
-
-_is_users: Callable[[Any], bool] = _look_up  # a class is hashable, whatever its type says

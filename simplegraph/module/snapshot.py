@@ -9,11 +9,10 @@ there.
 from __future__ import annotations
 
 import collections
-import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from simplegraph.graph.device import GraphDevice, GraphPool
-from simplegraph.graph.places import ABSENT, put
+from simplegraph.graph.places import ABSENT, by_class, put
 from simplegraph.graph.tensors import parts
 from simplegraph.module.watched import HeldPlace
 from simplegraph.nested import ATOMS
@@ -220,8 +219,8 @@ def place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-@functools.lru_cache(maxsize=4096)
-def _look_up(kind: Any) -> Any:
+@by_class
+def _kind_of(kind: Any) -> Any:
     """`Tensor`, the class that copies a container, `object` if attributes count, None for what is not looked into."""
     for known in (Tensor, *_CONTAINERS, tuple):
         if issubclass(kind, known):
@@ -230,9 +229,6 @@ def _look_up(kind: Any) -> Any:
         return None
     users = issubclass(kind, (nn.Module, *_NAMESPACES)) or str(kind.__module__).partition(".")[0] not in _LIBRARIES
     return object if users and kind.__dictoffset__ and not issubclass(kind, (*ATOMS, *_CODE)) else None
-
-
-_kind_of: Callable[[Any], Any] = _look_up  # a class is hashable, whatever its type says
 
 
 # By the methods of the container classes themselves: subclasses may refuse, decode or do more.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -155,3 +157,16 @@ def test_a_call_that_is_refused_leaves_the_graphs_of_the_earlier_one(llama: Any,
 def test_a_report_names_the_model_and_its_device_before_anything_ran(llama: Any, device: torch.device) -> None:
     found = graphed(llama).report().to_dict()
     assert (found["name"], found["device"].split(":")[0]) == ("LlamaForCausalLM", device.type)
+
+
+def test_a_model_that_is_dropped_with_its_graphs_is_freed(device: torch.device) -> None:
+    model = tiny.build(tiny.DECODERS["llama"], device)
+    graphs = graphed(model)
+    for _ in range(2):
+        model.generate(**tiny.prompts([6, 4], device), **GREEDY)
+    assert graphs.stats.captures > 0
+    gone = weakref.ref(model)
+    del model, graphs
+    for _ in range(2):  # the collector does not look into storages of the emulator, which hold some
+        gc.collect()
+    assert gone() is None, "its weights would stay on the GPU"
