@@ -38,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # Operators are small here: more threads only wait for each other, busily, and longest where cores are shared.
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if getattr(config.option, "dist", None) == "load":  # of pytest-xdist, where -n says no more
+        # A worker keeps to its half, hence to a file's fixtures and one server of ranks, until the other has none left.
+        config.option.dist = "worksteal"
     if hasattr(config, "workerinput"):
         del os.environ["PYTEST_XDIST_WORKER"]  # a pytest that a test starts is no worker of pytest-xdist
 
