@@ -23,6 +23,7 @@ LIBRARIES = {
     "torch._inductor.compile_fx": "torch",
     "tests.sweeps.entries": "expecttest",  # torch's databases of operators and modules
     "transformers.models.llama.modeling_llama": "transformers",
+    "matplotlib.pyplot": "matplotlib",
 }
 
 if importlib.util.find_spec("hypothesis"):  # optional here

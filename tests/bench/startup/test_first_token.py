@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,26 +15,34 @@ from bench.startup import first_token
 from bench.startup.processes import CompileCaches
 
 
-def test_the_stages_of_an_arm_with_cold_and_warm_caches(tmp_path: Path) -> None:
-    cold, warm = first_token.measure(["simplegraph"], "tiny", CompileCaches(tmp_path))
-    assert (cold["cache"], warm["cache"]) == ("cold", "warm")
-    for found in (cold, warm):
-        stages = [found["seconds"][name] for name in ("imported", "weights", "first_token", "ready")]
-        assert stages[0] > 0
-        assert stages == sorted(stages)
+def check_stages(found: dict[str, Any]) -> None:
+    stages = [found["seconds"][name] for name in ("imported", "weights", "first_token", "ready")]
+    assert stages[0] > 0
+    assert stages == sorted(stages)
+
+
+def test_the_command_tells_the_stages_of_an_arm_with_cold_and_warm_caches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_token, "ARMS", {"simplegraph": first_token.ARMS["simplegraph"]})
+    gpu = torch.cuda.is_available()
+    model = ["--model", "tiny"] if gpu else []  # as it is by default elsewhere
+    assert first_token.main(["--json", str(tmp_path / "figures.json"), *model]) == 0
+    printed = capsys.readouterr().out
+    assert "token after weights" in printed
+    assert ("NOT speed" in printed) == (not gpu)
+    results = json.loads((tmp_path / "figures.json").read_text())["results"]
+    assert [(one["arm"], one["cache"]) for one in results] == [("simplegraph", "cold"), ("simplegraph", "warm")]
+    for found in results:
+        check_stages(found)
         assert found["captured"] > 0
-    assert "token after weights" in first_token.render([cold, warm])
+
+
+def test_an_arm_without_graphs_has_the_same_stages(tmp_path: Path) -> None:
+    assert first_token.main(["--arm", "eager", "--model", "tiny", "--json", str(tmp_path / "eager.json")]) == 0
+    check_stages(json.loads((tmp_path / "eager.json").read_text()))
 
 
 def test_a_process_that_fails_is_an_error_with_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="'none' is no model; expected 70b, 8b, tiny"):
         first_token.measure(["eager"], "none", CompileCaches(tmp_path))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the whole table takes minutes on a GPU")
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_token, "ARMS", {"eager": first_token.ARMS["eager"]})
-    assert first_token.main(["--json", str(tmp_path / "figures.json")]) == 0
-    assert "NOT speed" in capsys.readouterr().out
-    saved = json.loads((tmp_path / "figures.json").read_text())
-    assert [one["arm"] for one in saved["results"]] == ["eager", "eager"]
