@@ -21,7 +21,8 @@ COLLECTIVE_TIMEOUT = {"gloo": 6.0, "nccl": 60.0}
 GONE = "the process ended without a word"
 # Imported once, by the server that ranks are forked from; none of it touches a device.
 PRELOADED = ["torch.distributed.tensor.parallel", "simplegraph.attention", "pytest", "transformers", "hypothesis"]
-
+# Imported, too, where there is no GPU: some of what these import might touch one.
+PRELOADED_ELSEWHERE = ["torch._dynamo", "transformers.models.llama.configuration_llama", "simplegraph.module.runner"]
 
 # Asking whether there is a GPU must not start CUDA in the server: what is forked from it then could not.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -38,7 +39,7 @@ def run_ranks(body: Callable[..., Any], size: int, *args: Any, limit: float = 90
     torch, which would otherwise be most of a test's time; each is new all the same.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(PRELOADED if torch.cuda.is_available() else PRELOADED + PRELOADED_ELSEWHERE)
     port = _free_port()
     processes, ends = [], []
     for rank in range(size):
