@@ -140,6 +140,8 @@ class _CallProof:
             memory = not (declared or getattr(self._call.module, "writes_padding_rows", False))
             other = self._replay(proof, repeat_rows=True)
             found = proof.beyond_noise(first, other, again, memory=memory)
+            if found is not None and getattr(self._call.module, "rounds_by_rows", False):
+                found = proof.difference(first, other, rounded=True, memory=memory)
             found = found or (proof.wrong_write(self._load) if memory else None)
             if proof.draws and not self._table.config.pad_random:
                 found = found or "it draws random numbers, and other ones for padding rows, too; see pad_random"

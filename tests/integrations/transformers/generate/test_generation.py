@@ -24,7 +24,7 @@ from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 
 
 @pytest.mark.proofs
-@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral", "qwen3_moe"])
 def test_padded_batches_are_proven_though_padding_rows_are_written_to_the_cache(
     name: str, device: torch.device
 ) -> None:

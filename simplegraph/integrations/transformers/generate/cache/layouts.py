@@ -20,6 +20,7 @@ _KEYED: tuple[Any, ...] = (
     DynamicSlidingWindowLayer,
     *(getattr(cache_utils, name) for name in _HYBRIDS if hasattr(cache_utils, name)),
 )
+_ANY_ELEMENTS = 64
 # Attributes of layers that `FixedLayer` stands in for.
 _NO_STATES = {"keys", "values", "cumulative_length", "is_initialized", "sliding_window", "_sliding_window_tensor"}
 
@@ -162,7 +163,7 @@ class CacheLayout:
 
     @property
     def kept(self) -> tuple[int, torch.dtype, torch.device]:
-        """Elements of a head, or of a state, of the first used layer; its dtype and device.
+        """Elements of a head of the first used layer, its dtype and device; of any width if it has states only.
 
         Raises:
             CannotBind: the cache is empty.
@@ -171,6 +172,6 @@ class CacheLayout:
             if layer is not None:
                 return layer.key[1], layer.key[2], layer.device
             if states is not None and states.parts:
-                shape, dtype, device = states.parts[0][1]
-                return shape[-1], dtype, device
+                _, dtype, device = states.parts[0][1]
+                return _ANY_ELEMENTS, dtype, device
         raise CannotBind(Reason.CACHE_KIND, "an empty cache: the model keeps what it remembers elsewhere")
