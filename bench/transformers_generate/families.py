@@ -81,6 +81,18 @@ FAMILIES: dict[str, Family] = {
         _shape(1024, 3584, 8, 16, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
         {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "mamba": Family(
+        ("MambaConfig", "MambaForCausalLM"),
+        {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50280},  # 130M
+        {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "time_step_rank": 4, "vocab_size": 256},
+    ),
+    "hybrid": _decoder(  # 1B: 15 layers of states to 3 of attention
+        "Bamba",
+        _shape(2048, 4096, 18, 32, 8, 50000, attn_layer_indices=[5, 11, 17])
+        | {"mamba_d_state": 128, "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_n_groups": 1},
+        {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 4}
+        | {"attn_layer_indices": [1]},
+    ),
     "t5": Family(
         ("T5Config", "T5ForConditionalGeneration"),
         {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12}  # base's
