@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from simplegraph.config import BatchDim
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.known_length import KnownLength
+from simplegraph.integrations.transformers.generate.unmasked import masked_forwards, unmasked_parts
 from simplegraph.integrations.transformers.graphed_model import ModelStep
 from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads
 from simplegraph.integrations.transformers.kernels.norms import norm_forwards
@@ -52,6 +53,7 @@ class TokenStep(ModelStep):
         self.fused_kernels = fused_kernels
         self._masks = _masks_taken(model)
         self._cache_name = cache_name(model)
+        self._unmasked = unmasked_parts(model)
         self._encodes = bool(model.config.is_encoder_decoder)
         self._shortening = shortening_parts(model)
 
@@ -81,9 +83,9 @@ class TokenStep(ModelStep):
         if view.hidden is not None:
             encoded = store.encoder_outputs(view)
             inputs |= {"encoder_outputs": encoded} if self._encodes else {"encoder_hidden_states": encoded[0]}
-        forwards = {}
+        forwards: dict[nn.Module, Any] = masked_forwards(self._unmasked, store.position, span)
         if self.fused_kernels:
-            forwards = norm_forwards(self.model, triton=store.triton)
+            forwards |= norm_forwards(self.model, triton=store.triton)
             forwards |= rotary_forwards(self.model, rotation(triton=store.triton))
         short, length = dict.fromkeys(self._shortening, _same_mask), KnownLength(store.seen, 1, max(1, span - 1))
         with grouped_heads(), override_forwards(forwards), override_forwards(short, SHORTEN_MASK), length:
