@@ -71,7 +71,7 @@ class ServedGeneration:
                 self._give_up(error.reason, error.detail)
         self._restore()
         outputs = forward(*args, **kwargs)
-        self._adopt(outputs.get(self._decoder.cache_name))
+        self._adopt(getattr(outputs, self._decoder.cache_name, None))
         self._output = self._output_like(outputs)
         self._given = {name: value.shape for name, value in kwargs.items() if isinstance(value, Tensor)}
         return outputs
@@ -83,7 +83,8 @@ class ServedGeneration:
 
     def _output_like(self, outputs: Any) -> Callable[..., Any]:
         """Return what makes outputs of that class, with the generation's cache if these have one."""
-        carried = {self._decoder.cache_name: self._cache} if self._decoder.cache_name in outputs else {}
+        name = self._decoder.cache_name
+        carried = {name: self._cache} if getattr(outputs, name, None) is not None else {}
         kind: Callable[..., Any] = type(outputs)
         return functools.partial(kind, **carried)
 
