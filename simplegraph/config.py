@@ -89,13 +89,11 @@ class CudaGraphConfig:
 
     Args:
         mode: a `CudaGraphMode` or its name.
-        capture_sizes: batch sizes (rows, tokens) to capture; sorted, duplicates dropped. None takes
-            the default list up to `max_capture_size`.
+        capture_sizes: batch sizes (rows, tokens) to capture. None takes the default list up to `max_capture_size`.
         max_capture_size: the largest default size, in rows; default 512. It is always captured itself.
-        num_warmups: eager runs of a size before it is captured. With ``capture="lazy"`` these are the
-            caller's own calls; with ``"upfront"`` they run on the largest size.
-        max_num_seqs: the most requests in a batch. Uniform decode sizes above
-            ``max_num_seqs * uniform_query_len`` are replaced by that limit.
+        num_warmups: eager runs of a size before it is captured. With ``capture="lazy"`` these are the caller's own
+            calls; with ``"upfront"`` they run on the largest size.
+        max_num_seqs: the most requests in a batch. Uniform decode sizes are at most `uniform_query_len` times that.
         max_num_tokens: the most tokens in a batch; larger `capture_sizes` are an error.
         uniform_query_len: tokens per request in a uniform decode batch (1, or 1 + draft tokens).
         batch_dims: argument name (``"positions"``, ``"states.0"``) -> batch dimension; None for a
@@ -139,6 +137,7 @@ class CudaGraphConfig:
             ``torch.Tag.cudagraph_unsafe``.
         decode_capture_sizes: sizes in tokens of uniform decode batches, if these run in another mode than mixed
             ones; None takes the sizes of mixed batches, rounded up to multiples of `uniform_query_len`.
+        training: capture calls under grad mode too, as a forward graph and a backward graph of exactly their shapes.
         debug: check the address of every captured input at every replay, and name those that moved; with a `RankGroup`
             also check that all ranks are about to replay the same graph.
         progress: show a progress bar while capturing several sizes.
@@ -174,6 +173,7 @@ class CudaGraphConfig:
     trusted_args: Sequence[str] = ()
     break_ops: Sequence[str] = ()
     decode_capture_sizes: Sequence[int] | None = None
+    training: bool = False
     debug: bool = False
     progress: bool = True
 

@@ -44,13 +44,19 @@ class Reason(str, enum.Enum):
     )
     OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
     # What is going on around the call.
-    TRAINING = "training", "the module is in training mode; call .eval() first"
+    TRAINING = "training", "the module is in training mode; call .eval() first, or wrap it with training=True"
     GRAD = (
         "grad",
         "grad mode is on and inputs or parameters require grad; call under torch.inference_mode() or torch.no_grad()",
     )
     GRAD_MODE = "grad_mode", "a training step was called with grad mode off; call it outside of torch.no_grad()"
     OPTIMIZER = "optimizer", "a training step calls an optimizer or scheduler that no graph can hold"
+    NO_BACKWARD = "no_backward", "no backward of such a call was seen yet: training graphs are captured after one"
+    BACKWARD_PENDING = (
+        "backward_pending",
+        "two earlier forwards still wait for their backward, and there are two sets of training graphs",
+    )
+    UNTRAINABLE = "untrainable", "training graphs cannot stand for such a call"
     EAGER_CONTEXT = "eager_context", "inside simplegraph.eager()"
     NESTED = "nested", "an outer graph owns this call"
     TRANSFORMED = (
@@ -107,7 +113,7 @@ class Reason(str, enum.Enum):
     ATTENTION = "attention", "the attention implementation cannot be in a graph; use 'sdpa' or 'eager'"
     HOOKS = (
         "hooks",
-        "forward hooks, on submodules or on all modules, that a replay would not call; remove them for graphs",
+        "hooks, on submodules, on all modules or of autograd, that a replay would not call; remove them for graphs",
     )
     SPREAD_MODEL = "spread_model", "the model is offloaded, or spread over devices; graphs need it on one"
     LENGTH_PADDING = "length_padding", "padded to a captured length, the model answers otherwise"

@@ -101,6 +101,9 @@ class GraphDevice(Protocol):
     def own_allocations(self) -> contextlib.AbstractContextManager[None]:
         """Let captures allocate from their own pool, whatever memory pool the caller has set for the thread."""
 
+    def keep_workspaces(self) -> None:
+        """Let libraries have their workspaces for this thread and the current stream outside of captures' memory."""
+
     def current_stream(self) -> int:
         """Return the current stream's raw handle."""
 

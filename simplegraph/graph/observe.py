@@ -36,6 +36,7 @@ class MemoryObserver(OperatorMode):
     Args:
         device: where a capture is under way, to see if it records more than operators; None for an eager run.
         rows: the batch size of the run; 0 if it is not known.
+        after: of the run before, whose memory this one goes on with: it counts as its own.
 
     Attributes:
         external: storage key -> a tensor of that memory, for memory that existed before.
@@ -49,7 +50,7 @@ class MemoryObserver(OperatorMode):
         numbers: what Python numbers operators are passed.
     """
 
-    def __init__(self, device: GraphDevice | None = None, rows: int = 0) -> None:
+    def __init__(self, device: GraphDevice | None = None, rows: int = 0, after: MemoryObserver | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._last: tuple[int, int] | None = None
@@ -64,7 +65,7 @@ class MemoryObserver(OperatorMode):
         self.numbers = NumbersSeen(rows)
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
-        self._own: set[int] = set()
+        self._own: set[int] = set() if after is None else set(after._own)
         self._made_inside: set[int] | None = None  # by the break that is running, if one is
 
     @property

@@ -90,6 +90,9 @@ class CaptureSession:
         observed: Callable[[], Iterable[Tensor]] = tuple,
         search: bool = True,
         wait: bool = True,
+        follows: Program | None = None,
+        followed: bool = False,
+        ended: Callable[[], object] = bool,
     ) -> Program:
         """Record one run. The run executes nothing; its outputs hold values after the first replay.
 
@@ -102,6 +105,9 @@ class CaptureSession:
             observed: returns tensors that observers of the run own.
             search: look for tensors left behind in a run with breaks, too, whose own take long to tell from those.
             wait: return once it can be replayed; otherwise call `Program.wait` before that.
+            follows: the Program captured last, which every replay of this one comes after: this one reads its memory.
+            followed: the next capture follows this one; what both leave behind is looked for then.
+            ended: called when the recording is over; what it lets go of kept its memory from being used again in there.
 
         Raises:
             CaptureError: the run cannot be captured, or left tensors of the graph in Python objects. Stream, pool and
@@ -109,10 +115,11 @@ class CaptureSession:
         """
         started = time.perf_counter()
         free_before = self.device.free_memory()
-        recorder = SegmentRecorder(self.device, self.pool, generators, trace)
+        recorder = SegmentRecorder(self.device, self.pool, generators, trace, follows is not None)
         self.pool.watched = search or trace is None
         try:
             result, steps = self._record(recorder, run)
+            ended()
             seconds = time.perf_counter() - started
             leaves, spec = flatten(result)
             del result
@@ -123,8 +130,9 @@ class CaptureSession:
             program = Program(self.device, steps, outputs, spec, seconds, taken, recorder.all_generators)
             # Outputs are borrowed by now, so that one which is kept elsewhere shows.
             state = state or PythonState()
-            if self.pool.watched:
-                refuse_escapes(self.device, self.pool, label, own=program.held, state=state, observed=observed)
+            if self.pool.watched and not followed:
+                own = program.held if follows is None else [*program.held, *follows.held]
+                refuse_escapes(self.device, self.pool, label, own=own, state=state, observed=observed)
             if wait:
                 program.wait()
             return program

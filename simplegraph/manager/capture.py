@@ -173,7 +173,7 @@ class GraphCapture:
         # A warmup shows what the first one reads, but for hooks, which it does not run.
         first = len(jobs) - 1 if self.observers and not table.hooks else 0
         compared = 0 if first else len(self.observers)
-        observed = {jobs[first].label, jobs[-1].label}
+        observed = {jobs[first].label, jobs[-1].label} | {job.label for job in jobs if job.follows is not None}
         with capture_bar(len(jobs), show) as bar:
             self._capture_or_fail(session, jobs, observed, bar)
             seen = self.observers[compared:]
@@ -217,12 +217,14 @@ class GraphCapture:
 
     def _capture_one(self, session: CaptureSession, job: CaptureJob, *, observed: bool = True) -> CaptureError | None:
         """Capture a job into the table; return what went wrong on this rank."""
+        if job.follows is not None and job.follows not in self.table.graphs:
+            return None  # what failed there says it all
         try:
             for refused in filter(None, (observer.refused for observer in self.observers)):
                 raise capture_error(refused, job.label)
             trace = self._trace(job)
             host = HostCapture(self.table.device.torch_device, self.table.constants.copies(job.key), job.name)
-            self._announce(job)
+            _announce(self.table, job)
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"), self.parts.timed("capture"):
                 program = self._recorded(session, job, trace, host, observed)
             program.use_host(host.served, host.draws)
@@ -250,6 +252,7 @@ class GraphCapture:
                 observed=functools.partial(_tensors_of, self.observers),
                 search=observed,
                 wait=False,  # the driver instantiates it while the next one is captured
+                **_neighbours(self.table, self.jobs, job),
             )
         except BaseException as error:
             if self.table.config.on_capture_failure != "raise":
@@ -261,7 +264,7 @@ class GraphCapture:
 
     def _run_captured(self, job: CaptureJob, host: HostCapture, observed: bool) -> Any:
         """Run the forward as it is recorded, hooks included."""
-        observer = MemoryObserver(self.table.device, job.rows)
+        observer = MemoryObserver(self.table.device, job.rows, self.observers[-1] if job.follows else None)
         followed = observed or self.table.constants.met_host
         with (
             host.following() if followed else contextlib.nullcontext(),
@@ -273,14 +276,6 @@ class GraphCapture:
         host.check_refused()
         self.observers += [observer] if observed else []
         return outputs
-
-    def _announce(self, job: CaptureJob) -> None:
-        """Let the hooks get ready; this comes last before the capture."""
-        try:
-            for hooks in self.table.hooks:
-                hooks.before_capture(job.mode, job.descriptor)
-        except Exception as error:
-            raise capture_error(error, job.label) from error
 
     def _warm_up(self, job: CaptureJob) -> CaptureError | None:
         """Run a job eagerly, so that its capture finds everything set up; return what went wrong on any rank."""
@@ -338,6 +333,23 @@ def _on_all_ranks(
 
 def _labelled(job: CaptureJob, error: CaptureError | None) -> dict[str, CaptureError]:
     return {} if error is None else {job.label: error}
+
+
+def _neighbours(table: ProgramTable, jobs: Sequence[CaptureJob], job: CaptureJob) -> dict[str, Any]:
+    """Return what `CaptureSession.capture` is told of the graphs before and after a job's."""
+    following = jobs[jobs.index(job) + 1 :]
+    follows = None if job.follows is None else table.graphs[job.follows].program
+    followed = any(other.follows is not None for other in following)
+    return {"follows": follows, "followed": followed, "ended": job.ended}
+
+
+def _announce(table: ProgramTable, job: CaptureJob) -> None:
+    """Let the hooks get ready; this comes last before the capture."""
+    try:
+        for hooks in table.hooks:
+            hooks.before_capture(job.mode, job.descriptor)
+    except Exception as error:
+        raise capture_error(error, job.label) from error
 
 
 def _wait_for_graphs(table: ProgramTable, jobs: Sequence[CaptureJob]) -> dict[str, CaptureError]:

@@ -32,6 +32,9 @@ class CaptureJob:
         inputs: what it is captured for, by argument, as text for the report.
         exact: it has no batch dimension, so that labels name the inputs instead.
         name: names a tensor that the forward found somewhere, for messages; None if it cannot.
+        part: of a training call, "forward" or "backward"; "" for a whole call.
+        follows: the key of the job before it whose graph is always replayed first, and whose memory it reads.
+        ended: called when its recording is over.
     """
 
     key: Key
@@ -42,6 +45,14 @@ class CaptureJob:
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     name: Callable[[torch.Tensor], str | None] = lambda _: None
     exact: bool = False
+    part: str = ""
+    follows: Key | None = None
+    ended: Callable[[], object] = bool
+
+    @property
+    def kind(self) -> str:
+        """What the report calls such graphs."""
+        return self.part.partition(",")[0].upper() or self.mode.name
 
     @property
     def rows(self) -> int:
@@ -56,7 +67,8 @@ class CaptureJob:
             return f"a call with {', '.join(map(' '.join, shown.items())) or 'no arguments'}{kind}"
         loras = f", {self.descriptor.num_active_loras} LoRAs" if self.descriptor.num_active_loras else ""
         uniform = ", uniform decode" if self.descriptor.uniform_query_len else ""
-        return f"{_BATCH_SIZE}{self.descriptor.num_tokens}{uniform}{loras}{kind}"
+        part = f", {self.part}" if self.part else ""
+        return f"{_BATCH_SIZE}{self.descriptor.num_tokens}{uniform}{loras}{kind}{part}"
 
     @property
     def label_with_inputs(self) -> str:

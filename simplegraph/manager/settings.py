@@ -44,5 +44,6 @@ class CudaGraphSettings(TypedDict, total=False):
     trusted_args: Sequence[str]
     break_ops: Sequence[str]
     decode_capture_sizes: Sequence[int] | None
+    training: bool
     debug: bool
     progress: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from simplegraph.reasons import Reason
@@ -24,7 +24,7 @@ class GraphCounters:
 
     Attributes:
         label: what was captured, as in messages.
-        mode: FULL or PIECEWISE.
+        mode: FULL or PIECEWISE; FORWARD or BACKWARD of a training call.
         size: padded rows.
         seconds: capture time; bytes: device memory the capture took.
         segments, breaks: graphs it consists of, and eager calls between them.
@@ -64,7 +64,9 @@ class GraphCounters:
         return sum(padding * count for padding, count in enumerate(self.paddings))
 
     def batch_sizes(self) -> dict[int, int]:
-        """Return how often it was replayed for each number of real rows."""
+        """Return how many calls it served of each number of real rows; those of a backward are its forward's."""
+        if self.mode == "BACKWARD":
+            return {}
         return {self.size - padding: count for padding, count in enumerate(self.paddings) if count}
 
 
@@ -164,11 +166,10 @@ class GraphStats:
         self.captures -= not graph.replays
         self._keep_totals(graph)
 
-    def dropped(self) -> None:
+    def dropped(self, keys: Iterable[Hashable]) -> None:
         """Keep the totals of graphs that were dropped."""
-        for graph in self.graphs.values():
+        for graph in [self.graphs.pop(key) for key in list(keys) if key in self.graphs]:
             self._keep_totals(graph)
-        self.graphs.clear()
 
     def _keep_totals(self, graph: GraphCounters) -> None:
         self._dropped_padding += graph.padded_tokens

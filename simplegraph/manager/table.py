@@ -156,7 +156,7 @@ class ProgramTable:
         """Take in a new Program; a failure of its key is forgotten."""
         nodes = [segment.num_nodes for segment in program.segments]
         total = None if None in nodes else sum(filter(None, nodes))
-        what = job.label, job.mode.name, job.descriptor.num_tokens
+        what = job.label, job.kind, job.descriptor.num_tokens
         parts = len(nodes), len(program.breaks), total
         counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs)
         self._forget_failure(job)
@@ -269,9 +269,9 @@ class ProgramTable:
             self.device.synchronize()  # a graph still running must not lose its memory
         for graph in self.graphs.values():
             graph.program.drop()
+        self.stats.dropped(self.graphs)
         self.graphs.clear()
         self.failures.clear()
         self._traces.clear()
         self._trace_of_any_size = None
         self.constants.clear()
-        self.stats.dropped()

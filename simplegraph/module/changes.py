@@ -149,7 +149,7 @@ _WatchedOrderedDict.move_to_end = _counting(_WatchedOrderedDict.move_to_end)  # 
 
 _WATCHED: dict[type, Callable[[Any], Any]] = {dict: _WatchedDict, collections.OrderedDict: _WatchedOrderedDict}
 HOLDERS = ("_parameters", "_buffers", "_modules")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def watch_module(module: nn.Module) -> list[dict[Any, Any]]:
@@ -206,6 +206,7 @@ _CHANGING: tuple[tuple[Any, tuple[str, ...], Callable[[tuple[Any, ...]], list[in
     (torch._C, ("_swap_tensor_impl",), _tensors),
     (torch.UntypedStorage, ("resize_", "share_memory_"), lambda args: [args[0]._cdata]),
     (nn.Module, ("register_forward_hook", "register_forward_pre_hook"), _module),
+    (nn.Module, ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"), _module),
     (RemovableHandle, ("remove",), _hooks),
 )
 

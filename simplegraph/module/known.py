@@ -64,9 +64,7 @@ class KnownCalls:
             CannotBind: a graph cannot serve the call.
             InputError: an argument, or what `state_key` returned, cannot be a key.
         """
-        state, autocast = self._state_of(module), autocast_dtype(device.type)
-        settings, modes = TorchSettings.read(), function_modes()
-        context = autocast, state, settings, modes
+        context = autocast, state, settings, modes = self.context(module, autocast_dtype(device.type))
         size, args, signature = self.reader(module).read(leaves, names, spec, context, device)
         layout = self.layouts.get((spec, signature))
         if layout is None:
@@ -82,6 +80,12 @@ class KnownCalls:
     def advice(self) -> str:
         """Say which arguments' values made signatures, for a message; empty if none were tried otherwise."""
         return "" if self._changing is None else self._changing.advice
+
+    def context(
+        self, module: Any, autocast: torch.dtype | None
+    ) -> tuple[torch.dtype | None, Hashable, tuple[Any, ...], tuple[Any, ...]]:
+        """Read what is around a call and tells its graph apart: autocast, Python state, settings, default devices."""
+        return autocast, self._state_of(module), TorchSettings.read(), function_modes()
 
     def is_full(self, layout: CallLayout) -> bool:
         """True if the layout would be of one signature too many."""

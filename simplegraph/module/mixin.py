@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
@@ -69,7 +70,7 @@ class CudaGraphWrapper(Graphed):
     def _graph_runner(self) -> GraphRunner:
         runner: GraphRunner | None = self.__dict__.get("_simplegraph")
         if runner is None:
-            runner = self.__dict__["_simplegraph"] = GraphRunner(type(self).cuda_graph_config)
+            runner = self.__dict__["_simplegraph"] = _new_runner(type(self).cuda_graph_config)
         return runner
 
     def configure_graphs(self, **settings: Unpack[CudaGraphSettings]) -> None:
@@ -78,7 +79,10 @@ class CudaGraphWrapper(Graphed):
         Raises:
             ConfigError: a setting is unknown or invalid; nothing is changed.
         """
-        self._graph_runner.configure(self._graph_runner.settings.replace(**settings))
+        config = self._graph_runner.settings.replace(**settings)
+        if config.training is not self._graph_runner.settings.training:
+            raise ConfigError("training cannot be changed later; wrap the module with training=True.")
+        self._graph_runner.configure(config)
 
     def use_graph_pool(self, pool: GraphPool) -> None:
         """Share graph memory with other wrappers; this one's graphs are dropped and captured again.
@@ -234,7 +238,8 @@ def wrap(
     Args:
         module: any `nn.Module` instance, or a function.
         config: settings.
-        pool: graph memory to share with other wrappers (see `graph_pool`); None for its own.
+        pool: graph memory to share with other wrappers (see `graph_pool`); None for its own. Graphs for training always
+            have their own: what a forward leaves there must last until its backward.
         ranks: the ranks whose graphs hold collectives with this one's; see `RankGroup`. Not carried by copies.
         **settings: fields of `CudaGraphConfig`, which win over `config`.
 
@@ -259,7 +264,7 @@ def wrap(
         return GraphedFunction(module, made)
     if config is None:
         config = module._graph_runner.settings if isinstance(module, CudaGraphWrapper) else CudaGraphConfig()
-    runner = GraphRunner(config.replace(**settings), pool, ranks)
+    runner = _new_runner(config.replace(**settings), pool, ranks)
     module = unwrap(module)
     kind: Any = type(module)
     wrapped = _share(module, _graphed(kind))
@@ -348,6 +353,14 @@ def _insert_base(target: Any) -> None:
         if CudaGraphWrapper in child.__bases__:
             child.__bases__ = tuple(base for base in child.__bases__ if base is not CudaGraphWrapper)
     target.__bases__ = (CudaGraphWrapper, *target.__bases__)
+
+
+def _new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:
+    """Make the runner that the settings ask for."""
+    kind = GraphRunner
+    if config.from_env().training:  # of a room after this one, so it is found by name, as the package's door does it
+        kind = importlib.import_module("simplegraph.training.runner").TrainingRunner
+    return kind(config, pool, ranks)
 
 
 def graph_pool(device: torch.device | str = "cuda") -> GraphPool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplegraph.errors import StaleGraphError
 from simplegraph.graph.tensors import memory_order
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.args import PLAIN_TENSORS
@@ -305,3 +306,15 @@ def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any)
 def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:
     """Say what goes into views of padding rows: the padding number of each, and the view."""
     return [static.pad_value.expand(tail.shape) for static, tail in tails], [tail for _, tail in tails]
+
+
+def check_places(plan: Plan) -> None:
+    """Refuse a replay whose inputs or weights are no longer where the graph reads them."""
+    inputs = plan.inputs.inputs.items()
+    moved = [name for name, static in inputs if static.view(plan.padded).data_ptr() != plan.addresses[name]]
+    names = [f"argument {name}" for name in moved] + plan.state.what_moved()
+    if names:
+        raise StaleGraphError(
+            f"no longer where the graph of {plan.graph.counters.label} reads it: {', '.join(names)}. "
+            "Something resized or replaced it; call reset_graphs() to capture again."
+        )

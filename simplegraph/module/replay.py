@@ -14,7 +14,7 @@ from simplegraph.errors import StaleGraphError
 from simplegraph.graph.modes import autocast_dtype
 from simplegraph.module.call import CallLayout
 from simplegraph.module.known import StateKey
-from simplegraph.module.plan import Copies, Plan
+from simplegraph.module.plan import Copies, Plan, check_places
 from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import any_requires_grad
 from simplegraph.module.survey import held_tensors
@@ -86,22 +86,10 @@ def try_replay(
 
 def replay_checked(module: Any, plan: Plan, leaves: Sequence[Any], copies: Copies) -> Any:
     """Replay with `debug`: check addresses before, and what breaks keep after."""
-    _check_places(plan)
+    check_places(plan)
     result = plan.replay(leaves, copies)
     _check_kept(plan, module)
     return result
-
-
-def _check_places(plan: Plan) -> None:
-    """Refuse a replay whose inputs or weights are no longer where the graph reads them."""
-    inputs = plan.inputs.inputs.items()
-    moved = [name for name, static in inputs if static.view(plan.padded).data_ptr() != plan.addresses[name]]
-    names = [f"argument {name}" for name in moved] + plan.state.what_moved()
-    if names:
-        raise StaleGraphError(
-            f"no longer where the graph of {plan.graph.counters.label} reads it: {', '.join(names)}. "
-            "Something resized or replaced it; call reset_graphs() to capture again."
-        )
 
 
 def _check_kept(plan: Plan, module: Any) -> None:

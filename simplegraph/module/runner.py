@@ -67,8 +67,8 @@ class GraphRunner:
         self._known = KnownCalls(config, changing=config.verify > 0 and ranks is None)
         self._disabled = Reason.MODE_NONE if config.mode is CudaGraphMode.NONE else None
 
-    def __reduce__(self) -> tuple[type, tuple[CudaGraphConfig]]:
-        return GraphRunner, (self.settings,)
+    def __reduce__(self) -> tuple[type[GraphRunner], tuple[CudaGraphConfig]]:
+        return type(self), (self.settings,)
 
     @property
     def manager(self) -> CudaGraphManager | None:

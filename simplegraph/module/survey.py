@@ -162,7 +162,8 @@ def code_of(module: nn.Module) -> Iterator[Any]:
     """Yield what else decides what a call of the module does: mode, hooks, functions."""
     kind = type(module)
     yield from (kind, kind.forward, module.training)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    backward: tuple[Any, ...] = (module._backward_pre_hooks, module._backward_hooks)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, *backward):
         for item in hooks.items():
             yield from item
         yield len(hooks)

@@ -1,1 +1,1 @@
-"""Training in graphs: whole steps, with gradients and optimizers, on the manager and runner that serve modules."""
+"""Graphs for training: forward and backward of a module, and whole steps. Graphs of inference lie in `module`."""

@@ -197,7 +197,7 @@ MUTANTS = [
     Mutant(
         "tensors that a capture leaves in Python are not looked for",
         "graph/session.py",
-        "refuse_escapes(self.device, self.pool, label, own=program.held, state=state, observed=observed)",
+        "refuse_escapes(self.device, self.pool, label, own=own, state=state, observed=observed)",
         "pass",
         ESCAPES,
     ),

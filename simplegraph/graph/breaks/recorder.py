@@ -28,12 +28,14 @@ class SegmentRecorder:
         device, pool: where.
         generators: random generators, beside the default one, that the forward draws from.
         trace: what a warmup saw of the breaks; None makes breaks part of a single segment.
+        continues: the pool's last Program is always replayed before this one.
     """
 
     device: GraphDevice
     pool: GraphPool
     generators: Sequence[torch.Generator]
     trace: BreakTrace | None
+    continues: bool = False
 
     def __post_init__(self) -> None:
         self.operators: frozenset[Any] = frozenset() if self.trace is None else self.trace.operators
@@ -52,7 +54,7 @@ class SegmentRecorder:
     def begin(self) -> None:
         """Begin the first segment."""
         self._stream = self.device.current_stream()
-        self.device.begin(self.pool, self.generators)
+        self.device.begin(self.pool, self.generators, continues=self.continues)
 
     def finish(self) -> tuple[Segment | Break, ...]:
         """End the last segment, and return the steps of the forward."""

@@ -148,12 +148,12 @@ class CudaDevice:
             raise ConfigError(
                 f"torch's CUDA allocator is {backend}, but graphs need the native one; see PYTORCH_CUDA_ALLOC_CONF."
             )
-        self.index = index
-        self.torch_device = torch.device("cuda", index)
+        self.index, self.torch_device = index, torch.device("cuda", index)
         self._stream = _own_stream(self.torch_device)
         self._lasting = {0, self._stream.cuda_stream}  # raw handles of streams that are never destroyed
         self.drawing_stream = 0
         self._allocations = Allocations(self.torch_device)
+        self.keep_workspaces = self._allocations.keep_workspaces
         self._released = 0  # bytes of pools that the allocator may still hold
         self._thread = threading.local()
         # On the path of every replay, so without a Python frame of their own.
@@ -199,7 +199,7 @@ class CudaDevice:
     def on_capture_stream(self) -> Iterator[None]:
         with self._on_own_stream() as entered:
             if entered:
-                self._allocations.keep_workspaces()
+                self.keep_workspaces()
             yield
 
     @contextlib.contextmanager

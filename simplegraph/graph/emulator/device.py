@@ -138,6 +138,9 @@ class EmulatorDevice:
     def own_allocations(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def keep_workspaces(self) -> None:
+        """Do nothing: no library has any."""
+
     def current_stream(self) -> int:
         return self._thread.stream
 

@@ -278,8 +278,11 @@ class Arena:
         return [it for it in living(self._memories) if it.pool is self and it.group == self.group]
 
     def enter(self, place: tuple[int, int], created: Iterable[Memory]) -> None:
-        """Poison what a replay finds undefined: everything, unless it goes on with its Program."""
-        goes_on = self._last[0] == place[0] and self._last[1] < place[1]
+        """Poison what a replay finds undefined: everything, unless it goes on with its Program.
+
+        The first segment of a Program begins anew; a backward may be replayed twice after its forward.
+        """
+        goes_on = self._last[0] == place[0] and place[1] > 1
         if not goes_on:
             poison(self._dirty)
             self._dirty.clear()

@@ -85,13 +85,21 @@ def waiting(func: Any) -> Callable[..., Any]:
     return call
 
 
-def with_autocast(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator that finds the autocast in force now at every later call, for what it calls in turn."""
-    return (
-        functools.partial(_autocast, torch.get_autocast_dtype("cpu"), func)
-        if torch.is_autocast_enabled("cpu")
-        else func
-    )
+def with_modes(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operator that finds the autocast and grad mode in force now at every later call.
+
+    It has them for what it calls in turn; and an LSTM keeps more for its backward under grad mode.
+    """
+    if torch.is_grad_enabled():
+        func = functools.partial(_grad, func)
+    if torch.is_autocast_enabled("cpu"):
+        func = functools.partial(_autocast, torch.get_autocast_dtype("cpu"), func)
+    return func
+
+
+def _grad(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with torch.enable_grad():
+        return func(*args, **kwargs)
 
 
 def _autocast(dtype: torch.dtype, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

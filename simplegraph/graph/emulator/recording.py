@@ -202,7 +202,7 @@ class EmulatedCapture:
         written = ops.written_tensors(func, args, kwargs)
         for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
             memory.save()
-        call = ops.with_autocast(ops.waiting(func))
+        call = ops.with_modes(ops.waiting(func))
         if is_collective(func):
             result = self._launches.launch(func, args, kwargs)
         else:

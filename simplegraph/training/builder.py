@@ -1,0 +1,249 @@
+"""The way from a training call to its pair of graphs: eager calls that teach, and the capture of both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.context import bypassed
+from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice
+from simplegraph.graph.escapes import KEPT_REMEDY, kept_by
+from simplegraph.graph.generators import drew, random_states
+from simplegraph.graph.host.warmup import HostWarmup
+from simplegraph.graph.memory import copy_limit
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.tensors import storage_key, wait_collectives
+from simplegraph.manager.jobs import CaptureJob
+from simplegraph.module.arguments import invoke_watched
+from simplegraph.module.call import Call
+from simplegraph.module.effects import ModuleState
+from simplegraph.module.inputs import InputSet
+from simplegraph.module.memory import ModuleMemory
+from simplegraph.module.outside import MemoryInUse
+from simplegraph.module.plan import Plan
+from simplegraph.module.signature import CallReader
+from simplegraph.module.snapshot import has_address, tensors_in
+from simplegraph.module.state import CapturedState
+from simplegraph.module.survey import Survey
+from simplegraph.nested import TreeSpec, flatten
+from simplegraph.reasons import CannotBind, Reason
+from simplegraph.training.leaves import HookWatch, Leaves
+from simplegraph.training.lessons import Lessons
+from simplegraph.training.pair import Backward, GraphPair, Lane, Returned
+from simplegraph.training.recording import Recording, Tape, written_outputs
+
+_WRITTEN = "the forward writes to {}; under grad mode pass what it may not change"
+
+
+class PairBuilder:
+    """Builds the pairs of one module in one mode, training or not.
+
+    Args:
+        module: what is captured.
+        reader: names its arguments.
+        lanes: where pairs live.
+
+    Attributes:
+        state: what the graphs read of the module; None before the first capture.
+        seen: memory that the forward was seen to use beside its arguments.
+        leaves: tensors of the module that may want gradients.
+    """
+
+    def __init__(self, module: nn.Module, reader: CallReader, lanes: Sequence[Lane]) -> None:
+        self.reader, self.lanes = reader, lanes
+        self.state: CapturedState | None = None
+        self.seen = MemoryInUse()
+        self.leaves = Leaves(module)
+        self.table = lanes[0].manager.table
+        self.device: GraphDevice = lanes[0].manager.device
+
+    def memory(self, call: Call) -> ModuleMemory:
+        """Find the memory that a call's forward may write."""
+        return ModuleMemory(self.table, call, self.seen.read.elsewhere, self.seen.written)
+
+    def note_seen(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
+        """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
+        survey = Survey(module)
+        self.seen.add(survey, observers, inputs)
+        if self.state is not None:
+            self.state.accept(survey)
+
+    # Eager calls.
+
+    def run_as_called(self, call: Call, key: Hashable, lessons: Lessons) -> Any:
+        """Run eagerly, with the caller's own tensors, and learn from the call and its backward."""
+        binding, memory = call.binding, call.memory
+        generators = self.memory(call).generators()
+        before = random_states(generators)
+        observer, host, hooks = MemoryObserver(), HostWarmup(self.device.torch_device), HookWatch()
+        limit = copy_limit(self.device.free_memory())
+        with bypassed(Reason.NESTED), binding.counted.eager_run(call.module), hooks, host.following(), observer:
+            result = wait_collectives(invoke_watched(call, self.reader, call.args, call.kwargs, limit))
+        self.table.constants.learn(key, host.copies, host.sources, met_host=host.met_host)
+        binding.draws |= observer.may_draw and drew(generators, before)
+        binding.note_written(observer, memory)
+        self.note_seen(call.module, [observer], set(memory.values()))
+        binding.learn_run(call.batch, result)
+        self._refuse(call, hooks)
+        self.watch(call, result, lessons)
+        binding.called = True
+        binding.warm[call.padded] += 1
+        return result
+
+    def _refuse(self, call: Call, hooks: HookWatch) -> None:
+        """Note why no pair can serve such calls, if a run showed that."""
+        binding, why = call.binding, ""
+        if hooks.found is not None:
+            why = f"the forward calls {hooks.found}, and a replay runs no hook that it registers"
+        elif binding.written:
+            why = _WRITTEN.format(", ".join(sorted(binding.written)))
+        if why and binding.unsupported is None:
+            binding.unsupported = CannotBind(Reason.UNTRAINABLE, why)
+
+    def watch(self, call: Call, result: Any, lessons: Lessons) -> None:
+        """Learn from what an eager call returned, and from its backward."""
+        lessons.watch(written_outputs(flatten(result)[0], [*call.leaves, *self.leaves.tensors]))
+
+    # Captures.
+
+    def capture(self, call: Call, key: Hashable, lane: Lane, lessons: Lessons) -> GraphPair:
+        """Capture a call's forward and its backward.
+
+        Raises:
+            CannotBind: they cannot be.
+            CaptureError: likewise, and ``on_capture_failure`` is "raise".
+        """
+        table = lane.manager.table
+        table.constants = self.table.constants  # what was learnt of the calls holds in each lane
+        inputs = InputSet(call.layout.args, call.batch, call.leaves)
+        with torch.no_grad():
+            inputs.load(call.tensors, call.batch, call.padded)
+        recording = Recording(call, self.reader, self.leaves, inputs, lessons, table.config.state_key)
+        jobs = recording.jobs(key, lane.number)
+        _set_up_backwards(self.device)
+        state = ModuleState((call.module, *call.trusted), self.device, lane.manager.pool, call.binding.counted)
+        capture = lane.manager.new_capture(jobs, lazy=True, retry=False, state=state)
+        kept: list[str] = []
+        try:
+            with CAPTURE_LOCK, contextlib.ExitStack() as undo:
+                undo.callback(lambda: kept.extend(state.put_back()))
+                summary = capture.run()
+        except BaseException:
+            table.forget(jobs)
+            raise
+        finally:
+            recording.tape.outputs.clear()
+        self._note_captured(call, capture.observers, capture.reads, inputs, recording)
+        failed = summary.failed
+        if failed:
+            table.forget(jobs)
+        elif why := self._refusal(call, capture.observers, kept):
+            failed = table.refuse(jobs[:1], *why)
+            table.forget(jobs[1:])
+        if failed:
+            table.raise_failure(failed)
+            raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
+        read = {key for observer in capture.observers[1:] for key in observer.external}
+        return self._pair(call, lane, inputs, recording, jobs, read)
+
+    def _refusal(self, call: Call, observers: Sequence[MemoryObserver], kept: Sequence[str]) -> tuple[str, str] | None:
+        """Say why graphs that were captured cannot serve, and what to do."""
+        if kept:
+            return kept_by(kept), KEPT_REMEDY
+        if call.binding.counted.names:
+            return call.binding.counted.refusal
+        limit = copy_limit(self.device.free_memory())
+        if any(observer.unseen for observer in observers) and (names := call.never_compared(limit, proven=False)):
+            cause = f"kernels that torch does not dispatch may write to {', '.join(names)}"
+            return cause, "Set num_warmups=1, so that inputs are compared before and after a run."
+        return None
+
+    def _note_captured(
+        self,
+        call: Call,
+        observers: Sequence[MemoryObserver],
+        reads: dict[tuple[Any, ...], Tensor],
+        inputs: InputSet,
+        recording: Recording,
+    ) -> None:
+        """Take note of everything that the graphs read."""
+        buffers = [buffer for buffer in recording.gradients if buffer is not None]
+        own = inputs.storages | call.host_copies | set(map(storage_key, buffers))
+        self.note_seen(call.module, observers, own)
+        read = self.seen.read
+        read.values |= {place: tensor for place, tensor in reads.items() if place[0] not in own}
+        if read.unseen:  # which may read what the arguments hold, too
+            passed = (part for thing in call.trusted for part in tensors_in(thing) if has_address(part))
+            read.elsewhere |= {storage_key(part): part for part in passed}
+        if self.state is None:
+            self.state = CapturedState(call.module)
+        self.state.take(read, call.binding.counted.left.links)
+
+    def _pair(
+        self,
+        call: Call,
+        lane: Lane,
+        inputs: InputSet,
+        recording: Recording,
+        jobs: Sequence[CaptureJob],
+        read_after: set[int],
+    ) -> GraphPair:
+        table, tape, arguments = lane.manager.table, recording.tape, recording.arguments
+        forward, *backwards = (table.graphs[job.key] for job in jobs)
+        self._check_outputs(table, jobs, forward.program.outputs, tape, inputs)
+        state = cast(CapturedState, self.state)
+        plan = Plan(call, table, forward, inputs, state, self.seen.guards(call))
+        made = [
+            Backward(graph, outputs, places)
+            for graph, outputs, places in zip(backwards, recording.patterns, recording.places, strict=True)
+        ]
+        for other in made[1:]:
+            other.graph.prove(padded=True, both=True, unverified="for gradients of other outputs than the calls before")
+        constant = frozenset(range(len(tape.reaches))) - tape.wanting
+        returned = Returned(cast(TreeSpec, tape.spec), tape.leaves, tape.written, tape.given, constant)
+        read = [tensor for tensor in arguments.held.originals if storage_key(tensor) in read_after]
+        leaves = dict(enumerate(arguments.leaves))
+        reached = frozenset().union(*tape.reaches)  # what no output depends on is no part of eager's graph either
+        attached = {number: leaf for number, leaf in leaves.items() if number in reached}
+        return GraphPair(
+            lane, jobs, plan, made, returned, recording.gradients, tape.reaches, attached, read, recording.retains
+        )
+
+    def _check_outputs(
+        self, table: Any, jobs: Sequence[CaptureJob], outputs: Sequence[Tensor], tape: Tape, inputs: InputSet
+    ) -> None:
+        """Refuse outputs in memory that the graph does not write: a copy of them would not be what eager returns."""
+        own = inputs.storages
+        foreign = [out for out in outputs if not table.device.in_pool(table.pool, out) and storage_key(out) not in own]
+        if foreign:
+            cause = f"an output of shape {tuple(foreign[0].shape)} is memory of the module, or a view of it"
+            failed = table.refuse(jobs[:1], cause, "Return a clone.")
+            table.forget(jobs[1:])
+            table.raise_failure(failed)
+            raise CannotBind(Reason.CAPTURE_FAILED, cause)
+
+
+class _InBackward(torch.autograd.Function):
+    """Calls a function from the thread that runs the backwards of a device."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, scratch: Tensor) -> Tensor:
+        ctx.function = function
+        return scratch.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        ctx.function()
+        return None, grads[0]
+
+
+def _set_up_backwards(device: GraphDevice) -> None:
+    """Let cuBLAS have its workspaces for the thread that will run the backward on the capture stream."""
+    with device.on_capture_stream(), torch.enable_grad():
+        scratch = torch.zeros(1, device=device.torch_device, requires_grad=True)
+        run: Any = _InBackward.apply  # typed loosely because torch leaves it untyped
+        torch.autograd.grad(run(device.keep_workspaces, scratch), scratch)

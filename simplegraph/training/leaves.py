@@ -1,0 +1,214 @@
+"""The tensors below a module that gradients flow to, and what stands in for them in a capture."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _modules
+
+from simplegraph.module.args import PLAIN_TENSORS
+from simplegraph.module.survey import HeldTensor, Survey
+from simplegraph.reasons import CannotBind, Reason
+
+requires_grad = operator.attrgetter("requires_grad")
+
+
+class Leaves:
+    """Lists the tensors that a module holds and that may want gradients, each once.
+
+    Attributes:
+        tensors: these; names: their names, dotted from the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        survey = Survey(module)
+        self._places = list(_places(survey))
+        held = {id(tensor): (name, tensor) for name, _, _, tensor in reversed(self._places)}
+        self.names = [name for name, _ in held.values()]
+        self.tensors = [tensor for _, tensor in held.values()]
+
+    def flags(self) -> list[bool]:
+        """Tell which of them want gradients now."""
+        return list(map(requires_grad, self.tensors))
+
+    def wanting(self) -> list[Tensor]:
+        """List those that want gradients now."""
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Name one of them."""
+        return next((name for name, each in zip(self.names, self.tensors, strict=True) if each is tensor), "a tensor")
+
+    @contextlib.contextmanager
+    def replaced(self, stand_ins: StandIns) -> Iterator[None]:
+        """Let the module hold the stand-ins in here, wherever it holds what they stand for."""
+        swapped = []
+        try:
+            for _, held_by, key, tensor in self._places:
+                holder, other = held_by(), stand_ins.of(tensor)
+                if other is not None and holder[key] is tensor:
+                    _set(holder, key, other)
+                    swapped.append((holder, key, tensor, other))
+            yield
+        finally:
+            for holder, key, tensor, other in swapped:
+                if holder[key] is other:
+                    _set(holder, key, tensor)
+
+
+class StandIns:
+    """Leaves of an autograd graph of their own, in the memory of others.
+
+    A capture's backward must not run the hooks of the user's leaves, nor meet the nodes that add to their gradients:
+    those may belong to another stream.
+
+    Args:
+        tensors: leaves that want gradients.
+
+    Raises:
+        CannotBind: one cannot be stood in for.
+    """
+
+    def __init__(self, leaves: Leaves, tensors: Iterable[Tensor]) -> None:
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for tensor in tensors:
+            if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
+                kind = type(tensor).__name__ if type(tensor) not in PLAIN_TENSORS else str(tensor.layout)
+                raise CannotBind(Reason.UNTRAINABLE, f"{leaves.name_of(tensor)} is a {kind}")
+            if not tensor.is_leaf:
+                continue  # if the forward reads it, its history shows
+            other = tensor.detach()
+            other = nn.Parameter(other) if isinstance(tensor, nn.Parameter) else other.requires_grad_()
+            vars(other).update(vars(tensor))
+            self._pairs[id(tensor)] = tensor, other
+        self._originals = {id(other): tensor for tensor, other in self._pairs.values()}
+
+    @property
+    def originals(self) -> list[Tensor]:
+        """List what they stand for."""
+        return [tensor for tensor, _ in self._pairs.values()]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """List them, in the order of `originals`."""
+        return [other for _, other in self._pairs.values()]
+
+    def of(self, tensor: Any) -> Tensor | None:
+        """Return what stands for a tensor; None if nothing does."""
+        pair = self._pairs.get(id(tensor))
+        return None if pair is None else pair[1]
+
+    def original(self, tensor: Any) -> Tensor | None:
+        """Return what a stand-in stands for; None for any other tensor."""
+        return self._originals.get(id(tensor))
+
+    def moved(self) -> Tensor | None:
+        """Find one that the forward gave other memory."""
+        pairs = self._pairs.values()
+        return next((tensor for tensor, other in pairs if tensor.data_ptr() != other.data_ptr()), None)
+
+
+def _places(survey: Survey) -> Iterator[tuple[str, Callable[[], Any], Any, Tensor]]:
+    """Yield (name, holder, key, tensor) of every place that holds a tensor which may want gradients.
+
+    The holder is asked for each time: the dicts of a module become others when it is watched.
+    """
+    for name, module in survey.modules.items():
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, kind).items():
+                if tensor is not None and _may_want(tensor):
+                    yield f"{name}.{key}".lstrip("."), functools.partial(getattr, module, kind), key, tensor
+    held: Iterable[HeldTensor] = survey.tensors.values()
+    for each in held:
+        if each.links and _may_want(each.tensor):
+            holder, key, _ = each.links[-1]
+            yield each.name, functools.partial(_itself, holder), key, each.tensor
+
+
+def _itself(holder: Any) -> Any:
+    return holder
+
+
+def _may_want(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _set(holder: Any, key: Any, value: Tensor) -> None:
+    """Set an item without a word to whoever watches the module: nothing is changed that any graph reads."""
+    if isinstance(holder, dict):
+        dict.__setitem__(holder, key, value)
+    elif isinstance(holder, list):
+        list.__setitem__(holder, key, value)  # a tuple keeps what it has, and the autograd graph shows it
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """The leaves that an output's history ends in.
+
+    Attributes:
+        tensors: those leaves, by id.
+    """
+
+    tensors: dict[int, Tensor]
+
+    @classmethod
+    def of(cls, output: Tensor) -> Reached:
+        """Walk back through the history of an output."""
+        found: dict[int, Tensor] = {}
+        left: list[Any] = [output.grad_fn] if output.grad_fn is not None else []
+        if output.grad_fn is None and output.requires_grad:
+            found[id(output)] = output
+        seen = {id(node): node for node in left}  # held, so that an id means one node
+        while left:
+            node = left.pop()
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor):
+                found[id(variable)] = variable
+            for following, _ in node.next_functions:
+                if following is not None and id(following) not in seen:
+                    seen[id(following)] = following
+                    left.append(following)
+        return cls(found)
+
+
+# Private to torch; where it is absent, such calls are replayed, and keep their memory.
+saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Refuse a module whose backward runs Python that a replay would not. Raises CannotBind."""
+    if saved_tensors_hooks(False) is not None:
+        raise CannotBind(Reason.HOOKS, "saved-tensor hooks around the call, as of activation checkpoints")
+    if _modules._global_backward_hooks or _modules._global_backward_pre_hooks:
+        raise CannotBind(Reason.HOOKS, "backward hooks on all modules")
+    for name, child in module.named_modules():
+        if child._backward_hooks or child._backward_pre_hooks:
+            raise CannotBind(Reason.HOOKS, f"full backward hooks on {name or 'the module'}")
+
+
+class HookWatch(torch.overrides.TorchFunctionMode):
+    """Notices hooks that a forward registers on its own tensors: a replay would not call them.
+
+    Attributes:
+        found: the method that it called; None if none.
+    """
+
+    _METHODS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func in self._METHODS:
+            self.found = f"Tensor.{func.__name__}"
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,86 @@
+"""What eager calls under grad mode, and their backwards, showed: captures follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplegraph.graph.modes import autocast_dtype
+
+
+class OutputLook(NamedTuple):
+    """How an output looks.
+
+    Attributes:
+        wanting: it wants gradients.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    wanting: bool
+
+    @classmethod
+    def of(cls, output: Tensor) -> OutputLook:
+        """Look at an output."""
+        return cls(output.shape, output.stride(), output.dtype, output.device, output.requires_grad)
+
+    def like(self, other: OutputLook) -> bool:
+        """True if one buffer does for both: strides may follow those of inputs."""
+        return self._replace(stride=()) == other._replace(stride=())
+
+    def buffer(self) -> Tensor:
+        """Make memory for its gradient."""
+        with torch.inference_mode(False), torch.no_grad():
+            dense = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+            return torch.zeros_like(dense)
+
+
+class Lessons:
+    """What eager calls of one signature, and their backwards, showed.
+
+    Attributes:
+        device_type: of the device that they ran on.
+        outputs: how the outputs of the last call looked.
+        seen: the outputs that they gave gradients to, by their number; None before the first.
+        retained: True if one kept what it reads for another.
+        twice: True if one shall be differentiated itself.
+        autocast: the dtype of autocast around the last one.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.outputs: list[OutputLook] = []
+        self.seen: set[int] | None = None
+        self.retained = self.twice = False
+        self.autocast: torch.dtype | None = None
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Look at the outputs of an eager call, and later at its backward."""
+        self.outputs = list(map(OutputLook.of, outputs))
+        nodes: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
+        for number, output in enumerate(outputs):
+            if output.grad_fn is not None:
+                nodes.setdefault(id(output.grad_fn), (output.grad_fn, []))[1].append((output.output_nr, number))
+        for node, places in nodes.values():
+            node.register_prehook(lambda grads, places=places: self._look(grads, places))
+
+    def _look(self, grads: Sequence[Tensor | None], places: Sequence[tuple[int, int]]) -> None:
+        self.note({number for at, number in places if grads[at] is not None})
+
+    def note(self, outputs: Collection[int]) -> None:
+        """Note a backward, from inside of it."""
+        self.seen = (self.seen or set()) | set(outputs)
+        self.retained = self.retained or keeps_graph()
+        self.twice = self.twice or torch.is_grad_enabled()
+        self.autocast = autocast_dtype(self.device_type)
+
+
+def keeps_graph() -> bool:
+    """True if the backward that runs now keeps what it reads, or torch does not say."""
+    known: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if known is None else bool(known())

@@ -1,0 +1,286 @@
+"""A pair of graphs: a module's forward and its backward, as one node of the caller's autograd graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.errors import ReplayError
+from simplegraph.manager.jobs import CaptureJob
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.table import CapturedGraph
+from simplegraph.module.plan import Copies, Plan, check_places
+from simplegraph.nested import TreeSpec
+from simplegraph.reasons import CannotBind
+from simplegraph.training.lessons import Lessons
+
+_version = operator.attrgetter("_version")
+_DOUBLE = (
+    "this module's forward ran as a graph, whose backward is a graph, too, and has no backward of its own: "
+    "create_graph=True is not possible. Call it inside simplegraph.eager(), or wrap it without training=True."
+)
+
+
+class Lane:
+    """Memory for the pairs of all signatures, of which one at a time is between its forward and its backward.
+
+    Args:
+        new_manager: makes what keeps the graphs, in a pool that nothing else uses.
+        number: tells it from others.
+
+    Attributes:
+        serial: the number of forwards so far.
+    """
+
+    def __init__(self, new_manager: Callable[[], CudaGraphManager], number: int) -> None:
+        self._new_manager, self.number, self.serial = new_manager, number, 0
+        self._ticket: weakref.ref[Ticket] | None = None
+
+    @functools.cached_property
+    def manager(self) -> CudaGraphManager:
+        """Keeps the graphs; made at the first use, since most loops need one lane."""
+        return self._new_manager()
+
+    def drop(self) -> None:
+        """Drop the graphs, unless a backward needs them: then they go with it."""
+        if "manager" not in vars(self):
+            return
+        if self.free:
+            self.manager.reset()
+        else:
+            self.manager.stats.dropped(self.manager.table.graphs)
+
+    @property
+    def free(self) -> bool:
+        """True unless what a forward left here waits for its backward."""
+        ticket = None if self._ticket is None else self._ticket()
+        return ticket is None or ticket.done
+
+    def take(self, ticket: Ticket) -> None:
+        """Let a forward leave here what its backward reads."""
+        self.serial += 1
+        ticket.serial = self.serial
+        self._ticket = weakref.ref(ticket)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Backward:
+    """A captured backward.
+
+    Attributes:
+        graph: what is replayed.
+        outputs: the numbers of the outputs that it takes gradients of.
+        places: for each gradient that it makes, the number of its leaf.
+    """
+
+    graph: CapturedGraph
+    outputs: frozenset[int]
+    places: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Returned:
+    """How what a graph writes becomes what the caller gets.
+
+    Attributes:
+        spec: how it nests.
+        leaves: values that are the same at each call, None where another place has something.
+        written: place -> the number of the graph's output.
+        given: place -> the index of the argument that is returned.
+        constant: numbers of the outputs that have no gradient.
+    """
+
+    spec: TreeSpec
+    leaves: Sequence[Any]
+    written: dict[int, int]
+    given: dict[int, int]
+    constant: frozenset[int]
+
+    def nest(self, outputs: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
+        """Return what the caller gets."""
+        leaves = list(self.leaves)
+        for place, number in self.written.items():
+            leaves[place] = outputs[number]
+        for place, index in self.given.items():
+            leaves[place] = arguments[index]
+        return self.spec.unflatten(leaves)
+
+
+@dataclasses.dataclass(eq=False)
+class GraphPair:
+    """A forward graph and its backward graphs.
+
+    Attributes:
+        lane: where they live; jobs: what they were captured from.
+        plan: serves the forward.
+        backwards: the one for the usual outputs first; the last takes gradients of all outputs.
+        returned: how outputs reach the caller.
+        gradients: buffers for the gradients of outputs, by their number; None where there is none.
+        reaches: for each output, the numbers of the leaves in its history.
+        leaves: by number, what gradients flow to: arguments, given by their index, and then tensors of the module.
+        read: those of the module that a backward reads.
+        retains: a second backward finds what the first one read.
+        refused: why it serves no call any more.
+    """
+
+    lane: Lane
+    jobs: Sequence[CaptureJob]
+    plan: Plan
+    backwards: Sequence[Backward]
+    returned: Returned
+    gradients: Sequence[Tensor | None]
+    reaches: Sequence[frozenset[int]]
+    leaves: Mapping[int, int | Tensor]
+    read: Sequence[Tensor]
+    retains: bool
+    refused: CannotBind | None = None
+
+    @property
+    def unproven(self) -> bool:
+        """True if the next call is to be compared with eager."""
+        return self.plan.graph.unproven > 0 or self.backwards[0].graph.unproven > 0
+
+    def attached(self, arguments: Sequence[Any]) -> list[Tensor]:
+        """List the tensors of a call that gradients flow to."""
+        return [arguments[leaf] if isinstance(leaf, int) else leaf for leaf in self.leaves.values()]
+
+    def backward_for(self, grads: Sequence[Tensor | None]) -> Backward:
+        """Find the graph that takes these gradients of outputs."""
+        present = {number for number, grad in enumerate(grads) if grad is not None}
+        return next((known for known in self.backwards if known.outputs >= present), self.backwards[-1])
+
+    def load(self, backward: Backward, grads: Sequence[Tensor | None]) -> None:
+        """Copy gradients of outputs to where a graph reads them; those that are missing count as zeros."""
+        targets, sources = [], []
+        for number in backward.outputs:
+            target, grad = self.gradients[number], grads[number]
+            if target is not None and grad is not None:
+                targets.append(target)
+                sources.append(grad)
+            elif target is not None:
+                target.zero_()
+        torch._foreach_copy_(targets, sources)
+
+    def wanted(self, backward: Backward, grads: Sequence[Tensor | None]) -> list[tuple[int, int]]:
+        """Return (number of the leaf, number of the graph's output) of gradients that eager makes, too."""
+        present = (reach for reach, grad in zip(self.reaches, grads, strict=True) if grad is not None)
+        reached = frozenset().union(*present)
+        return [(leaf, at) for at, leaf in enumerate(backward.places) if leaf in reached]
+
+
+class Ticket:
+    """One call that graphs serve, from its forward to its backward.
+
+    Args:
+        pair: the graphs.
+        leaves: the arguments; copies: which of them have to be copied.
+
+    Attributes:
+        serial: the number of the forward in its lane.
+        done: a backward ran.
+    """
+
+    serial = 0
+
+    def __init__(self, pair: GraphPair, lessons: Lessons, copies: Copies) -> None:
+        self.pair, self._lessons, self._copies = pair, lessons, copies
+        self.done, self._keeps = False, pair.retains
+        self._versions: list[int] = []
+
+    def forward(self) -> list[Tensor]:
+        """Replay the forward; return its outputs in memory of their own. Call with the pool's lock held."""
+        pair = self.pair
+        if pair.plan.debug:
+            check_places(pair.plan)
+        pair.lane.take(self)
+        pair.plan.table.replay(pair.plan.graph, 0, pair.plan.load, self._copies)
+        self._copies = ([], [])
+        self._versions = list(map(_version, pair.read))
+        return [output.clone() for output in pair.plan.program.outputs]
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay the backward; return the gradients of the leaves in memory of their own.
+
+        Raises:
+            ReplayError: what it reads is gone, or it shall be differentiated itself.
+        """
+        pair, manager = self.pair, self.pair.lane.manager
+        self.check()
+        backward = pair.backward_for(grads)
+        with manager.pool.lock:
+            if self.serial != pair.lane.serial:
+                raise ReplayError(
+                    "a second backward of a forward that ran as a graph, after another forward wrote over what it "
+                    "reads. Run both before the next forward, or call that module inside simplegraph.eager()."
+                )
+            manager.table.replay(backward.graph, 0, lambda _: pair.load(backward, grads))
+            found: dict[int, Tensor | None] = dict.fromkeys(pair.leaves)
+            wanted = pair.wanted(backward, grads)
+            outputs = backward.graph.program.outputs
+            # In new memory, by one call: what the caller keeps, or torch makes `.grad` of, no replay may write to.
+            if wanted:
+                made = torch._foreach_mul([outputs[at] for _, at in wanted], 1)
+                for (leaf, _), grad in zip(wanted, made, strict=True):
+                    found[leaf] = grad
+        self.finish(grads)
+        return list(found.values())
+
+    def check(self) -> None:
+        """Refuse a backward that eager would refuse, or that no graph can do. Raises ReplayError."""
+        if torch.is_grad_enabled():
+            self._lessons.twice = True
+            raise ReplayError(_DOUBLE)
+        if self.done and not self._keeps:
+            raise ReplayError(
+                "a second backward of a forward that ran as a graph, whose first one wrote over what it reads. The "
+                "calls after this one keep it: training graphs are captured again for retain_graph=True."
+            )
+        names = [
+            tuple(leaf.shape) for leaf, was in zip(self.pair.read, self._versions, strict=False) if leaf._version != was
+        ]
+        if names:
+            raise ReplayError(
+                f"a weight of shape {names[0]} was changed between a forward and its backward, which reads it. Run the "
+                "backward before the optimizer's step, as eager asks for, too."
+            )
+
+    def finish(self, grads: Sequence[Tensor | None]) -> None:
+        """Note that a backward ran, and what it was like."""
+        self.done = True
+        self._lessons.note([number for number, grad in enumerate(grads) if grad is not None])
+
+
+_NOTHING = torch.empty(0)
+
+
+class GraphedCall(torch.autograd.Function):
+    """The node that stands in the caller's autograd graph for a module whose forward and backward are graphs."""
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Ticket, *leaves: Tensor) -> tuple[Tensor, ...]:
+        """Run a ticket's forward; `leaves` are what its gradients flow to."""
+        outputs = ticket.forward()
+        ctx.ticket = ticket
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(_NOTHING)  # so that torch tells of a second backward without retain_graph
+        ctx.mark_non_differentiable(*(outputs[number] for number in ticket.pair.returned.constant))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the ticket's backward."""
+        _ = ctx.saved_tensors
+        if all(grad is None for grad in grads):  # what follows needs none of them, nor does eager make any then
+            return (None,) * len(ctx.needs_input_grad)
+        return None, *ctx.ticket.backward(grads)
+
+
+# Past the Python of `Function.apply`, which looks at each argument for functorch: no such call comes here.
+apply: Callable[..., Any] = super(torch.autograd.Function, GraphedCall).apply

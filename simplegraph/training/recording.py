@@ -1,0 +1,268 @@
+"""The runs of a forward and of its backward as they are captured."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from simplegraph.context import bypassed
+from simplegraph.errors import HostError
+from simplegraph.graph.tensors import wait_collectives
+from simplegraph.manager.jobs import CaptureJob
+from simplegraph.module.arguments import invoke_watched
+from simplegraph.module.call import Call
+from simplegraph.module.inputs import InputSet
+from simplegraph.module.memory import held_generators
+from simplegraph.module.signature import CallReader
+from simplegraph.nested import TreeSpec, flatten
+from simplegraph.reasons import Reason
+from simplegraph.training.leaves import Leaves, Reached, StandIns
+from simplegraph.training.lessons import Lessons, OutputLook
+
+
+class Arguments:
+    """What a captured forward is passed, and how its leaves stand in for the caller's.
+
+    Args:
+        call: the call that is captured; inputs: the static inputs of its graph.
+        leaves: tensors of the module.
+    """
+
+    def __init__(self, call: Call, inputs: InputSet, leaves: Leaves) -> None:
+        passed = inputs.leaves(call.layout.args, call.padded)
+        self.wanting = [at for at, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self.passed = [
+            static.detach().requires_grad_() if at in self.wanting else static for at, static in enumerate(passed)
+        ]
+        self.held = StandIns(leaves, leaves.wanting())
+
+    @property
+    def targets(self) -> list[Tensor]:
+        """List what the captured backward makes gradients of, in the order of `leaves`."""
+        return [*(self.passed[at] for at in self.wanting), *self.held.tensors]
+
+    @property
+    def leaves(self) -> list[int | Tensor]:
+        """List what they stand for: arguments, by their index, and tensors of the module."""
+        return [*self.wanting, *self.held.originals]
+
+
+@dataclasses.dataclass(eq=False)
+class Tape:
+    """What a captured forward leaves for the capture of its backward.
+
+    Attributes:
+        spec: how its outputs nest; leaves: those that no graph writes.
+        written, given: places of the others; see `Returned`.
+        outputs: what the graph writes, with its history until the last backward is captured.
+        reaches: see `GraphPair`.
+    """
+
+    spec: TreeSpec | None = None
+    leaves: list[Any] = dataclasses.field(default_factory=list)
+    written: dict[int, int] = dataclasses.field(default_factory=dict)
+    given: dict[int, int] = dataclasses.field(default_factory=dict)
+    outputs: list[Tensor] = dataclasses.field(default_factory=list)
+    wanting: frozenset[int] = frozenset()
+    reaches: list[frozenset[int]] = dataclasses.field(default_factory=list)
+
+    def take(self, result: Any, arguments: Arguments, leaves: Leaves) -> list[Tensor]:
+        """Take what a forward returned; return what its graph writes."""
+        values, self.spec = flatten(result)
+        places = {id(leaf): at for at, leaf in enumerate(arguments.passed) if isinstance(leaf, Tensor)}
+        self.outputs += written_outputs(values, [*arguments.passed, *arguments.held.tensors])
+        numbers = {id(output): number for number, output in enumerate(self.outputs)}
+        self.leaves = [arguments.held.original(value) for value in values]
+        for place, value in enumerate(values):
+            if id(value) in numbers:
+                self.written[place], self.leaves[place] = numbers[id(value)], None
+            elif id(value) in places:
+                self.given[place], self.leaves[place] = places[id(value)], None
+            elif self.leaves[place] is None:
+                self.leaves[place] = value
+        self.wanting = frozenset(at for at, output in enumerate(self.outputs) if output.requires_grad)
+        own = {id(target): at for at, target in enumerate(arguments.targets)}
+        for output in self.outputs:
+            reached = Reached.of(output).tensors
+            strange = [tensor for key, tensor in reached.items() if key not in own]
+            if strange:
+                cause = f"gradients flow to {leaves.name_of(strange[0])}, which the forward does not find in its module"
+                raise HostError(cause, "Register it as a parameter, and use it from there.")
+            self.reaches.append(frozenset(own[key] for key in reached))
+        moved = arguments.held.moved()
+        if moved is not None:
+            cause = f"the forward gives {leaves.name_of(moved)} other memory"
+            raise HostError(cause, "Write to it in place.")
+        return list(self.outputs)
+
+
+def written_outputs(values: Sequence[Any], given: Sequence[Any]) -> list[Tensor]:
+    """List the tensors among what a forward returned, each once, but for those that it was given."""
+    own = {id(value) for value in given}
+    return list({id(value): value for value in values if isinstance(value, Tensor) and id(value) not in own}.values())
+
+
+class Recording:
+    """Runs the forward and the backwards of one call as they are captured.
+
+    Attributes:
+        patterns: for each backward, the numbers of the outputs that it takes gradients of.
+        places: for each backward, the numbers of the leaves that it makes gradients of.
+        gradients: buffers for the gradients of outputs.
+        retains: the first backward leaves what it reads.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        reader: CallReader,
+        leaves: Leaves,
+        inputs: InputSet,
+        lessons: Lessons,
+        state_key: Callable[[Any], Hashable] | None,
+    ) -> None:
+        self._call, self._reader, self._leaves, self._lessons = call, reader, leaves, lessons
+        self._state_key = state_key
+        self.arguments, self.tape = Arguments(call, inputs, leaves), Tape()
+        self.retains = lessons.retained
+        # Not in the pool: they are filled between the two graphs.
+        self.gradients = [look.buffer() if look.wanting else None for look in lessons.outputs]
+        self.patterns: list[frozenset[int]] = []
+        self.places: list[list[int]] = []
+        self._caches = torch.is_autocast_cache_enabled()
+
+    def jobs(self, key: Hashable, number: int) -> list[CaptureJob]:
+        """Make the jobs for a lane: forward, the backward for what usually gets gradients, and one for all outputs."""
+        call = self._call
+        kind = call.dispatch[:2]
+        generators, inputs = held_generators(call), call.layout.described_inputs()
+        everything = frozenset(number for number, look in enumerate(self._lessons.outputs) if look.wanting)
+        usual = everything & frozenset(self._lessons.seen or ()) or everything
+        alone = usual == everything
+        runs: dict[str, Callable[[], Any]] = {
+            "forward": self.forward,
+            "backward": functools.partial(self._backward, usual, last=alone),
+        }
+        if not alone:
+            runs["backward, of all outputs"] = functools.partial(self._backward, everything, last=True)
+        last = list(runs)[-1]
+        return [
+            CaptureJob(
+                (key, number, part),
+                *kind,
+                run,
+                generators,
+                inputs,
+                self._leaves.name_of,
+                part=part,
+                follows=None if part == "forward" else (key, number, "forward"),
+                ended=self.tape.outputs.clear if part == last else bool,
+            )
+            for part, run in runs.items()
+        ]
+
+    def forward(self) -> list[Tensor]:
+        """Run the forward on static inputs, with stand-ins for its leaves."""
+        call, arguments = self._call, self.arguments
+        args, kwargs = call.spec.unflatten(arguments.passed)
+        with (
+            call.binding.counted.captured_run(call.module, self._state_key, may_leave=False),
+            self._leaves.replaced(arguments.held),
+            _casts_shared(self._caches),
+            _random_state_unread(),
+            bypassed(Reason.NESTED),
+            torch.enable_grad(),
+        ):
+            result = wait_collectives(invoke_watched(call, self._reader, args, kwargs))
+        unsupported = call.binding.unsupported
+        if unsupported is not None:
+            raise HostError(f"{unsupported.reason.text} ({unsupported.detail})", "Return results instead.")
+        outputs = self.tape.take(result, arguments, self._leaves)
+        looks, known = list(map(OutputLook.of, outputs)), self._lessons.outputs
+        if len(looks) != len(known) or not all(map(OutputLook.like, looks, known)):
+            raise HostError("the outputs are others than those of the call before", "Let them follow from the inputs.")
+        return outputs
+
+    def _backward(self, pattern: frozenset[int], *, last: bool) -> list[Tensor]:
+        """Run the backward for some outputs; `last` if no other is captured after it."""
+        tape, targets = self.tape, self.arguments.targets
+        numbers = sorted(pattern)
+        dtype = self._lessons.autocast
+        around = torch.autocast(self._lessons.device_type, dtype, enabled=dtype is not None)
+        try:
+            with around, _casts_shared(self._caches), bypassed(Reason.NESTED):
+                grads = torch.autograd.grad(
+                    [tape.outputs[number] for number in numbers],
+                    targets,
+                    [cast(Tensor, self.gradients[number]) for number in numbers],
+                    retain_graph=self.retains or not last,
+                    allow_unused=True,
+                )
+        except BaseException:
+            tape.outputs.clear()
+            raise
+        if last and not self.retains:
+            tape.outputs.clear()
+        places = [at for at, grad in enumerate(grads) if grad is not None]
+        made = [_laid_as(targets[at], grads[at]) for at in places]
+        self.patterns.append(pattern)
+        self.places.append(places)
+        return made
+
+
+def _laid_as(leaf: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient as torch keeps it in `.grad`, so that it copies it no second time.
+
+    Raises:
+        HostError: it is sparse.
+    """
+    if grad.layout is not torch.strided:
+        cause = f"the gradient of a leaf of shape {tuple(leaf.shape)} has layout {grad.layout}"
+        raise HostError(cause, "Ask the layer for dense gradients (sparse=False).")
+    if grad.stride() == torch.empty_like(leaf, device="meta").stride():
+        return grad
+    return torch.empty_like(leaf, dtype=grad.dtype).copy_(grad)
+
+
+@contextlib.contextmanager
+def _casts_shared(caches: bool) -> Iterator[None]:
+    """Let autocast cast each weight once, as eager does, since its gradients are then added in the lower precision.
+
+    The casts are memory of the capture: none is there before or after.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(caches)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _random_state_unread() -> Iterator[None]:
+    """Refuse the forward to read random states: activation checkpoints would put them back in the backward."""
+    thread = threading.get_ident()
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return known(*args, **kwargs)
+        raise HostError(
+            "the forward reads the state of a random generator (activation checkpointing does, to draw the same again)",
+            "Pass preserve_rng_state=False to torch.utils.checkpoint.checkpoint, and use_reentrant=False.",
+        )
+
+    known = torch.get_rng_state
+    torch.get_rng_state = refuse
+    try:
+        yield
+    finally:
+        torch.get_rng_state = known
