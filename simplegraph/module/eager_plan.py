@@ -13,6 +13,7 @@ from simplegraph.graph.device import GraphDevice
 from simplegraph.graph.tensors import memory_order
 from simplegraph.module.args import PLAIN_TENSORS, ConstantArg
 from simplegraph.module.call import Call
+from simplegraph.module.functions import computes_gradients
 from simplegraph.module.state import CapturedState, any_requires_grad
 from simplegraph.module.torch_state import watch_settings
 from simplegraph.reasons import CannotBind, Reason
@@ -127,7 +128,8 @@ class _NoGraphs:
     def __init__(self, call: Call) -> None:
         watch_settings()  # as graphs do: reading torch's settings takes longer than all else
         # Not of parameters: torch refuses to swap a tensor that somebody refers to weakly.
-        self._holders = [weakref.ref(module) for module in call.module.modules() if module._parameters]
+        modules = () if computes_gradients(call.module) else call.module.modules()
+        self._holders = [weakref.ref(module) for module in modules if module._parameters]
 
     def wants_grad(self) -> bool:
         """True if eager would build an autograd graph, or if somebody has to look first."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -139,8 +138,8 @@ def held_tensors(module: nn.Module) -> list[HeldTensor]:
 
 def device_of_state(module: nn.Module) -> torch.device:
     """Return the device of the tensors that a module holds: the first one's that is not on the CPU, or else the CPU."""
-    own = (parameter.device for parameter in module.parameters())  # before looking any further
-    devices = itertools.chain(own, (held.tensor.device for held in held_tensors(module)))
+    devices = [parameter.device for parameter in module.parameters()]  # before looking any further
+    devices = devices or [held.tensor.device for held in held_tensors(module)]
     return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 

@@ -205,6 +205,9 @@ class StepOptimizers:
         self._since += 1
         if not _same(found, known):
             self._note_change(found)
+            if self.refusal:
+                self.look()  # which one of these may lift
+                found = list(map(operator.getitem, *self._values))
             key = (tuple(map(_value_key, found)), tuple(len(group["params"]) for group in self.groups))
             self._last = found, key
         return key

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from simplegraph.config import CudaGraphConfig
+from simplegraph.context import CALLS
 from simplegraph.errors import CaptureError, ConfigError, InputError
 from simplegraph.graph.device import GraphPool
 from simplegraph.graph.observe import MemoryObserver
@@ -88,9 +89,9 @@ class StepEffects:
             )
 
     @contextlib.contextmanager
-    def around_eager(self) -> Iterator[None]:
-        """Surround a run that computes."""
-        self._passed = self.gradients.passed()
+    def around_eager(self, *, observed: bool) -> Iterator[None]:
+        """Surround a run that computes; `observed` if `note_read` will tell what it read."""
+        self._passed = self.gradients.passed() if observed else {}
         hooks = [] if self._trained else [each.register_step_post_hook(self._note_step) for each in self.optimizers.all]
         try:
             with self.optimizers.mirrored():
@@ -153,15 +154,17 @@ class StepModule(FunctionModule):
         # Inside of somebody else's capture the caller's grad mode is on; ours switches it off around the function.
         ours = device.type in ("cpu", "cuda") and not torch.is_grad_enabled()
         captures = ours and graph_device(device).is_capturing()
+        observed = CALLS.context is not None and CALLS.context.bypass is Reason.NESTED  # by who learns of the step
         with contextlib.ExitStack() as stack:
             if captures:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self.step.around_capture())
             else:
-                stack.enter_context(self.step.around_eager())
+                stack.enter_context(self.step.around_eager(observed=observed))
             stack.enter_context(_fresh_autocast_cache())
             result = self._function(*args, **kwargs)
-            self.step.note_leaves(result, captured=captures)
+            if observed:
+                self.step.note_leaves(result, captured=captures)
             if not captures:
                 self.step.check_trained(result)
             return _detached(result)
@@ -225,6 +228,11 @@ class TrainStep(GraphedFunction[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not self._looked:
             self._look()
+        optimizers = self._wrapped.step.optimizers
+        if optimizers.refusal and optimizers.state() is not None and optimizers.refusal:
+            runner, why = self._wrapped._graph_runner, (Reason.OPTIMIZER, optimizers.refusal)
+            refused: R = runner.run_eagerly(self._wrapped, args, kwargs, *why)
+            return refused
         if self._staging is not None:
             args, kwargs = self._staging.staged(args, kwargs)  # type: ignore[assignment]
         return super().__call__(*args, **kwargs)
