@@ -96,6 +96,10 @@ class Reason(str, enum.Enum):
         "one batch size was seen, so the batch dimensions are a guess: call another, use capture_graphs or batch_dims",
     )
     OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
+    PYTHON_STATE = (
+        "python_state",
+        "the function changes numbers or flags in Python, which no replay does",
+    )
     # Generation by a library beside this one.
     DECODING_MODE = (
         "decoding_mode",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from simplegraph.errors import ConfigError
 from simplegraph.graph.places import ABSENT, is_library
 from simplegraph.module.reach import CodePlace, is_code, places_of
 from simplegraph.nested import ATOMS, constant_key
+from simplegraph.reasons import CannotBind, Reason
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +40,7 @@ class FunctionModule(nn.Module):
 
     Attributes:
         reached: what else the function reaches, by name: tensors, containers, objects.
+        values: the plain values among it.
         computes_gradients: True if the function calls backward itself.
         proves_any_size: True if proofs copy all that it writes, however much that is.
     """
@@ -48,21 +51,27 @@ class FunctionModule(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.training = False
-        self._reach = _Reached(getattr(function, "__qualname__", None) or type(function).__qualname__)
+        self.values = ReachedValues(getattr(function, "__qualname__", None) or type(function).__qualname__)
         self._function = function
         self.reached: dict[str, Any] = {}
-        self.forward = self._make_forward(function)
 
-    def _make_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
+        @functools.wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.values.watching():
+                return self._run(args, kwargs)
+
+        self.forward = forward
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._function(*args, **kwargs)
 
     def _get_name(self) -> str:
-        return self._reach.name
+        return self.values.name
 
     def resolve(self) -> None:
         """Find again what the function reaches: globals and attributes may be bound to something else by now."""
         found = [(place, value) for place in self._find_places() if (value := place.value) is not ABSENT]
-        self._reach.set(found)
+        self.values.use(found)
         modules = {place.name: value for place, value in found if isinstance(value, nn.Module)}
         others = {
             place.name: value
@@ -77,19 +86,19 @@ class FunctionModule(nn.Module):
 
     def links(self) -> list[Link]:
         """List (holder, key, value) for every place that the function reads; plain values are in `state` instead."""
-        return [(place.holder, place.key, value) for place, value in self._reach.found if not isinstance(value, ATOMS)]
+        return [(place.holder, place.key, value) for place, value in self.values.found if not isinstance(value, ATOMS)]
 
     def code(self) -> list[Any]:
         """List the functions that the function calls by name, as far as they are the user's."""
-        return [value for _, value in self._reach.found if isinstance(value, types.FunctionType)]
+        return [value for _, value in self.values.found if isinstance(value, types.FunctionType)]
 
     def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
         """Yield what else calls read, by name, with the links to it."""
         return iter(())
 
     def state(self, module: Any) -> Hashable:
-        """Return the plain values that the function reads, as a key."""
-        return self._reach.state()
+        """Return the plain values that the function reads, as a key. Raises CannotBind if it changes them itself."""
+        return self.values.state()
 
     # What a function that does more than return a result lets graphs know.
 
@@ -105,22 +114,53 @@ class FunctionModule(nn.Module):
         return whole
 
 
-class _Reached:
+class ReachedValues:
     """What a function reaches; apart from the module, whose attributes are watched."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.found: list[tuple[CodePlace, Any]] = []
         self._atoms: tuple[list[Any], list[Any]] = [], []
+        self._names: list[str] = []
         self._last: tuple[list[Any], Hashable] = [], ()
+        self._changed: set[str] = set()  # by the latest run
+        self.counted: set[str] = set()  # by two runs in a row: by each, as far as can be told
 
-    def set(self, found: list[tuple[CodePlace, Any]]) -> None:
+    def use(self, found: list[tuple[CodePlace, Any]]) -> None:
         self.found = found
         atoms = [place for place, value in found if isinstance(value, ATOMS) and place.last]
         self._atoms = [place.holder for place in atoms], [place.key for place in atoms]
+        self._names = [place.name for place in atoms]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Find out if the run in here changes the plain values, which a replay would not."""
+        before = self.now()
+        yield
+        changed = self.changed_since(before)
+        self.counted |= changed & self._changed
+        self._changed = changed
+
+    def now(self) -> dict[str, tuple[Any, Any, Any]]:
+        """Return the plain values, by name, each with its holder and key."""
+        places = zip(self._names, *self._atoms, strict=True)
+        return {name: (holder, key, _item(holder, key)) for name, holder, key in places}
+
+    def changed_since(self, before: dict[str, tuple[Any, Any, Any]], *, put_back: bool = False) -> set[str]:
+        """Name those that are others than before, and put them back if asked to."""
+        changed = set()
+        for name, (holder, key, then) in before.items():
+            now = _item(holder, key)
+            if now is not then and now != then:
+                changed.add(name)
+                if put_back:
+                    holder[key] = then
+        return changed
 
     def state(self) -> Hashable:
         """Return the plain values as a key: the very same object while none is set again."""
+        if self.counted:
+            raise CannotBind(Reason.PYTHON_STATE, ", ".join(sorted(self.counted)))
         try:
             found = list(map(operator.getitem, *self._atoms))
         except (LookupError, ValueError):
@@ -187,6 +227,13 @@ def check_function(function: Any, what: str) -> None:
         raise ConfigError(
             f"{what} got {function!r}, whose arguments Python does not know; put it into a function of your own."
         ) from None
+
+
+def _item(holder: Any, key: Any) -> Any:
+    try:
+        return holder[key]
+    except (LookupError, ValueError):
+        return ABSENT
 
 
 def _may_hold(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Find what a function reaches without being passed it: through globals, its closure, defaults and the object it is of.
 
-The code tells: names that it loads, and attributes of these, in it and in the user's functions that it calls. Each is a
-place (holder, key), which may be bound to something else later.
+The code tells: names that it loads or sets, and attributes of these, in it and in the user's functions that it calls.
+Each is a place (holder, key), which may be bound to something else later.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _LOCALS = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_BETWEEN = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "COPY", "DUP_TOP"})  # a copy is for ``self.count += 1``
+_STORES = frozenset({"STORE_ATTR"})
+_NAME_STORES = {"STORE_GLOBAL": "LOAD_GLOBAL", "STORE_DEREF": "LOAD_DEREF"}
 _WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # what they hold is looked for in other ways
 
 
@@ -181,7 +184,7 @@ def _locals_of(function: types.FunctionType, bound: Mapping[str, Any]) -> dict[s
 
 @functools.lru_cache(maxsize=4096)
 def _chains(code: types.CodeType) -> tuple[tuple[str, str, list[str]], ...]:
-    """List (opcode, name, attributes) for every name that the code loads and the attributes it then reads."""
+    """List (opcode, name, attributes) for every name that the code loads or sets, and attributes that follow."""
     return tuple(_read_chains(code))
 
 
@@ -189,14 +192,17 @@ def _read_chains(code: types.CodeType) -> Iterator[tuple[str, str, list[str]]]:
     load, root, attributes = "", "", list[str]()
     for instruction in dis.get_instructions(code):
         name, value = instruction.opname, instruction.argval
-        if root and name in _ATTRIBUTES:
+        if root and name in _ATTRIBUTES | _STORES:
             attributes.append(str(value))
-            continue
-        if name in ("CACHE", "PUSH_NULL", "EXTENDED_ARG"):
+            if name in _ATTRIBUTES:
+                continue
+        if name in _BETWEEN:
             continue
         if root:
             yield load, root, attributes
         load, root, attributes = "", "", []
+        if name in _NAME_STORES:
+            yield _NAME_STORES[name], str(value), []
         if name in _LOADS or name in _LOCALS:
             load, root = name, str(value)
         elif name.startswith("LOAD_FAST") and isinstance(value, tuple):  # two at once
@@ -218,7 +224,7 @@ def _attribute(place: CodePlace, value: Any, attribute: str) -> Any:
         owner = next((base for base in value.__mro__ if attribute in vars(base)), None)
         if isinstance(member, (staticmethod, classmethod)):
             return member.__func__
-        return None if owner is None or is_library(owner.__module__) else CodePlace(name, vars(owner), attribute)
+        return None if owner is None or is_library(owner.__module__) else CodePlace(name, _ClassItems(owner), attribute)
     if attribute in getattr(value, "__dict__", {}):
         return CodePlace(name, vars(value), attribute)
     owner = next((base for base in type(value).__mro__ if attribute in vars(base)), None)
@@ -233,7 +239,7 @@ def _attribute(place: CodePlace, value: Any, attribute: str) -> Any:
         return member.__func__
     if type(member) is types.MemberDescriptorType:
         return CodePlace(name, _Slots(value), attribute)
-    return CodePlace(name, vars(owner), attribute)
+    return CodePlace(name, _ClassItems(owner), attribute)
 
 
 class _Method:
@@ -247,8 +253,24 @@ class _Method:
         return getattr(type(self._thing), key, ABSENT) if own is ABSENT else own
 
 
+class _ClassItems:
+    """Gives a class the ways of a container of its attributes."""
+
+    def __init__(self, owner: type) -> None:
+        self._owner = owner
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self._owner)[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self._owner, key, value)
+
+
 class _Slots:
     """Gives an object with slots the ways of a container."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self._thing, key, value)
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing

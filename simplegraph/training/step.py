@@ -142,13 +142,6 @@ class StepModule(FunctionModule):
         super().__init__(function)
         self.step = StepEffects(optimizers, scaler, modules)
 
-    def _make_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(args, kwargs)
-
-        return forward
-
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         device = next((parameter.device for parameter in self.step.gradients.parameters), torch.device("cpu"))
         # Inside of somebody else's capture the caller's grad mode is on; ours switches it off around the function.

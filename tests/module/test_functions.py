@@ -169,7 +169,7 @@ def test_exact_shapes_are_captured_each_by_itself():
     assert "a call with x float32[3, 2]" in {graph.label[:27] for graph in wrapped.graph_stats.graphs.values()}
 
 
-def test_a_function_that_counts_in_a_closure_is_refused_by_name():
+def counting_in_a_closure():
     count = 0
 
     def forward(x):
@@ -177,11 +177,73 @@ def test_a_function_that_counts_in_a_closure_is_refused_by_name():
         count += 1
         return x * 2
 
-    wrapped = sg.wrap(forward, max_signatures=4)
+    return forward, lambda: count
+
+
+def counting_in_an_object():
+    class Counter:
+        count = 0
+
+        def forward(self, x):
+            self.count += 1
+            return x * 2
+
+    counter = Counter()
+    return counter.forward, lambda: counter.count
+
+
+def counting_in_a_class():
+    class Counter:
+        count = 0
+
+        def forward(self, x):
+            Counter.count += 1
+            return x * 2
+
+    return Counter().forward, lambda: Counter.count
+
+
+def counting_in_a_global():
+    global COUNT
+    COUNT = 0
+
+    def forward(x):
+        global COUNT
+        COUNT += 1
+        return x * 2
+
+    return forward, lambda: COUNT
+
+
+@pytest.mark.parametrize(
+    "make", [counting_in_a_closure, counting_in_an_object, counting_in_a_class, counting_in_a_global]
+)
+def test_a_function_that_counts_in_python_is_refused_by_name(make):
+    forward, count = make()
+    wrapped = sg.wrap(forward)
     for _ in range(8):
         wrapped(torch.randn(2, 2))
-    assert count == 8
+    assert count() == 8
     assert wrapped.graph_stats.replays == 0
+    assert wrapped.graph_stats.eager[Reason.PYTHON_STATE] >= 5
+    assert "count" in wrapped.graph_stats.details[Reason.PYTHON_STATE].lower()
+
+
+def test_a_flag_that_is_set_once_is_no_reason():
+    class Lazy:
+        ready = False
+
+        def forward(self, x):
+            if not self.ready:
+                self.ready = True
+            return x * 2
+
+    lazy = Lazy()
+    wrapped = sg.wrap(lazy.forward)
+    assert answers(wrapped, lambda x: x * 2, calls=6) >= 3
+    lazy.ready = False
+    assert answers(wrapped, lambda x: x * 2, calls=6) >= 3
+    assert lazy.ready
 
 
 def test_a_function_that_keeps_a_tensor_in_a_list_is_refused_by_name():

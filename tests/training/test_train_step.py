@@ -438,6 +438,40 @@ def test_a_step_that_counts_in_python_is_refused_by_name():
     assert "count" in said
 
 
+def test_a_method_of_a_trainer_is_a_step_and_what_it_counts_is_named():
+    class Trainer:
+        def __init__(self, *, counts):
+            self.model = small_model()
+            self.optimizer = OPTIMIZERS["adamw"](self.model.parameters())
+            self.counts, self.count = counts, 0
+
+        def loss(self, x, y):
+            return F.cross_entropy(self.model(x), y)
+
+        def step(self, x, y):
+            self.optimizer.zero_grad()
+            loss = self.loss(x, y)
+            loss.backward()
+            self.optimizer.step()
+            if self.counts:
+                self.count += 1
+            return loss
+
+    for counts in (False, True):
+
+        def make(counts=counts):
+            trainer = Trainer(counts=counts)
+            return trainer.step, trainer.model, trainer.optimizer
+
+        twins = Twins(make)
+        for number in range(8):
+            twins.run(*batch(number))
+        assert twins.stats.replays == (0 if counts else 6)
+        assert twins.graphs.function.__self__.count == (8 if counts else 0)
+        if counts:
+            assert twins.stats.details[Reason.PYTHON_STATE] == "self.count"
+
+
 def test_a_scheduler_inside_the_step_is_refused_by_name():
     def make():
         step_fn, trained, chosen = making()()
