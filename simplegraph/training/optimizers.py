@@ -84,21 +84,23 @@ class StepOptimizers:
                         yield f"{name}.state.{index}.{key}", (first, (state, parameter, entry), (entry, key, value))
             for index, group in enumerate(each.param_groups):
                 for key, value in group.items():
-                    if isinstance(value, Tensor):
+                    if isinstance(value, Tensor) and not value.is_cpu:
                         yield f"{name}.param_groups.{index}.{key}", ((group, key, value),)
 
     def find_schedulers(self, values: Iterable[Any]) -> None:
         """Refuse graphs if one of these is a scheduler: it belongs outside of the step."""
         found = next((value for value in values if isinstance(value, _SCHEDULERS)), None)
         if found is not None:
-            self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
+            self.refusal = self.scheduled = f"{type(found).__name__}: {_SCHEDULED}"
 
     def check_scaler(self, scaler: Any) -> None:
         """Refuse graphs if a gradient scaler reads on the host whether an optimizer is to skip a step."""
         reading = (each for each in self.all if not getattr(each, "_step_supports_amp_scaling", False))
         found = next(reading, None) if scaler is not None and scaler.is_enabled() else None
         if found is not None:
-            self.scheduled = f"GradScaler reads on the host if {type(found).__name__} skips a step; pass fused=True"
+            self.refusal = self.scheduled = (
+                f"GradScaler reads on the host if {type(found).__name__} skips a step; pass fused=True"
+            )
 
     # The learning rates on the device.
 
@@ -125,8 +127,9 @@ class StepOptimizers:
 
     def _mirror(self, owner: optim.Optimizer, group: Group) -> Tensor | None:
         """Return the tensor that stands for a group's learning rate; None if the number itself is used."""
-        rate = group.get("lr")
-        if self.refusal or not isinstance(rate, (int, float)) or not takes_tensor(owner, group):
+        rate: Any = group.get("lr")
+        on_host = rate.is_cpu and rate.numel() == 1 if isinstance(rate, Tensor) else isinstance(rate, (int, float))
+        if self.refusal or not on_host or not takes_tensor(owner, group):
             return None
         known = self._mirrors.get(id(group))
         if known is None or known[0] is not group:
@@ -140,7 +143,7 @@ class StepOptimizers:
 
     def refresh(self) -> None:
         """Let the mirrors hold the learning rates that the user has set."""
-        rates = [group["lr"] for group, _ in self._mirrored]
+        rates = [float(group["lr"]) for group, _ in self._mirrored]
         if rates == self._rates:
             return
         with outside_modes():
@@ -152,7 +155,7 @@ class StepOptimizers:
     @property
     def outdated(self) -> bool:
         """True if `refresh` has something to do."""
-        return [group["lr"] for group, _ in self._mirrored] != self._rates
+        return [float(group["lr"]) for group, _ in self._mirrored] != self._rates
 
     @contextlib.contextmanager
     def mirrored(self, *, refresh: bool = True) -> Iterator[None]:
@@ -169,8 +172,13 @@ class StepOptimizers:
                 written = mirror._version != version
                 if written:
                     self.scheduled = _SCHEDULED
-                if group["lr"] is mirror:
-                    group["lr"] = mirror.item() if written and refresh else rate
+                if group["lr"] is not mirror:
+                    continue
+                group["lr"] = rate
+                if written and refresh and isinstance(rate, Tensor):
+                    rate.fill_(mirror.item())
+                elif written and refresh:
+                    group["lr"] = mirror.item()
             if self.scheduled:
                 self.look()
 

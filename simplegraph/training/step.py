@@ -14,7 +14,6 @@ from torch import Tensor, nn, optim
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import CALLS
 from simplegraph.errors import CaptureError, ConfigError, InputError
-from simplegraph.graph.device import GraphPool
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.select import graph_device
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
@@ -171,8 +170,8 @@ class StepModule(FunctionModule):
 
     def resolve(self) -> None:
         super().resolve()
-        self.step.optimizers.find_schedulers(self.reached.values())
         self.step.optimizers.look()
+        self.step.optimizers.find_schedulers(self.reached.values())
         own = [*self.step.optimizers.parameters, *self.parameters(), *self.step.found]
         if self.step.scaler is None:
             scalers = (value for value in self.reached.values() if isinstance(value, torch.amp.GradScaler))
@@ -243,6 +242,14 @@ class TrainStep(GraphedFunction[P, R]):
         """
         raise ConfigError("a training step has no capture_graphs: its first calls are real steps, and lead to graphs.")
 
+    def use_graph_pool(self, pool: Any) -> NoReturn:
+        """Refuse to share the pool: gradients lie there from one step to the next.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a training step has a pool of its own, where gradients lie from one step to the next.")
+
 
 @overload
 def train_step(
@@ -251,7 +258,6 @@ def train_step(
     optimizers: optim.Optimizer | Sequence[optim.Optimizer],
     scaler: Any = None,
     modules: nn.Module | Sequence[nn.Module] | None = None,
-    pool: GraphPool | None = None,
     **settings: Unpack[CudaGraphSettings],
 ) -> TrainStep[P, R]: ...
 @overload
@@ -261,7 +267,6 @@ def train_step(
     optimizers: optim.Optimizer | Sequence[optim.Optimizer],
     scaler: Any = None,
     modules: nn.Module | Sequence[nn.Module] | None = None,
-    pool: GraphPool | None = None,
     **settings: Unpack[CudaGraphSettings],
 ) -> Callable[[Callable[P, R]], TrainStep[P, R]]: ...
 def train_step(
@@ -270,7 +275,6 @@ def train_step(
     optimizers: Any,
     scaler: Any = None,
     modules: Any = None,
-    pool: GraphPool | None = None,
     **settings: Any,
 ) -> Any:
     """Put a whole training step into one graph for each combination of input shapes; also as a decorator.
@@ -285,7 +289,6 @@ def train_step(
         optimizers: every optimizer whose step it calls.
         scaler: the `torch.amp.GradScaler` that it calls.
         modules: what it trains, where its code does not name that.
-        pool: graph memory to share.
         **settings: fields of `CudaGraphConfig`; shapes are always exact. The first replay is compared with eager if
             what it writes is at most 1 GiB, and at any size if `verify` is set here.
 
@@ -294,7 +297,7 @@ def train_step(
         InputError: by a call, if the step calls neither backward nor an optimizer.
     """
     if step_fn is None:
-        options = {"optimizers": optimizers, "scaler": scaler, "modules": modules, "pool": pool, **settings}
+        options = {"optimizers": optimizers, "scaler": scaler, "modules": modules, **settings}
         return functools.partial(train_step, **options)
     check_function(step_fn, "train_step")
     if isinstance(modules, nn.Module):
@@ -305,7 +308,7 @@ def train_step(
     made = StepModule(step_fn, StepOptimizers(optimizers), scaler, list(modules or ()))
     made.proves_any_size = settings.get("verify", 0) > 0
     config = CudaGraphConfig().replace(**{**settings, "exact_shapes": True})
-    return TrainStep(step_fn, wrap(made, config, pool=pool))
+    return TrainStep(step_fn, wrap(made, config))
 
 
 @contextlib.contextmanager

@@ -888,3 +888,40 @@ def test_more_state_than_a_proof_copies_is_unverified_unless_asked_for(monkeypat
         twins.run(*batch(number))
     proof = next(iter(twins.stats.graphs.values())).proof
     assert proof == "exact" if settings else proof.startswith("unverified")
+
+
+def test_a_learning_rate_that_is_a_tensor_on_the_cpu_is_followed():
+    def make():
+        trained = nn.Linear(6, 3)
+        rate = torch.tensor(0.1)
+        chosen = torch.optim.SGD(trained.parameters(), lr=rate, fused=True)
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            loss = F.cross_entropy(trained(x), y)
+            loss.backward()
+            chosen.step()
+            return loss
+
+        return step_fn, trained, chosen
+
+    twins = Twins(make)
+    for number in range(12):
+        twins.both(lambda training: training.optimizers.param_groups[0]["lr"].mul_(0.9))
+        twins.run(*batch(number))
+    assert twins.stats.captures == 1
+    assert twins.stats.replays == 10
+
+
+@pytest.mark.parametrize("settings", [{"debug": True}, {"outputs": "static"}, {"on_stale": "raise"}])
+def test_settings_of_modules_hold_for_steps(settings):
+    twins = Twins(making(), **settings)
+    for number in range(8):
+        twins.run(*batch(number, rows=8 if number % 3 else 5))
+    assert twins.stats.replays >= 4
+
+
+def test_a_step_shares_its_pool_with_no_other():
+    """Gradients lie there from one step to the next."""
+    with pytest.raises(sg.ConfigError, match="pool of its own"):
+        Training(making(), graphed=True).step.use_graph_pool(sg.graph_pool("cpu"))
