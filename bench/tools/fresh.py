@@ -11,6 +11,14 @@ from typing import Any
 _PRELOADED = ["torch"]  # its import takes seconds, and does not initialize CUDA
 
 
+def preload(*modules: str) -> None:
+    """Import these once for all processes, as far as they are installed; none may use a GPU when it is imported.
+
+    Counts only before the first call of this process.
+    """
+    _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
+
+
 class ProcessFailed(RuntimeError):
     """The function raised, or its process died.
 

@@ -33,6 +33,8 @@ REFUSED = [
     ("bench.piecewise.breaks", "--mixed-sizes 8,", "'' is no whole number of at least 1"),
     ("bench.models_first_call.first_call", "--models nope", "'nope' is none of "),
     ("bench.models_first_call.first_call", "--arms eager,foo", "'foo' is none of eager, simplegraph, simplegraph-"),
+    ("bench.training.training_steps", "--workloads nope", "'nope' is none of mlp, vit-b-8, vit-b-64, gpt2, "),
+    ("bench.training.training_steps", "--arms foo", "'foo' is none of eager, eager-capturable, train-step, hand-made"),
     ("bench.transformers_generate.generation", "--models nope", "'nope' is none of llama, qwen2, "),
     ("bench.transformers_generate.generation", "--arms foo", "'foo' is none of plain, static-compiled, simplegraph"),
     ("bench.serve.__main__", "--arms foo", "'foo' is none of eager, full-decode-only, full-and-piecewise, compiled-"),

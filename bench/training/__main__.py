@@ -1,0 +1,6 @@
+"""``python -m bench.training``: training steps of several models; see `training_steps`."""
+
+from bench.training.training_steps import main
+
+if __name__ == "__main__":
+    main()

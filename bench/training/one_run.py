@@ -1,0 +1,144 @@
+"""The measurements of one arm on one workload, in the process of that arm."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import time
+from collections.abc import Iterator
+from threading import BrokenBarrierError
+from typing import Any
+
+import torch
+
+from bench.arms.base import NotAvailable
+from bench.tools.measure import Figures, gpu_busy, step_milliseconds, synchronize
+from bench.tools.tables import MIB
+from bench.training.step_arms import ARMS
+from bench.training.workloads import WORKLOADS, Step, Task
+
+FIRST_CALLS = 12  # steps from the built model on, the device waited for after each
+BATCHES = 4  # different ones that take turns
+SHAPES = 8
+SHAPE_ROUNDS = 6  # times that each shape comes before memory is read
+STEADY = 2.0  # a first step counts as steady below this multiple of the last ones
+TIMED_SECONDS = 1.0  # about how long the timed steps take
+TIMED_STEPS = (10, 50)
+PROFILED_STEPS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Lets processes that prepare side by side be timed one after the other.
+
+    Args:
+        all_ready: a barrier of `multiprocessing` for all of them.
+        alone: a lock of `multiprocessing`.
+        seconds: the longest wait for the others to be ready.
+    """
+
+    all_ready: Any
+    alone: Any
+    seconds: float
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Wait until every process is ready, then until no other is being timed."""
+        with contextlib.suppress(BrokenBarrierError):  # one of them failed, or takes too long: go on without it
+            self.all_ready.wait(self.seconds)
+        with self.alone:
+            yield
+
+
+def run_arm(name: str, arm: str, device: torch.device, tiny: bool, turn: Turn | None = None) -> Figures:
+    """Measure one arm on one workload; `skipped` is the reason if it cannot run.
+
+    Raises:
+        RuntimeError: an arm of ours never replayed.
+    """
+    try:
+        ARMS[arm].load(device)
+    except NotAvailable as reason:
+        return {"skipped": str(reason)}
+    task = Task(WORKLOADS[name], device, tiny, ARMS[arm].capturable)
+    batches = [task.batch() for _ in range(BATCHES)]
+    torch.manual_seed(1)  # of dropout: the same draws for every arm whose graphs advance generators as eager does
+    step, figures = _first_steps(task, arm, batches)
+    with turn.timed() if turn else contextlib.nullcontext():
+        turns = itertools.cycle(batches)
+
+        def call() -> object:
+            return step(*next(turns))
+
+        estimate = figures["calls"][-1] - figures["calls"][-2]
+        steps = min(max(int(TIMED_SECONDS / estimate), TIMED_STEPS[0]), TIMED_STEPS[1])
+        figures["ms"] = step_milliseconds(call, device, steps=steps)
+        figures |= _memory(device)
+        figures |= gpu_busy(call, device, calls=PROFILED_STEPS)
+        if "kernel_ms" in figures:
+            figures["busy_share"] = min(figures["kernel_ms"] / figures["ms"], 1.0)
+    replays = ARMS[arm].replays(task, step)
+    if replays == 0:
+        raise RuntimeError(f"no step was replayed:\n{_report(task, step)}")
+    return figures | {"replays": replays}
+
+
+def _first_steps(task: Task, arm: str, batches: list[Any]) -> tuple[Step, Figures]:
+    """Make the arm's step and run it; `calls` are the seconds until each step was done, from the built model on."""
+    ends, losses, first_replay = [], [], None
+    synchronize(task.device)
+    start = time.perf_counter()
+    step = ARMS[arm].make(task)
+    for index, batch in zip(range(FIRST_CALLS), itertools.cycle(batches), strict=False):
+        loss = step(*batch)
+        synchronize(task.device)
+        ends.append(time.perf_counter() - start)
+        losses.append(float(loss))
+        if first_replay is None and ARMS[arm].replays(task, step):
+            first_replay = index
+    return step, {"calls": ends, "losses": losses, "first_replay": first_replay, "steady": steady(ends)}
+
+
+def steady(ends: list[float]) -> int:
+    """Return the index of the first step from which on none takes more than `STEADY` times the last ones' median."""
+    took = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    usual = sorted(took[-3:])[1]
+    slow = [index for index, seconds in enumerate(took) if seconds > STEADY * usual]
+    return min(max(slow, default=-1) + 1, len(ends) - 1)
+
+
+def run_shapes(name: str, arm: str, device: torch.device, tiny: bool) -> Figures:
+    """Train with batches of eight sizes in turn, and measure the memory.
+
+    Raises:
+        RuntimeError: an arm of ours did not replay the last round.
+    """
+    workload = WORKLOADS[name]
+    largest = workload.tiny_size if tiny else workload.size
+    task = Task(workload, device, tiny, ARMS[arm].capturable)
+    batches = [task.batch(largest * part // SHAPES) for part in range(SHAPES, 0, -1)]
+    step = ARMS[arm].make(task)
+    replays: list[int | None] = []
+    for _ in range(SHAPE_ROUNDS):
+        for batch in batches:
+            step(*batch)
+        replays.append(ARMS[arm].replays(task, step))
+    synchronize(device)
+    if replays[-1] is not None and replays[-1] - (replays[-2] or 0) < SHAPES:
+        raise RuntimeError(f"of {SHAPES} shapes {replays[-1] - (replays[-2] or 0)} replayed:\n{_report(task, step)}")
+    return _memory(device) | {"replays": replays[-1]}
+
+
+def _memory(device: torch.device) -> Figures:
+    """Return the MiB that the allocator holds for this process, its caches included; empty on a CPU."""
+    gc.collect()
+    return {"reserved_mib": torch.cuda.memory_reserved(device) / MIB} if device.type == "cuda" else {}
+
+
+def _report(task: Task, step: Any) -> str:
+    for wrapped in (step, task.call):
+        if hasattr(wrapped, "graph_report"):
+            return str(wrapped.graph_report())
+    return "it has no report"

@@ -1,0 +1,160 @@
+"""Ways to run a training step, by name: eager, graphs of several libraries, the compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import simplegraph as sg
+from bench.arms.base import NotAvailable, require_cuda
+from bench.tools import compiler
+from bench.training.workloads import Step, Task
+from simplegraph.errors import install_command
+
+WARMUP = 3  # eager steps of the graphs made by hand; torch's own recipe
+
+
+def _nothing(device: torch.device) -> None:
+    return None
+
+
+def _unknown(task: Task, step: Step) -> int | None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingArm:
+    """One way to run a task's steps.
+
+    Args:
+        make: called with the task; returns the step, called with a batch.
+        capturable: the optimizer is made with the settings that a graph needs.
+        load: imports its libraries before any timing starts; raises `NotAvailable` if it cannot run.
+        replays: counts the replays of a task's step so far; None if it cannot tell.
+        compiles: True if it compiles, which takes up to a minute per workload.
+        ours: True for simplegraph's arms and eager, which must work and be right.
+        whole: True if the optimizer is in the graph, too.
+    """
+
+    make: Callable[[Task], Step]
+    capturable: bool = True
+    load: Callable[[torch.device], None] = _nothing
+    replays: Callable[[Task, Step], int | None] = _unknown
+    compiles: bool = False
+    ours: bool = False
+    whole: bool = False
+
+
+def _eager(task: Task) -> Step:
+    return task.step
+
+
+def _train_step(task: Task) -> Step:
+    modules = [module for module in (task.model, task.target) if module is not None]
+    step: Step = sg.train_step(task.step, optimizers=task.optimizer, modules=modules)
+    return step
+
+
+def _forward_backward(task: Task) -> Step:
+    task.call = sg.wrap(task.model, training=True, progress=False)
+    return task.step
+
+
+def _replayed_steps(task: Task, step: Any) -> int | None:
+    replays: int = step.graph_stats.replays
+    return replays
+
+
+def _replayed_calls(task: Task, step: Any) -> int | None:
+    replays: int = task.call.graph_stats.replays  # type: ignore[attr-defined]
+    return replays
+
+
+class HandMade:
+    """A whole step in one `torch.cuda.CUDAGraph`, as projects write it: eager steps, a capture, copies, replays."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._graph, self._calls = task, torch.cuda.CUDAGraph(), 0
+        self._inputs: tuple[Tensor, ...] = ()
+        self._stream = torch.cuda.Stream()
+        self.replays = 0
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        self._calls += 1
+        if self._calls <= WARMUP:
+            return self._aside(batch)
+        if self._calls == WARMUP + 1:
+            self._capture(batch)
+        torch._foreach_copy_(self._inputs, batch)
+        self._graph.replay()
+        self.replays += 1
+        return self._loss
+
+    def _aside(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """Do an eager step on a stream of its own, so that gradients are accumulated on no default stream later."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            loss = self._task.step(*batch)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return loss
+
+    def _capture(self, batch: tuple[Tensor, ...]) -> None:
+        self._inputs = tuple(tensor.clone() for tensor in batch)
+        self._task.optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(self._graph, stream=self._stream):
+            self._loss = self._task.step(*self._inputs)
+
+
+def _graphed_callables(task: Task) -> Step:
+    # It refuses autocast's cache of casts, so the casts of this arm are in its graphs, without one.
+    task.cache_casts = False
+    model = task.model
+    samples = task.batch()[:1]
+    with task.autocast():
+        task.call = torch.cuda.make_graphed_callables(model, samples)
+    return task.step
+
+
+def _load_tensordict(device: torch.device) -> None:
+    require_cuda(device, "it")
+    try:
+        import tensordict.nn  # noqa: F401
+    except ImportError as error:
+        raise NotAvailable(f"needs tensordict ({error}); {install_command('bench-models')}") from error
+
+
+def _tensordict(task: Task) -> Step:
+    from tensordict.nn import CudaGraphModule
+
+    graphed: Step = CudaGraphModule(task.step, warmup=WARMUP, device=task.device)
+    return graphed
+
+
+def _load_compiler(device: torch.device) -> None:
+    require_cuda(device, "it")
+    compiler.load_cold()
+
+
+def _compiled(task: Task) -> Step:
+    task.call = torch.compile(task.model, mode="reduce-overhead")
+    return task.step
+
+
+def _on_gpu(device: torch.device) -> None:
+    require_cuda(device, "it")
+
+
+ARMS: dict[str, TrainingArm] = {
+    "eager": TrainingArm(_eager, capturable=False, ours=True),
+    "eager-capturable": TrainingArm(_eager, ours=True),
+    "train-step": TrainingArm(_train_step, capturable=False, replays=_replayed_steps, ours=True, whole=True),
+    "hand-made": TrainingArm(HandMade, load=_on_gpu, replays=lambda task, step: step.replays, whole=True),
+    "forward-backward": TrainingArm(_forward_backward, capturable=False, replays=_replayed_calls, ours=True),
+    "make-graphed-callables": TrainingArm(_graphed_callables, capturable=False, load=_on_gpu),
+    "tensordict-cudagraph": TrainingArm(_tensordict, load=_load_tensordict, whole=True),
+    "compiled-reduce-overhead": TrainingArm(_compiled, capturable=False, load=_load_compiler, compiles=True),
+}

@@ -1,0 +1,145 @@
+"""The benchmark of training steps: every arm trains as eager does, and the table compares what has to be compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.tools import fresh
+from bench.training import one_run, requirements, step_arms, training_steps, workloads
+from bench.training.step_arms import ARMS, TrainingArm
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure in this process, quicker than in fresh ones."""
+    monkeypatch.setattr(fresh, "call", lambda function, *args, seconds: function(*args))
+    monkeypatch.setattr(one_run, "TIMED_STEPS", (2, 2))
+
+
+@pytest.mark.parametrize("name", workloads.available(tiny=True))
+def test_every_workload_learns_its_batches(name: str) -> None:
+    task = workloads.Task(workloads.WORKLOADS[name], CPU, True, capturable=True)
+    batch = task.batch()
+    losses = [float(task.step(*batch)) for _ in range(12)]
+    assert losses[-1] < losses[0]
+
+
+def test_the_workloads_of_torch_alone_are_always_there() -> None:
+    assert {"mlp", "vit-b 8", "vit-b 64", "resnet50", "dqn", "two linears"} <= set(workloads.available(tiny=True))
+
+
+def test_frozen_weights_stay_and_the_target_network_follows() -> None:
+    pytest.importorskip("transformers")
+    lora = workloads.Task(workloads.WORKLOADS["lora"], CPU, True, capturable=True)
+    frozen = {name: p.clone() for name, p in lora.model.named_parameters() if not p.requires_grad}
+    assert any("q_proj.frozen" in name for name in frozen)
+    assert not any(".up." in name or ".down." in name for name in frozen)
+    dqn = workloads.Task(workloads.WORKLOADS["dqn"], CPU, True, capturable=True)
+    assert dqn.target is not None
+    before = [weight.clone() for weight in dqn.target.parameters()]
+    for task in (lora, dqn):
+        task.step(*task.batch())
+    assert all(torch.equal(dict(lora.model.named_parameters())[name], value) for name, value in frozen.items())
+    for old, new, followed in zip(before, dqn.target.parameters(), dqn.model.parameters(), strict=True):
+        assert torch.allclose(new, old.lerp(followed, workloads.POLYAK))
+
+
+def test_steady_is_the_first_step_after_the_last_slow_one() -> None:
+    assert one_run.steady([5.0, 9.0, 9.1, 9.2, 9.3, 9.4]) == 2
+    assert one_run.steady([0.1, 0.2, 3.0, 3.1, 3.2, 3.3]) == 3
+    assert one_run.steady([0.1, 0.2, 0.3, 0.4]) == 0
+
+
+def test_an_arm_of_ours_that_never_replays_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = TrainingArm(lambda task: task.step, replays=lambda task, step: 0, ours=True)
+    monkeypatch.setitem(ARMS, "train-step", idle)
+    with pytest.raises(RuntimeError, match="no step was replayed"):
+        one_run.run_arm("mlp", "train-step", CPU, True)
+    with pytest.raises(RuntimeError, match="of 8 shapes 0 replayed"):
+        one_run.run_shapes("mlp", "train-step", CPU, True)
+
+
+def _training_twice(task: workloads.Task) -> Callable[..., torch.Tensor]:
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        task.step(*batch)
+        return task.step(*batch)
+
+    return step
+
+
+def test_an_arm_that_trains_otherwise_than_eager_fails(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARMS, "train-step", TrainingArm(_training_twice, ours=True))
+    plan = training_steps.TrainingPlan(("mlp",), ("eager", "eager-capturable", "train-step"), True, ())
+    figures = training_steps.measure(plan, CPU)
+    (told,) = training_steps.failures(figures)
+    assert told.startswith("train-step of mlp: losses differ from eager's by up to 0.")
+
+
+def test_compiled_arms_prepare_side_by_side_and_one_that_fails_holds_nobody_up(
+    here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(task: workloads.Task) -> workloads.Step:
+        if task.target is not None:
+            raise fresh.ProcessFailed("Traceback\nRefused: no")
+        return task.step
+
+    monkeypatch.setitem(ARMS, "compiled-reduce-overhead", TrainingArm(make, compiles=True))
+    plan = training_steps.TrainingPlan(("mlp", "dqn"), ("eager", "compiled-reduce-overhead"), True, ())
+    figures = training_steps.measure(plan, CPU)["workloads"]
+    assert figures["mlp"]["compiled-reduce-overhead"]["ms"] > 0
+    assert figures["mlp"]["compiled-reduce-overhead"]["beside"] == 1
+    assert figures["dqn"]["compiled-reduce-overhead"]["failed"].endswith("Refused: no")
+
+
+def _run(ms: float, kernels: float, first: float, index: int | None, **more: Any) -> dict[str, Any]:
+    ends = [first + 0.01 * step for step in range(12)]
+    return {"ms": ms, "kernel_ms": kernels, "calls": ends, "first_replay": index, "steady": 2} | more
+
+
+def test_the_requirements_are_compared_with_their_limits() -> None:
+    arms = {
+        "eager": _run(10.0, 5.0, 0.1, None),
+        "hand-made": _run(0.100, 5.0, 0.2, 3),
+        "train-step": _run(0.109, 5.0, 0.6, 4),
+        "compiled-reduce-overhead": _run(6.0, 5.0, 4.1, None),
+    }
+    shapes = {"eager": {"reserved_mib": 2000.0}, "train-step": {"reserved_mib": 2800.0}}
+    figures = {"device": "cuda", "workloads": {"mlp": arms}, "shapes": {"mlp": shapes}}
+    table = requirements.render(figures)
+    lines = [line for line in table.splitlines() if line.endswith(("holds", "OVER"))]
+    found = {" ".join(line.split()[1:-3]): line.split()[-3:] for line in lines}
+    assert found == {
+        "ms, beside a hand-made graph": ["0.109", "0.11", "holds"],
+        "ms, beside eager's kernels": ["0.109", "5.52", "holds"],
+        "ms, beside ordinary eager": ["0.109", "10.2", "holds"],
+        "s to the first replay, beside compiling": ["0.5", "0.4", "OVER"],
+        "MiB reserved with eight shapes": ["2800", "2700", "OVER"],
+    }
+
+
+def test_a_run_writes_every_figure_and_leaves_whole_steps_out_where_they_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    line = ["--workloads", "mlp,two-linears", "--arms", "eager,hand-made", "--device", "cpu", "--json", str(file)]
+    training_steps.main(line)
+    figures = json.loads(file.read_text())
+    assert {name: list(arms) for name, arms in figures["workloads"].items()} == {
+        "mlp": ["eager", "hand-made"],
+        "two linears": ["eager"],
+    }
+    assert figures["workloads"]["mlp"]["hand-made"] == {"skipped": "it needs a GPU"}
+    assert len(figures["workloads"]["mlp"]["eager"]["losses"]) == one_run.FIRST_CALLS
+    assert figures["environment"]["commit"]
+
+
+def test_eager_is_the_yardstick_of_ours() -> None:
+    assert [name for name, arm in step_arms.ARMS.items() if arm.compiles] == ["compiled-reduce-overhead"]
+    assert requirements.difference({"losses": [1.0, 2.0]}, {"losses": [1.0, 2.5]}) == pytest.approx(0.2)
+    assert requirements.beyond_eager({"calls": [1.0, 3.0]}, {"calls": [0.5, 1.0]}, 1) == 2.0
