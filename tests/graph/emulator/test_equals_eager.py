@@ -186,3 +186,17 @@ def test_a_random_program_replays_as_it_runs_eagerly(pool: GraphPool, seed: int,
             torch.manual_seed(replay)
             assert_same(outputs, run(list(twins)))
             assert_same(outside, twins)
+
+
+def test_a_backward_finds_what_its_forward_kept_for_it(pool: GraphPool) -> None:
+    """OneDNN's LSTM keeps a workspace only where gradients are wanted."""
+    layer, x = nn.LSTM(6, 5), torch.randn(2, 2, 6)
+
+    def step() -> list[Tensor]:
+        with torch.enable_grad():
+            return list(torch.autograd.grad(layer(x)[0].square().sum(), list(layer.parameters())))
+
+    segment, gradients = capture(pool, step)
+    x.copy_(torch.randn(2, 2, 6))
+    segment.replay()
+    assert_same(gradients, step())
