@@ -5,18 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
+_PRELOAD_SECONDS = 120
 _PRELOADED = ["torch"]  # its import takes seconds, and does not initialize CUDA
-
-
-def preload(*modules: str) -> None:
-    """Import these once for all processes, as far as they are installed; none may use a GPU when it is imported.
-
-    Counts only before the first call of this process.
-    """
-    _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
 
 
 class ProcessFailed(RuntimeError):
@@ -29,6 +23,22 @@ class ProcessFailed(RuntimeError):
     def __init__(self, told: str, reason: str | None = None) -> None:
         super().__init__(told)
         self.reason = reason or told
+
+
+def preload(module: str, works: Callable[..., object], *args: Any) -> None:
+    """Import a module once for all later processes; not, if `works` then fails in one: it may have started a GPU."""
+    stop_server()
+    _PRELOADED.append(module)
+    try:
+        call(works, *args, seconds=_PRELOAD_SECONDS)
+    except (ProcessFailed, TimeoutError, OSError):
+        _PRELOADED.remove(module)
+        stop_server()
+
+
+def stop_server() -> None:
+    """Stop the process that others are forked from; the next call starts one."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # there is no public way
 
 
 def call(function: Callable[..., Any], *args: Any, seconds: float) -> Any:

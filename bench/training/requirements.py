@@ -55,7 +55,8 @@ def render(figures: Figures) -> str:
             else:
                 notes.append(f"{name}, {arm}: {told(found)}")
     parts = [] if figures["device"] == "cuda" else [NOT_SPEED]
-    return "\n\n".join([*parts, grid(measured(lines)), "\n".join(notes), grid(_requirements(figures))]).strip()
+    parts += [grid(measured(lines)), "\n".join(notes), grid(_requirements(figures))]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _cells(found: Figures, arms: Figures) -> list[str]:

@@ -25,15 +25,6 @@ from bench.training.requirements import ROUNDING, SAME, difference, render, told
 from bench.training.step_arms import ARMS
 from bench.training.workloads import WORKLOADS, available
 
-# Imported once, before processes are forked; none of them uses a GPU when it is imported.
-PRELOADED = (
-    "bench.training.one_run",
-    "timm",
-    "torchvision",
-    "peft",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-)
 QUICK = tuple(name for name, arm in ARMS.items() if not arm.compiles)
 SHAPES_OF = ("mlp", "gpt2", "vit-b 64")  # whose memory with eight shapes is measured
 SHAPES_ARMS = ("eager", "train-step")
@@ -66,6 +57,10 @@ def default_plan(device: torch.device) -> TrainingPlan:
     return TrainingPlan(installed, QUICK, tiny, tuple(name for name in SHAPES_OF if name in installed))
 
 
+def _reach(device: torch.device) -> None:
+    torch.zeros(1, device=device)
+
+
 def pairs(plan: TrainingPlan) -> list[tuple[str, str]]:
     """List the workloads and arms to measure; the ones for forward and backward alone leave whole steps out."""
     return [
@@ -77,7 +72,7 @@ def pairs(plan: TrainingPlan) -> list[tuple[str, str]]:
 
 def measure(plan: TrainingPlan, device: torch.device) -> Figures:
     """Measure every workload and arm, and the memory of eight shapes; compiled arms come last."""
-    fresh.preload(*PRELOADED)
+    fresh.preload("bench.training.preloaded", _reach, device)
     figures: Figures = {"plan": dataclasses.asdict(plan), "device": device.type}
     steps = figures["workloads"] = {name: {} for name in plan.workloads}
     shapes = figures["shapes"] = {
