@@ -1,0 +1,244 @@
+"""Steps that no graph can run: training goes on as eager's does, to the bit and to its end, and the reason is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training_cells import Cell, Training, unequal
+
+import simplegraph as sg
+
+CALLS = 10
+LR = 0.0625  # the same number in every precision, on the host and on the device
+Step = Callable[..., Tensor]
+
+
+@dataclasses.dataclass
+class Loop:
+    """A model in training; `seen` is what its step notes."""
+
+    model: nn.Sequential
+    optimizer: torch.optim.Optimizer
+    seen: list[float] = dataclasses.field(default_factory=list)
+
+    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = F.mse_loss(self.model(x), y)
+        loss.backward()
+        return loss
+
+    def plain(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.backward(x, y)
+        self.optimizer.step()
+        return loss.detach()
+
+
+def _loop(device: torch.device) -> Loop:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)
+    return Loop(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5, fused=True))
+
+
+def _batch(device: torch.device, rows: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 6, device=device), torch.randn(rows, 2, device=device)
+
+
+def _same_as_eager(
+    device: torch.device,
+    make: Callable[[Loop], Step],
+    between: Callable[[Loop, int], None] = lambda loop, call: None,
+    rows: Callable[[int], int] = lambda call: 4,
+) -> Any:
+    """Train eagerly and through `train_step`; return its step after both were found equal."""
+    results, step = [], None
+    for graphed in (False, True):
+        loop = _loop(device)
+        step = make(loop)
+        if graphed:
+            step = sg.train_step(step, optimizers=loop.optimizer, modules=[loop.model])
+        losses = []
+        for call in range(CALLS):
+            torch.manual_seed(call)
+            losses.append(step(*_batch(device, rows(call))).detach().clone())
+            between(loop, call)
+        results.append(([*losses, *(p.detach() for p in loop.model.parameters())], loop.seen))
+    (expected, seen), (found, ours) = results
+    assert [index for index, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)] == []
+    assert ours == seen
+    return step
+
+
+def _reads_the_loss(loop: Loop) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loop.plain(x, y)
+        loop.seen.append(loss.item())
+        return loss
+
+    return step
+
+
+def _skips_large_gradients(loop: Loop) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loop.backward(x, y)
+        if nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0) < 2:
+            loop.optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _has_a_hook_that_reads(loop: Loop) -> Step:
+    loop.model[0].weight.register_hook(lambda gradient: loop.seen.append(float(gradient.norm())))
+    return loop.plain
+
+
+def _has_a_module_hook_that_reads(loop: Loop) -> Step:
+    loop.model[0].register_full_backward_hook(lambda _, __, outputs: loop.seen.append(float(outputs[0].sum())))
+    return loop.plain
+
+
+@pytest.mark.parametrize(
+    "make", [_reads_the_loss, _skips_large_gradients, _has_a_hook_that_reads, _has_a_module_hook_that_reads]
+)
+def test_a_step_that_reads_on_the_host_runs_eagerly(
+    make: Callable[[Loop], Step], device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        step = _same_as_eager(device, make)
+    assert step.graph_stats.replays == 0
+    assert "read back" in caplog.text
+    assert sum(step.graph_stats.eager.values()) == CALLS
+    assert step.graph_stats.eager["capture_failed"] > 0
+
+
+def test_an_optimizer_that_calls_the_step_itself_runs_eagerly(device: torch.device) -> None:
+    def make(loop: Loop) -> Step:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            def closure() -> Tensor:
+                return loop.backward(x, y)
+
+            loss: Tensor = loop.optimizer.step(closure)
+            return loss.detach()
+
+        return step
+
+    def with_lbfgs(loop: Loop) -> Step:
+        loop.optimizer = torch.optim.LBFGS(loop.model.parameters(), lr=LR, max_iter=3)
+        return make(loop)
+
+    step = _same_as_eager(device, with_lbfgs)
+    assert step.graph_stats.replays == 0
+    assert "LBFGS" in str(step.graph_report())
+
+
+def test_an_optimizer_that_reads_its_state_on_the_host_runs_eagerly(device: torch.device) -> None:
+    def make(loop: Loop) -> Step:
+        loop.optimizer = torch.optim.Adagrad(loop.model.parameters(), lr=LR)
+        return loop.plain
+
+    step = _same_as_eager(device, make)
+    assert step.graph_stats.replays == 0
+    assert "Adagrad" in str(step.graph_report())
+
+
+def test_an_optimizer_without_its_fused_form_is_told_the_setting_that_would_do(device: torch.device) -> None:
+    def make(loop: Loop) -> Step:
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=LR)
+        return loop.plain
+
+    step = _same_as_eager(device, make)
+    if not step.graph_stats.replays:
+        assert "fused=True" in str(step.graph_report())
+
+
+def test_a_new_shape_at_every_step_is_bounded_and_told(device: torch.device) -> None:
+    step = _same_as_eager(device, lambda loop: loop.plain, rows=lambda call: call + 1)
+    assert step.graph_stats.replays == 0
+    assert not step.graph_stats.graphs
+    assert sum(step.graph_stats.eager.values()) == CALLS
+
+
+def test_parameters_that_are_replaced_between_steps_are_trained(device: torch.device) -> None:
+    def replace(loop: Loop, call: int) -> None:
+        if call in (5, 7):
+            head = nn.Linear(8, 2).to(device)
+            loop.optimizer.param_groups[0]["params"] = [*loop.model[0].parameters(), *head.parameters()]
+            loop.model[2] = head
+
+    def make(loop: Loop) -> Step:
+        loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=LR, fused=True)
+        return loop.plain
+
+    step = _same_as_eager(device, make, replace)
+    assert step.graph_stats.replays > 0
+
+
+def test_data_that_is_replaced_between_steps_is_read(device: torch.device) -> None:
+    def replace(loop: Loop, call: int) -> None:
+        if call == 6:
+            loop.model[0].weight.data = torch.full_like(loop.model[0].weight, 0.25)
+
+    step = _same_as_eager(device, lambda loop: loop.plain, replace)
+    assert step.graph_stats.replays > 0
+
+
+def test_a_step_that_raises_once_trains_on(device: torch.device) -> None:
+    def make(loop: Loop) -> Step:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            if x.shape[0] == 3:
+                raise ValueError("a batch of three")
+            return loop.plain(x, y)
+
+        return step
+
+    results = []
+    for graphed in (False, True):
+        loop = _loop(device)
+        step: Any = make(loop)
+        if graphed:
+            step = sg.train_step(step, optimizers=loop.optimizer, modules=[loop.model])
+        for call in range(CALLS):
+            torch.manual_seed(call)
+            if call in (2, 6):
+                with pytest.raises(ValueError, match="a batch of three"):
+                    step(*_batch(device, 3))
+            else:
+                step(*_batch(device))
+        results.append([parameter.detach() for parameter in loop.model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert step.graph_stats.replays > 0
+
+
+def test_a_capture_that_fails_in_the_middle_of_training_loses_no_step(device: torch.device) -> None:
+    """Weights, gradients, the optimizer's state, the scale and the next random numbers are eager's."""
+    cell = Cell("mlp", "AdamW", "fp16", True, False, False, True, True)
+    results = []
+    for graphed in (False, True):
+        training = Training(cell, device)
+        for group in training.optimizer.param_groups:
+            group["lr"] = LR
+        seen: list[float] = []
+
+        def reading(x: Tensor, y: Tensor, training: Training = training, seen: list[float] = seen) -> Tensor:
+            loss = training.step(x, y)
+            seen.append(float(loss))
+            return loss
+
+        step: Any = reading
+        if graphed:
+            parts = {"optimizers": training.optimizer, "scaler": training.scaler, "modules": [training.model]}
+            step = sg.train_step(reading, **parts)
+        losses = training.train(step, CALLS)
+        draw = torch.rand(4, device=device)
+        results.append((seen, training.state() | {"losses": torch.stack(losses), "next random numbers": draw}))
+    (expected_seen, expected), (ours_seen, ours) = results
+    assert unequal(ours, expected) == []
+    assert ours_seen == expected_seen
+    assert step.graph_stats.eager["capture_failed"] > 0
