@@ -49,7 +49,7 @@ class StepOptimizers:
         for each in self.all:
             if not isinstance(each, optim.Optimizer):
                 raise ConfigError(f"optimizers has {each!r}; expected a torch.optim.Optimizer, or a list of them.")
-        self._mirrors: dict[int, tuple[Group, Tensor]] = {}
+        self._mirrors: dict[tuple[int, int], Tensor] = {}  # by optimizer and group
         self._rates: list[float] = []
         self._mirrored: list[tuple[Group, Tensor]] = []
         self._values: tuple[list[Group], list[str]] = [], []
@@ -109,9 +109,9 @@ class StepOptimizers:
         groups, names = [], []
         self._mirrored = []
         self.refusal = next(filter(None, (unsuitable(each) for each in self.all)), self.scheduled)
-        for each in self.all:
-            for group in each.param_groups:
-                mirror = self._mirror(each, group)
+        for number, each in enumerate(self.all):
+            for index, group in enumerate(each.param_groups):
+                mirror = self._mirror(each, group, (number, index))
                 self._mirrored += [] if mirror is None else [(group, mirror)]
                 for name, value in group.items():
                     if name in _NOT_IN_KEY or isinstance(value, Tensor) or (name == "lr" and mirror is not None):
@@ -122,24 +122,31 @@ class StepOptimizers:
         self._rates = [float("nan")] * len(self._mirrored)
         self._shape = self._shape_now()
 
-    def _shape_now(self) -> list[Any]:
-        return [each.param_groups for each in self.all] + [len(group["params"]) + len(group) for group in self.groups]
+    def _follow(self) -> None:
+        if self._shape != self._shape_now():
+            self.look()
 
-    def _mirror(self, owner: optim.Optimizer, group: Group) -> Tensor | None:
-        """Return the tensor that stands for a group's learning rate; None if the number itself is used."""
+    def _shape_now(self) -> list[Any]:
+        # By identity: groups that were loaded equal those before, but are others.
+        return [(id(group), len(group["params"]), len(group)) for group in self.groups]
+
+    def _mirror(self, owner: optim.Optimizer, group: Group, place: tuple[int, int]) -> Tensor | None:
+        """Return the tensor that stands for a group's learning rate; None if the number itself is used.
+
+        It is the same one for a group that is loaded in the place of another: graphs read it.
+        """
         rate: Any = group.get("lr")
         on_host = rate.is_cpu and rate.numel() == 1 if isinstance(rate, Tensor) else isinstance(rate, (int, float))
         if self.refusal or not on_host or not takes_tensor(owner, group):
             return None
-        known = self._mirrors.get(id(group))
-        if known is None or known[0] is not group:
-            device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+        device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+        known = self._mirrors.get(place)
+        if known is None or known.device != device:
             # Kernels on a GPU read 32 bits; the emulator's read all that a float has.
             kind = torch.float64 if device.type == "cpu" else torch.float32
             with outside_modes():
-                known = group, torch.full((), float(rate), dtype=kind, device=device)
-            self._mirrors[id(group)] = known
-        return known[1]
+                known = self._mirrors[place] = torch.full((), float(rate), dtype=kind, device=device)
+        return known
 
     def refresh(self) -> None:
         """Let the mirrors hold the learning rates that the user has set."""
@@ -161,6 +168,7 @@ class StepOptimizers:
     def mirrored(self, *, refresh: bool = True) -> Iterator[None]:
         """Let the mirrors stand in `param_groups` in here."""
         if refresh:
+            self._follow()
             self.refresh()
         before = [(group, mirror, group["lr"], mirror._version) for group, mirror in self._mirrored]
         for group, mirror, *_ in before:
@@ -206,8 +214,7 @@ class StepOptimizers:
 
     def state(self) -> Hashable:
         """Return the values that are part of the key: the very same object while none changes."""
-        if self._shape != self._shape_now():
-            self.look()
+        self._follow()
         found = list(map(operator.getitem, *self._values))
         known, key = self._last
         self._since += 1
