@@ -14,7 +14,7 @@ from simplegraph.module.args import TensorArg
 from simplegraph.module.call import Binding, CallLayout, NumberedLayout
 from simplegraph.module.changes import Changes
 from simplegraph.module.changing import ChangingNumbers
-from simplegraph.module.functions import FunctionModule
+from simplegraph.module.functions import FunctionModule, computes_gradients
 from simplegraph.module.signature import CallReader
 from simplegraph.module.switches import known_switches
 from simplegraph.module.torch_modules import known_arguments
@@ -52,7 +52,8 @@ class KnownCalls:
         """Return what names the leaves of the module's calls."""
         if self._reader is None:
             self._reader = CallReader(module.forward, self._config, known_arguments(module))
-            self._reader.changing = self._changing
+            # Not of what trains: to find out takes runs whose effects are put back, and a step's may be too large.
+            self._reader.changing = None if computes_gradients(module) else self._changing
         return self._reader
 
     def read(

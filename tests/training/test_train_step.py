@@ -548,6 +548,31 @@ def test_new_shapes_at_every_step_are_bounded_and_said():
 
 
 @pytest.mark.proofs
+def test_a_number_that_changes_at_every_step_is_eagers_and_never_trained_twice():
+    def make():
+        trained = small_model()
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+
+        def step_fn(x, y, weight):
+            chosen.zero_grad()
+            loss = F.cross_entropy(trained(x), y) * weight
+            loss.backward()
+            chosen.step()
+            return loss
+
+        return step_fn, trained, chosen
+
+    twins = Twins(make, max_signatures=5)
+    for number in range(10):
+        twins.run(*batch(number), 1.0 + number / 10)
+    assert twins.stats.eager == {Reason.FIRST_CALL: 5, Reason.TOO_MANY_SIGNATURES: 5}
+    twins = Twins(make)
+    for number in range(10):
+        twins.run(*batch(number), torch.tensor(1.0 + number / 10))
+    assert twins.stats.replays == 7
+
+
+@pytest.mark.proofs
 def test_what_is_no_optimizer_or_step_is_refused_at_once():
     with pytest.raises(sg.ConfigError, match="optimizers has"):
         sg.train_step(lambda x: x, optimizers=nn.Linear(1, 1))
