@@ -205,8 +205,9 @@ def _read_chains(code: types.CodeType) -> Iterator[tuple[str, str, list[str]]]:
             yield _NAME_STORES[name], str(value), []
         if name in _LOADS or name in _LOCALS:
             load, root = name, str(value)
-        elif name.startswith("LOAD_FAST") and isinstance(value, tuple):  # two at once
-            yield "LOAD_FAST", str(value[0]), []
+        elif name.endswith(("LOAD_FAST", "LOAD_FAST_BORROW")) and isinstance(value, tuple):  # two instructions in one
+            if name.startswith("LOAD"):
+                yield "LOAD_FAST", str(value[0]), []
             load, root = "LOAD_FAST", str(value[1])
     if root:
         yield load, root, attributes

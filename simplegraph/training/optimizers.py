@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 
 from simplegraph.errors import ConfigError
 from simplegraph.graph.modes import outside_modes
@@ -288,16 +288,15 @@ def _prepare(owner: optim.Optimizer) -> None:
             group["capturable"] = True
             named.append(group)
         for parameter in on_device:
-            state = owner.state.get(parameter) if parameter in owner.state else None
-            step = state.get("step") if isinstance(state, dict) else None
-            if isinstance(state, dict) and isinstance(step, Tensor) and step.is_cpu:
-                state["step"] = step.to(parameter.device, torch.float32)
+            state: Any = dict.get(owner.state, parameter, {})
+            if group.get("capturable") or group.get("fused"):
+                moved = {key: value.to(parameter.device) for key, value in state.items() if _is_number_on_host(value)}
+                state.update(moved)
     if named:
         vars(owner)["_warned_capturable_if_run_uncaptured"] = True  # torch warns of steps outside of captures
         owner.defaults["capturable"] = True
         logger.info("simplegraph: %s gets capturable=True, so that its step can be in a graph.", type(owner).__name__)
 
 
-def modules_parameters(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """List the parameters of several modules."""
-    return [parameter for module in modules for parameter in module.parameters()]
+def _is_number_on_host(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cpu and value.dim() == 0
