@@ -96,7 +96,7 @@ class FunctionModule(nn.Module):
         """Yield what else calls read, by name, with the links to it."""
         return iter(())
 
-    def state(self, module: Any) -> Hashable:
+    def state(self) -> Hashable:
         """Return the plain values that the function reads, as a key. Raises CannotBind if it changes them itself."""
         return self.values.state()
 
@@ -108,6 +108,10 @@ class FunctionModule(nn.Module):
     def note_read(self, observers: Iterable[Any]) -> set[int]:
         """Note what runs read; return the storage keys of memory that the last one found, and that no graph reads."""
         return set()
+
+    def is_over(self, context: Any) -> bool:
+        """True if calls in the context of a signature are not expected to come again."""
+        return False
 
     def with_effects(self, whole: Any) -> Any:
         """Return what a captured run left, beside what it returned."""

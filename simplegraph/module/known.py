@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class KnownCalls:
         changing: True if numbers that change from call to call may become tensors.
 
     Attributes:
+        outdated: True if there are as many signatures as may be, and some belong to a state that is over.
         layouts: by nesting and signature; bindings: by signature; last: the layout of the latest call.
         state_key: reads the module's Python state that is part of the key; None if there is none.
     """
@@ -44,6 +46,7 @@ class KnownCalls:
         self.layouts: dict[Hashable, CallLayout] = {}
         self.bindings: dict[Hashable, Binding] = {}
         self.last: CallLayout | None = None
+        self.outdated = False
         self.state_key = config.state_key
         self._looked_at: float = -1  # the count of changes at which switches were looked for
         self._reader: CallReader | None = None
@@ -75,6 +78,8 @@ class KnownCalls:
             layout = kind(spec, args, autocast, state, settings, modes, binding)
         if isinstance(module, FunctionModule):
             module.serve(layout.binding)
+            full = self.is_full(layout)
+            self.outdated = full and any(module.is_over(each.context) for each in self.bindings)  # type: ignore[attr-defined]
         return size, layout
 
     @property
@@ -137,11 +142,14 @@ class KnownCalls:
         self.last = None
 
 
+# No method of the module itself: what refers to the module and is referred to by it is freed by the collector, late.
+_reached_state: StateKey = operator.methodcaller("state")
+
+
 def _state_key(module: Any, declared: StateKey | None) -> StateKey | None:
     """Return what reads a module's Python state: as declared or else known switches, and what a function reads."""
     key = declared or known_switches(module)
     if not isinstance(module, FunctionModule):
         return key
     module.resolve()
-    own = module.state
-    return own if key is None else lambda called: (key(called), own(called))
+    return _reached_state if key is None else lambda called: (_reached_state(called), key(called))

@@ -152,7 +152,7 @@ class GraphRunner:
     def _make_room(self, builder: GraphBuilder, size: int) -> None:
         """Drop all graphs for one signature more than `max_signatures`, or refuse it."""
         count = len(self._known.bindings)
-        if self.config.on_too_many_signatures == "eager":
+        if self.config.on_too_many_signatures == "eager" and not self._known.outdated:
             raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known{self._known.advice}", size)
         builder.manager.ranks.any("dropping graphs, since there are more signatures than max_signatures", True)
         logger.info("%s: dropping all graphs, since %d signatures are known", self.stats.name, count)

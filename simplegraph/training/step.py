@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor, nn, optim
@@ -28,6 +28,14 @@ from simplegraph.training.optimizers import StepOptimizers
 from simplegraph.training.plan import WithGradients
 from simplegraph.training.python_state import OptimizersPython
 from simplegraph.training.staging import Staging
+
+
+class StepState(NamedTuple):
+    """The Python state in a step's key: values that it reads, numbers of optimizers, which gradients there are."""
+
+    values: Hashable
+    optimizers: Hashable
+    gradients: Hashable
 
 
 class StepEffects:
@@ -185,7 +193,7 @@ class StepModule(FunctionModule):
             holder = {"parameter": parameter}
             yield f"optimizers.parameters.{index}", ((holder, "parameter", parameter),)
 
-    def state(self, module: Any) -> Hashable:
+    def state(self) -> Hashable:
         if not torch.is_grad_enabled():
             raise CannotBind(Reason.GRAD_MODE, "")
         step = self.step
@@ -195,13 +203,18 @@ class StepModule(FunctionModule):
             raise CannotBind(Reason.OPTIMIZER, refusal)
         if len(step.gradients.devices) > 1:
             raise CannotBind(Reason.WRONG_DEVICE, f"parameters are on {', '.join(step.gradients.devices)}")
-        return super().state(module), optimizers, step.gradients.state()
+        return StepState(super().state(), optimizers, step.gradients.state())
 
     def serve(self, binding: Any) -> None:
         self.step.serve(binding)
 
     def note_read(self, observers: Iterable[MemoryObserver]) -> set[int]:
         return self.step.note_read(observers)
+
+    def is_over(self, context: Any) -> bool:
+        """True if the optimizers have other numbers by now, such as the next epoch's weight decay."""
+        state = context[1]
+        return isinstance(state, StepState) and state.optimizers != self.step.optimizers.state()
 
     def with_effects(self, whole: Any) -> Any:
         left, self.step.left = self.step.left, None

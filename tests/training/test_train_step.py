@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -207,6 +209,30 @@ def test_a_cycled_momentum_is_never_stale():
         for scheduler in schedulers:
             scheduler.step()
     assert twins.stats.captures <= 1
+
+
+def test_numbers_that_change_once_an_epoch_are_captured_in_every_epoch():
+    twins = Twins(making("plain sgd"), max_signatures=4)
+    for epoch in range(10):
+        twins.both(lambda training, rate=0.1 / (1 + epoch): training.optimizers.param_groups[0].update(lr=rate))
+        for number in range(12):
+            twins.run(*batch(number, rows=3 if number == 11 else 8))
+    assert twins.stats.replays >= 10 * 9
+    assert Reason.TOO_MANY_SIGNATURES not in twins.stats.eager
+
+
+def test_a_step_that_is_dropped_gives_its_graphs_back_at_once():
+    training = Training(making(), graphed=True)
+    for number in range(5):
+        training.step(*batch(number))
+    graphs = weakref.ref(training.step._wrapped._graph_runner.builder)
+    gc.collect()
+    gc.disable()
+    try:
+        del training.step
+        assert graphs() is None
+    finally:
+        gc.enable()
 
 
 def test_states_that_are_loaded_are_used_by_the_next_step():
