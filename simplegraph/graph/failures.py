@@ -49,7 +49,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Seed outside the forward; a replay goes on where the last one stopped, as eager does.",
     ),
     (
-        ("::current_seed", "state of a random generator was read"),
+        ("::current_seed", "cudageneratorimpl::get_state", "state of a random generator was read"),
         "the state of a random generator was read, which a capture does not permit.",
         "Pass preserve_rng_state=False to torch.utils.checkpoint; read the state outside the forward.",
     ),

@@ -60,15 +60,16 @@ class StepEffects:
         self._passed: dict[int, int] = {}
         self._trained = False
         self._used: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
-        self._serving: Any = None
+        self._serving: Callable[[], Any] = bool  # weakly, for it owns static inputs
 
     @property
     def used(self) -> set[int]:
-        return self._used.setdefault(self._serving, set()) if self._serving is not None else set()
+        serving = self._serving()
+        return self._used.setdefault(serving, set()) if serving else set()
 
     def serve(self, binding: Any) -> None:
         """Note which calls are served next."""
-        self._serving = binding
+        self._serving = weakref.ref(binding)
 
     def note_read(self, observers: Iterable[MemoryObserver]) -> set[int]:
         """Note which gradients an eager run read of those that it found; return the keys of their memory."""

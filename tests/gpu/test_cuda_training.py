@@ -13,6 +13,7 @@ import simplegraph as sg
 from simplegraph.reasons import Reason
 from tests.training.twins import Training, Twins, batch, small_model
 
+RATE = 2.0**-6  # exact in 32 bits, as in 64
 OPTIMIZERS = {
     "adam fused": lambda parameters, **more: torch.optim.Adam(parameters, fused=True, capturable=True, **more),
     "adamw fused": lambda parameters, **more: torch.optim.AdamW(parameters, fused=True, capturable=True, **more),
@@ -32,7 +33,7 @@ def making(name="adamw fused", model=small_model, *, autocast=None, tensor_rate=
 
     def make():
         trained = model().cuda()
-        rate = torch.tensor(0.01, device="cuda") if tensor_rate and not making.graphed else 0.01
+        rate = torch.tensor(RATE, device="cuda") if tensor_rate and not making.graphed else RATE
         making.graphed = not making.graphed
         optimizer = OPTIMIZERS[name](trained.parameters(), lr=rate)
 
@@ -99,7 +100,7 @@ def test_shapes_share_one_pool_and_every_gradient_is_the_last_steps():
 def test_accumulated_gradients_are_the_sum_of_both_batches():
     def make():
         trained = small_model().cuda()
-        optimizer = OPTIMIZERS["sgd fused"](trained.parameters(), lr=0.1 if making.graphed else _tensor(0.1))
+        optimizer = OPTIMIZERS["sgd fused"](trained.parameters(), lr=RATE if making.graphed else _tensor(RATE))
         making.graphed = not making.graphed
 
         def step_fn(x, y, last):
@@ -127,7 +128,7 @@ def _tensor(value):
 def test_a_gradient_scaler_skips_and_grows_as_in_eager():
     def make():
         trained = small_model().cuda()
-        optimizer = OPTIMIZERS["adamw fused"](trained.parameters(), lr=0.01 if making.graphed else _tensor(0.01))
+        optimizer = OPTIMIZERS["adamw fused"](trained.parameters(), lr=RATE if making.graphed else _tensor(RATE))
         making.graphed = not making.graphed
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=3)
 
