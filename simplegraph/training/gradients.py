@@ -18,6 +18,10 @@ _requires_grad = operator.attrgetter("requires_grad")
 KEPT = True  # stands for a gradient that a step does not touch
 
 
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
 class Gradients:
     """The gradients of some parameters.
 
@@ -79,7 +83,7 @@ class Gradients:
         """Return the tensor at a fixed address for the gradient of one parameter."""
         parameter = self.parameters[index]
         known = self._fixed.get(id(parameter))
-        if known is None:
+        if known is None or _kind(known[1]) != _kind(parameter):  # the parameter was converted or moved
             gradient = parameter.grad
             with outside_modes():
                 made = torch.empty_like(parameter if gradient is None else gradient, requires_grad=False)

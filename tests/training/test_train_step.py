@@ -281,6 +281,17 @@ def test_a_layer_that_is_replaced_is_never_trained_stale():
     assert twins.stats.replays >= 7
 
 
+def test_a_model_that_is_converted_accumulates_in_its_new_precision():
+    twins = Twins(making("plain sgd", lambda: nn.Linear(6, 3), to_none=False))
+    for number in range(12):
+        if number == 6:
+            twins.both(lambda training: training.model.double())
+        x, y = batch(number)
+        twins.run(x.double() if number >= 6 else x, y)
+    assert twins.stats.replays >= 7
+    assert next(twins.graphs.model.parameters()).grad.dtype is torch.float64
+
+
 def test_an_optimizer_state_that_is_replaced_is_used():
     twins = Twins(making())
 
