@@ -189,6 +189,15 @@ def test_data_that_is_replaced_between_steps_is_read(device: torch.device) -> No
     assert step.graph_stats.replays > 0
 
 
+def test_a_backward_outside_of_the_step_is_refused_before_anything_is_trained_wrong(device: torch.device) -> None:
+    loop = _loop(device)
+    step = sg.train_step(lambda x, y: F.mse_loss(loop.model(x), y), optimizers=loop.optimizer, modules=[loop.model])
+    before = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    with pytest.raises(sg.InputError, match=r"Call loss\.backward\(\) and optimizer\.step\(\) inside of the step"):
+        step(*_batch(device)).backward()
+    assert all(map(torch.equal, before, loop.model.parameters()))
+
+
 def test_a_step_that_raises_once_trains_on(device: torch.device) -> None:
     def make(loop: Loop) -> Step:
         def step(x: Tensor, y: Tensor) -> Tensor:
