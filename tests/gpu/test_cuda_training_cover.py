@@ -8,11 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from training_cells import CAPTURABLE, CELLS, FUSED, Cell, assert_equal_to_eager, distance_to_ordinary
+from training_cells import (
+    CAPTURABLE,
+    CELLS,
+    FUSED,
+    Cell,
+    assert_equal_to_eager,
+    assert_pairs_equal_to_eager,
+    distance_to_ordinary,
+)
 
 import simplegraph as sg
 
 CALLS = 200
+PAIR_CALLS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +32,11 @@ def _cublas(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_losses_weights_and_gradients_are_those_of_eager(cell: Cell, device: torch.device) -> None:
     assert_equal_to_eager(cell, device, CALLS)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_forward_and_backward_in_graphs_train_as_eager(cell: Cell, device: torch.device) -> None:
+    assert_pairs_equal_to_eager(cell, device, PAIR_CALLS)
 
 
 @pytest.mark.parametrize("optimizer", [*FUSED, *CAPTURABLE])

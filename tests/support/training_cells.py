@@ -393,6 +393,19 @@ def assert_equal_to_eager(cell: Cell, device: torch.device, calls: int) -> None:
         assert step.graph_stats.replays >= calls - 16, step.graph_report()
 
 
+def assert_pairs_equal_to_eager(cell: Cell, device: torch.device, calls: int) -> None:
+    """Do the same where forward and backward alone are graphs, and all else is as it was."""
+    with deterministic():
+        eager = Training(cell, device)
+        expected = eager.train(eager.step, calls)
+        ours = Training(cell, device)
+        wrapped = ours.model = sg.wrap(ours.model, training=True, progress=False)
+        losses = ours.train(ours.step, calls)
+        assert [index for index, pair in enumerate(zip(losses, expected, strict=True)) if not same_bits(*pair)] == []
+        assert unequal(ours.state(), eager.state()) == []
+        assert wrapped.graph_stats.replays >= calls - 8, wrapped.graph_report()
+
+
 def distance_to_ordinary(cell: Cell, device: torch.device, calls: int) -> float:
     """Return how far weights are from those of the optimizer as users make it, relative to how far they came."""
     with deterministic():

@@ -56,6 +56,13 @@ def test_a_step_without_the_optimizer_adds_to_the_gradients(device: torch.device
     _check_sums(model, step, lambda: step.graph_stats.replays)
 
 
+def test_a_second_backward_of_one_graph_adds_its_own_gradients(device: torch.device) -> None:
+    """`make_graphed_callables` gives the second batch's gradients twice: autograd keeps its static buffer as `grad`."""
+    model = _model(device)
+    wrapped = sg.wrap(model, training=True)
+    _check_sums(model, lambda x, y: F.mse_loss(wrapped(x), y).backward(), lambda: wrapped.graph_stats.replays)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_the_caller_keeps_are_not_overwritten(set_to_none: bool, device: torch.device) -> None:
     model = _model(device)

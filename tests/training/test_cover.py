@@ -21,12 +21,14 @@ from training_cells import (
     PRECISIONS,
     Cell,
     assert_equal_to_eager,
+    assert_pairs_equal_to_eager,
     capturable_on_cpu,
     distance_to_ordinary,
 )
 
 CPU = torch.device("cpu")
 CALLS = 200
+PAIR_CALLS = 40
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,13 @@ def test_losses_weights_and_gradients_are_those_of_eager(cell: Cell) -> None:
     without = cell.model == "lstm" and cell.precision == "fp16"
     with torch.backends.mkldnn.flags(enabled=False) if without else contextlib.nullcontext():
         assert_equal_to_eager(cell, CPU, CALLS)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_forward_and_backward_in_graphs_train_as_eager(cell: Cell) -> None:
+    without = cell.model == "lstm" and cell.precision == "fp16"
+    with torch.backends.mkldnn.flags(enabled=False) if without else contextlib.nullcontext():
+        assert_pairs_equal_to_eager(cell, CPU, PAIR_CALLS)
 
 
 @pytest.mark.parametrize("optimizer", [*FUSED, *CAPTURABLE])
