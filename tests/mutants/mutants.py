@@ -189,7 +189,7 @@ MUTANTS = [
     ),
     Mutant(
         "constants of another value are taken for the captured ones",
-        "module/signature.py",
+        "module/args.py",
         "return leaf is self.leaf or (type(leaf) is self.kind and bool(self.key == constant_key(leaf)))",
         "return True",
         ("tests/module/test_signature.py", "tests/module/test_nested_arguments.py"),
