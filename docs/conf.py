@@ -36,7 +36,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"(torch|numpy|collections|contextlib)\..*|\w+"),
     ("py:class", r".*[\[ ].*"),  # a subscripted type, and the first words of a property's docstring
-    ("py:class", r"simplegraph\.(graph|manager|module|distributed|attention\.metadata|integrations)\..*"),
+    ("py:class", r"simplegraph\.(graph|manager|module|training|distributed|attention\.metadata|integrations)\..*"),
 ]
 
 html_theme = "furo"
