@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one go: the tests, those of the whole GPU's memory by themselves, a stress test, torch's own
+# databases of operators, and random programs. What may run beside each other does, on all GPUs of the machine.
+# Usage: tests/gpu/run_all.sh FOLDER [pytest options]; logs go there, and a line for each part as it ends.
+set -uo pipefail
+out=$(mkdir -p "${1:?usage: tests/gpu/run_all.sh FOLDER [pytest options]}" && cd "$1" && pwd)
+shift
+cd "$(dirname "$0")/../.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
+python=${PYTHON:-python3}
+gpus=$(nvidia-smi --list-gpus | wc -l)
+cores=$(nproc)
+workers=${WORKERS:-$((cores * 3 / 4 < 24 ? cores * 3 / 4 : 24))}
+tests=("$python" -m pytest -q -p no:cacheprovider)
+
+# part NAME GPU SECONDS COMMAND...: one part on a GPU, counted from 0 and around.
+part() {
+    local name=$1 gpu=$(($2 % gpus)) limit=$3
+    shift 3
+    CUDA_VISIBLE_DEVICES=${GPUS:-$gpu} timeout -s INT "$limit" "$@" >"$out/$name.log" 2>&1
+    local status=$?
+    printf '%5d s  %-14s status %d  %s\n' "$SECONDS" "$name" "$status" "$(tail -n 1 "$out/$name.log")"
+    grep -hE '^(FAILED|ERROR)' "$out/$name.log" | cut -c 1-300
+    ((status)) && echo "$name" >>"$out/failed"
+    return 0
+}
+
+rm -f "$out/failed"
+part tests 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu -n "$workers" --ignore tests/gpu/test_cuda_distributed.py -m "not alone" "$@" &
+if ((gpus > 1)); then
+    GPUS=0,1 part distributed 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu/test_cuda_distributed.py -n 4 "$@" &
+fi
+for process in 0 1 2 3; do
+    part "stress_$process" 1 400 "$python" -m tests.stress --device cuda --replays 12500 --modules 50 --seconds 300 \
+        --seed $((process * 10000)) &
+done
+((gpus > 2)) || wait
+part sweeps 2 400 "$python" -m tests.sweeps --device cuda --modes no_grad,inference_mode --samples 5 \
+    --workers $((workers < 14 ? workers : 14)) --seconds 300 --out "$out/sweeps.json" &
+part fuzz 3 400 "$python" -m tests.fuzz --calls 20000 --device cuda --workers $((workers < 6 ? workers : 6)) &
+wait
+part alone 0 200 "${tests[@]}" tests/gpu -m alone "$@"
+if [[ -e "$out/failed" ]]; then
+    printf 'failed: %s\n' "$(tr '\n' ' ' <"$out/failed")"
+    exit 1
+fi
