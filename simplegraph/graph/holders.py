@@ -92,16 +92,16 @@ class Holders:
 
     def release(self) -> bool:
         """Take the objects away from what holds them; True if anything was taken."""
-        taken = [self._cut(path) for path in self._paths_up]
+        taken = [self._cut(path, places) for path, places in [(path, _places(path)) for path in self._paths_up]]
         self._things.clear()
         self._paths_up.clear()
         return any(taken)
 
-    def _cut(self, path: list[Any]) -> bool:
+    def _cut(self, path: list[Any], places: Sequence[int]) -> bool:
         """Let the nearest holder that was there before an object hold what it held; True if there is one."""
-        # Above a thread's own dict, a threading.local's are Python's: it keeps no reference where it needs one.
-        end = len(path) - 2 if isinstance(path[-1], threading.local) else len(path)
-        places = [place for place in range(1, end) if _can_change(path[place], path[place - 1])]
+        # Cut above by now, with another object of the same container: what is higher up held that before, too.
+        if any(not _can_change(path[place], path[place - 1]) for place in places):
+            return False
         known = [place for place in places if self._before.knows(path[place])]
         old = [place for place in places if not self._is_young(path, place)]
         for place in (known or old or places)[:1]:
@@ -123,6 +123,13 @@ class Holders:
         # A dict is known to the collector from its first tensor on, so an empty old one may seem young.
         lies_loose = type(holder) is dict and not (isinstance(above, _CONTAINERS) and not is_namespace(above))
         return id(holder) in self._young and not lies_loose
+
+
+def _places(path: Sequence[Any]) -> list[int]:
+    """List the places of a path whose holders can let go of what is below."""
+    # Above a thread's own dict, a threading.local's are Python's: it keeps no reference where it needs one.
+    end = len(path) - 2 if isinstance(path[-1], threading.local) else len(path)
+    return [place for place in range(1, end) if _can_change(path[place], path[place - 1])]
 
 
 def _can_change(holder: Any, held: Any) -> bool:

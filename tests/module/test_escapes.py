@@ -7,7 +7,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -455,3 +455,46 @@ def test_a_tensor_that_a_swallowed_exception_keeps_is_refused(device: torch.devi
     assert "undefined" in str(failed)
     x = torch.randn(2, 4, device=device)
     torch.testing.assert_close(model(x), net(x))
+
+
+class Notes:
+    seen: ClassVar[list[Any]] = []
+
+
+def note_copies(y: Tensor) -> Tensor:
+    copies = [y.clone(), y + 1, y * 2]
+    ITEMS.append((copies, "in a list"))
+    Notes.seen = [*Notes.seen, (copies, "of a class")]
+    return y
+
+
+def test_notes_of_several_tensors_are_all_those_of_eager_calls(device: torch.device) -> None:
+    ITEMS[:], Notes.seen = [], []
+    net = Net(note_copies).to(device).eval()
+    model = sg.wrap(net, capture_sizes=[2], progress=False)
+    for calls in range(1, 6):
+        x = torch.randn(2, 4, device=device)
+        torch.testing.assert_close(model(x), net.l(x) * 2)
+        for notes in (ITEMS, Notes.seen):
+            assert len(notes) == calls
+            torch.testing.assert_close(notes[-1][0], [net.l(x), net.l(x) + 1, net.l(x) * 2])
+    assert model.graph_stats.eager[Reason.CAPTURE_FAILED] >= 3
+
+
+NOTEBOOK = """
+LOG = []
+def note(y):
+    LOG.append(([y.clone(), y + 1], "in a list"))
+    return y
+"""
+
+
+def test_a_list_that_nothing_leads_to_stays_the_global_that_it_is(device: torch.device) -> None:
+    notebook: dict[str, Any] = {}
+    exec(NOTEBOOK, notebook)
+    table = dict.fromkeys(range(2_000)) | {2_000: notebook["note"]}  # too large for those who follow what code reaches
+    net = Net(lambda y: table[2_000](y)).to(device).eval()
+    model = sg.wrap(net, capture_sizes=[2], progress=False)
+    for calls in range(1, 6):
+        model(torch.randn(2, 4, device=device))
+        assert len(notebook["LOG"]) == calls
