@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from simplegraph.graph import patches
 from simplegraph.graph.tensors import storage_key
+from simplegraph.module.torch_modules import setting_names
 
 # Each number is given once: two threads that count at the same time cannot leave a count that was there before.
 _NUMBERS = itertools.count(1)
@@ -249,10 +250,9 @@ def _door(call: Callable[..., Any], things_of: Callable[[tuple[Any, ...]], list[
 def _attribute_door(call: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(call)
     def counted(self: nn.Module, name: str, *value: Any) -> None:
-        attributes = self.__dict__
-        if id(attributes) not in Changes.watched or not _matters(attributes, name, *value):
+        things = (id(self.__dict__),)
+        if things[0] not in Changes.watched or not _matters(self, name, *value):
             return call(self, name, *value)
-        things = (id(attributes),)
         Changes.note(things)
         try:
             call(self, name, *value)
@@ -262,15 +262,15 @@ def _attribute_door(call: Callable[..., None]) -> Callable[..., None]:
     return counted
 
 
-_PYTHON_STATE = frozenset({bool, int, float, str})  # what `state_key` is for
+_PYTHON_STATE = frozenset({bool, int, float, str})  # what `state_key` is for, but for settings of torch's layers
 
 
-def _matters(attributes: dict[str, Any], name: str, value: Any = None) -> bool:
+def _matters(module: nn.Module, name: str, value: Any = None) -> bool:
     """True if setting an attribute can change what a graph would read or do."""
-    old = attributes.get(name)
+    old = vars(module).get(name)
     if name == "training":
         return old is not value
     if type(value) in _PYTHON_STATE and type(old) in _PYTHON_STATE:
-        return False
+        return value != old and name in setting_names(type(module))
     # A tensor that no graph reads, in place of another: such as what was computed last.
     return not (isinstance(old, Tensor) and type(value) is Tensor and id(old) not in Changes.watched)

@@ -21,6 +21,7 @@ from simplegraph.module.changes import HOLDERS, HOOKS, Changes, Watcher, watch_m
 from simplegraph.module.functions import computes_gradients
 from simplegraph.module.snapshot import has_address, place
 from simplegraph.module.survey import HeldTensor, Survey, code_of
+from simplegraph.module.torch_modules import SETTINGS
 from simplegraph.module.torch_state import watch_settings
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -236,7 +237,7 @@ class CapturedState(Watcher):
             if module is None or module is not known():
                 names.append(f"submodule {name} (replaced)")
             elif not _same(list(code_of(module)), code):
-                names.append(f"{name or 'the module'} (class, forward, training mode, hooks or functions)")
+                names.append(f"{name or 'the module'} (class, forward, training mode, hooks, functions or settings)")
         return names or ([] if list(now) == list(before) else ["submodules (another order)"])
 
 
@@ -253,7 +254,11 @@ def _holds(holder: Any, key: Any, value: Any) -> bool:
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
+    """True for the same objects, and equal settings, one by one."""
+    if len(now) != len(before):
+        return False
+    pairs = [pair for pair in zip(now, before, strict=True) if pair[0] is not pair[1]]
+    return all(type(a) is type(b) and type(a) in SETTINGS and a == b for a, b in pairs)
 
 
 class WatchedValue:

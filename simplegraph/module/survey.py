@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.module.functions import FunctionModule
 from simplegraph.module.snapshot import has_address
+from simplegraph.module.torch_modules import plain_settings
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
 _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
@@ -158,7 +159,7 @@ def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:
-    """Yield what else decides what a call of the module does: mode, hooks, functions."""
+    """Yield what else decides what a call of the module does: mode, hooks, functions, settings of torch's layers."""
     kind = type(module)
     yield from (kind, kind.forward, module.training)
     backward: tuple[Any, ...] = (module._backward_pre_hooks, module._backward_hooks)
@@ -169,5 +170,6 @@ def code_of(module: nn.Module) -> Iterator[Any]:
     for key, value in list(vars(module).items()):
         if type(value) in _CODE:
             yield from (key, value)
+    yield from plain_settings(module)
     if isinstance(module, FunctionModule):
         yield from module.code()
