@@ -4,6 +4,7 @@ They are made at the first capture that needs them, once a process:
 
     tensor.data, set_, resize_, ...    notices that something a graph reads was moved (module.changes)
     Module.__setattr__, register_forward_hook, ...    the same of modules, and of code that they run
+    Optimizer.__setattr__, Tensor.register_hook, ...    the same of code that training steps run
     torch._C._set_cublas_allow_tf32, ...    notices that a setting changed, on which kernels depend (module.torch_state)
     torch.cuda.Event.record, wait      names the line that forked to a side stream (graph.cuda.forks)
     break operators                    kernels on a spare dispatch key, so that operators can break (graph.breaks)

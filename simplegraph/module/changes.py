@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Set
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
 from simplegraph.graph import patches
@@ -34,8 +34,8 @@ class Watcher:
     """Is told of every change to what it watches.
 
     Attributes:
-        watched: ids of tensors, of dicts of modules and of dicts in them, and storage keys. One that is used again
-            after its object is gone costs a look, no more.
+        watched: ids of tensors, of dicts of modules and of dicts in them, of optimizers and dicts of hooks, and storage
+            keys. One that is used again after its object is gone costs a look, no more.
         count: another number after every change; nan, which equals nothing, while changes are not counted.
     """
 
@@ -188,6 +188,10 @@ def _module(args: tuple[Any, ...]) -> list[int]:
     return [id(vars(args[0]))]
 
 
+def _owner(args: tuple[Any, ...]) -> list[int]:
+    return [id(args[0])]
+
+
 def _hooks(args: tuple[Any, ...]) -> list[int]:
     return [id(args[0].hooks_dict_ref())]
 
@@ -208,6 +212,8 @@ _CHANGING: tuple[tuple[Any, tuple[str, ...], Callable[[tuple[Any, ...]], list[in
     (torch.UntypedStorage, ("resize_", "share_memory_"), lambda args: [args[0]._cdata]),
     (nn.Module, ("register_forward_hook", "register_forward_pre_hook"), _module),
     (nn.Module, ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"), _module),
+    (torch.Tensor, ("register_hook", "register_post_accumulate_grad_hook"), _owner),
+    (optim.Optimizer, ("register_step_pre_hook", "register_step_post_hook"), _owner),
     (RemovableHandle, ("remove",), _hooks),
 )
 
@@ -220,7 +226,7 @@ def watch_tensors() -> None:
     """
     Changes.begin()
     patches.record("simplegraph.module.changes", Changes.end)
-    setter = _door(torch.Tensor.data.__set__, lambda args: [id(args[0])])  # type: ignore[attr-defined]
+    setter = _door(torch.Tensor.data.__set__, _owner)  # type: ignore[attr-defined]
     data = property(torch.Tensor.data.__get__, setter, doc=torch.Tensor.data.__doc__)  # type: ignore[attr-defined]
     patches.replace(torch.Tensor, "data", data)
     for holder, names, things in _CHANGING:
@@ -229,6 +235,8 @@ def watch_tensors() -> None:
                 patches.replace(holder, name, _door(getattr(holder, name), things))
     patches.replace(nn.Module, "__setattr__", _attribute_door(nn.Module.__setattr__))
     patches.replace(nn.Module, "__delattr__", _attribute_door(nn.Module.__delattr__))
+    patches.replace(optim.Optimizer, "__setattr__", _step_door(optim.Optimizer.__setattr__))
+    patches.replace(optim.Optimizer, "__delattr__", _step_door(optim.Optimizer.__delattr__))
 
 
 def _door(call: Callable[..., Any], things_of: Callable[[tuple[Any, ...]], list[int]]) -> Callable[..., Any]:
@@ -258,6 +266,20 @@ def _attribute_door(call: Callable[..., None]) -> Callable[..., None]:
             call(self, name, *value)
         finally:
             Changes.note(things)
+
+    return counted
+
+
+def _step_door(call: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(call)
+    def counted(self: optim.Optimizer, name: str, *value: Any) -> None:
+        if name != "step" or id(self) not in Changes.watched:
+            return call(self, name, *value)
+        Changes.note((id(self),))
+        try:
+            call(self, name, *value)
+        finally:
+            Changes.note((id(self),))
 
     return counted
 

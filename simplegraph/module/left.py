@@ -330,9 +330,8 @@ class CountedState:
                 self.names = sorted({*(self.names or ()), *names})
 
     def look_again(self) -> None:
-        """Let the next eager run find where tensors are left: what holds them may be another object by now."""
-        if self.left:
-            self._changed, self.left = None, LeftState()
+        """Let the next eager run find what it changes: that may be another object by now, or other code."""
+        self._changed, self.names, self.left = None, None, LeftState()
 
     @property
     def refusal(self) -> tuple[str, str]:

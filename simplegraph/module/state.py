@@ -147,7 +147,8 @@ class CapturedState(Watcher):
         memory = [part for tensor in tensors for part in parts(tensor) if has_address(part)]
         dicts = [vars(module) for module in survey.modules.values()]
         dicts += [attributes[name] for attributes in dicts for name in (*HOLDERS, *HOOKS) if name in attributes]
-        self.watched = frozenset({*map(id, tensors), *map(id, memory), *map(storage_key, memory), *map(id, dicts)})
+        things = (*tensors, *memory, *dicts, *survey.watched)
+        self.watched = frozenset({*map(id, things), *map(storage_key, memory)})
         Changes.add(self)
         links = [link for each in held for link in each.links] + survey.links
         links += [(holder, key, value) for holder in unwatched for key, value in holder.items()]

@@ -56,6 +56,7 @@ class Survey:
         tensors: theirs: parameters, buffers, and tensors in ordinary attributes, alone or in containers.
         generators: random generators in such attributes.
         links: the links to modules that are no children, and to generators.
+        watched: other objects that tell of changes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -63,10 +64,12 @@ class Survey:
         self.tensors: dict[str, HeldTensor] = {}
         self.generators: dict[str, torch.Generator] = {}
         self.links: list[Link] = []
+        self.watched: list[Any] = []
         self._seen: set[int] = set()
         if isinstance(module, FunctionModule):
             module.resolve()
             self.links += module.links()
+            self.watched += module.watched()
         self._add_tree("", module)
         for name in list(self.modules):
             self._look_at_attributes(name)

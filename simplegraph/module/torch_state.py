@@ -20,6 +20,8 @@ num_operator_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
 GLOBAL_HOOKS = _modules._global_forward_hooks
 GLOBAL_PRE_HOOKS = _modules._global_forward_pre_hooks
+GLOBAL_BACKWARD_HOOKS = _modules._global_backward_hooks
+GLOBAL_BACKWARD_PRE_HOOKS = _modules._global_backward_pre_hooks
 
 # What decides which kernel an operator runs, what it may round, or what a factory makes: in torch._C, by the names
 # of its getter and setter. A release that lacks one lacks the setting.

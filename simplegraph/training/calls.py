@@ -26,6 +26,8 @@ from simplegraph.module.replay import MISS
 from simplegraph.module.signature import device_of
 from simplegraph.module.state import any_requires_grad
 from simplegraph.module.torch_state import (
+    GLOBAL_BACKWARD_HOOKS,
+    GLOBAL_BACKWARD_PRE_HOOKS,
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
     TorchSettings,
@@ -175,6 +177,8 @@ class TrainingCalls:
             or pair.unproven
             or known.lessons.twice
             or known.refusal
+            or GLOBAL_BACKWARD_HOOKS
+            or GLOBAL_BACKWARD_PRE_HOOKS
             or saved_tensors_hooks(False) is not None
             or forward_ad._current_level >= 0
         ):

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _modules
 
 from simplegraph.module.args import PLAIN_TENSORS
 from simplegraph.module.survey import HeldTensor, Survey
+from simplegraph.module.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.reasons import CannotBind, Reason
 
 requires_grad = operator.attrgetter("requires_grad")
@@ -188,7 +188,7 @@ def refuse_hooks(module: nn.Module) -> None:
     """Refuse a module whose backward runs Python that a replay would not. Raises CannotBind."""
     if saved_tensors_hooks(False) is not None:
         raise CannotBind(Reason.HOOKS, "saved-tensor hooks around the call, as of activation checkpoints")
-    if _modules._global_backward_hooks or _modules._global_backward_pre_hooks:
+    if GLOBAL_BACKWARD_HOOKS or GLOBAL_BACKWARD_PRE_HOOKS:
         raise CannotBind(Reason.HOOKS, "backward hooks on all modules")
     for name, child in module.named_modules():
         if child._backward_hooks or child._backward_pre_hooks:
@@ -202,13 +202,13 @@ class HookWatch(torch.overrides.TorchFunctionMode):
         found: the method that it called; None if none.
     """
 
-    _METHODS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
+    _METHODS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 
     def __init__(self) -> None:
         super().__init__()
         self.found: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in self._METHODS:
+        if func.__name__ in self._METHODS:
             self.found = f"Tensor.{func.__name__}"
         return func(*args, **(kwargs or {}))

@@ -87,6 +87,14 @@ class StepOptimizers:
                     if isinstance(value, Tensor) and not value.is_cpu:
                         yield f"{name}.param_groups.{index}.{key}", ((group, key, value),)
 
+    def hooks(self) -> list[dict[int, Any]]:
+        """List the dicts of the optimizers' hooks."""
+        return [held for each in self.all for held in (each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks)]
+
+    def steps(self) -> list[Any]:
+        """List the functions that the optimizers' steps are, their classes' and those that were set instead."""
+        return [code for each in self.all for code in (type(each).step, vars(each).get("step"))]
+
     def find_schedulers(self, values: Iterable[Any]) -> None:
         """Refuse graphs if one of these is a scheduler: it belongs outside of the step."""
         found = next((value for value in values if isinstance(value, _SCHEDULERS)), None)

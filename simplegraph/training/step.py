@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor, nn, optim
+from torch.optim import optimizer as _optimizer
 
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import CALLS
@@ -21,13 +22,19 @@ from simplegraph.module.functions import FunctionModule, GraphedFunction, Link, 
 from simplegraph.module.mixin import wrap
 from simplegraph.module.reach import CodePlace, places_of
 from simplegraph.module.survey import device_of_state
+from simplegraph.module.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
-from simplegraph.training.gradients import Gradients
+from simplegraph.training.gradients import Gradients, gradient_hooks
 from simplegraph.training.optimizers import StepOptimizers
 from simplegraph.training.plan import WithGradients
 from simplegraph.training.python_state import OptimizersPython
 from simplegraph.training.staging import Staging
+
+_GLOBAL_HOOKS = (
+    *(GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS),
+    *(_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks),
+)
 
 
 class StepState(NamedTuple):
@@ -66,6 +73,16 @@ class StepEffects:
     def used(self) -> set[int]:
         serving = self._serving()
         return self._used.setdefault(serving, set()) if serving else set()
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that it may train."""
+        found = (*self.optimizers.parameters, *self.gradients.parameters)
+        return list({id(parameter): parameter for parameter in found}.values())
+
+    def hooks(self) -> list[dict[int, Any]]:
+        """List the dicts of hooks of parameters and optimizers: a capture runs them, and a replay does not."""
+        return [*self.optimizers.hooks(), *gradient_hooks(self.trained)]
 
     def serve(self, binding: Any) -> None:
         """Note which calls are served next."""
@@ -172,7 +189,8 @@ class StepModule(FunctionModule):
 
     def _find_places(self) -> list[CodePlace]:
         step = self.step
-        places = places_of(self._function)
+        hooks = [hook for held in self.step.hooks() for hook in held.values()]
+        places = [place for code in (self._function, *hooks) for place in places_of(code)]
         known = {id(place.value) for place in places}
         others = {f"modules.{index}": module for index, module in enumerate(step.modules) if id(module) not in known}
         return places + [CodePlace(name, others, name) for name in others]
@@ -188,6 +206,13 @@ class StepModule(FunctionModule):
         self.step.optimizers.check_scaler(self.step.scaler)
         self.step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
 
+    def code(self) -> list[Any]:
+        hooks = [part for held in self.step.hooks() for part in (*held.values(), len(held))]
+        return [*super().code(), *self.step.optimizers.steps(), *hooks]
+
+    def watched(self) -> Iterator[Any]:
+        yield from (*self.step.optimizers.all, *self.step.trained, *self.step.hooks())
+
     def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
         yield from self.step.optimizers.links()
         for index, parameter in enumerate(self.step.optimizers.parameters):
@@ -197,6 +222,8 @@ class StepModule(FunctionModule):
     def state(self) -> Hashable:
         if not torch.is_grad_enabled():
             raise CannotBind(Reason.GRAD_MODE, "")
+        if any(_GLOBAL_HOOKS):
+            raise CannotBind(Reason.HOOKS, "backward hooks on all modules, or step hooks on all optimizers")
         step = self.step
         optimizers = step.optimizers.state()
         refusal = step.optimizers.refusal or step.optimizers.changing

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import simplegraph as sg
+from simplegraph.reasons import Reason
 
 CALLS, CHANGED = 12, 6
 Change = Callable[[nn.Module, optim.Optimizer], object]
@@ -20,11 +22,17 @@ def net() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def trained(change: Change, device: torch.device, *, graphs: str = "") -> tuple[list[Tensor], Any]:
+def nothing(*_: Any) -> None: ...
+
+
+def trained(
+    change: Change, device: torch.device, *, graphs: str = "", begin: Change = nothing
+) -> tuple[list[Tensor], Any]:
     """Train with a change on the way; return the parameters and buffers after each step, and what counts replays."""
     torch.manual_seed(0)
     model = net().to(device)
     optimizer = optim.SGD(model.parameters(), lr=0.125, momentum=0.5, fused=True)
+    begin(model, optimizer)
     called: Any = sg.wrap(model, training=True, exact_shapes=True, progress=False) if graphs == "pairs" else model
 
     def step_fn(x: Tensor) -> Tensor:
@@ -46,9 +54,11 @@ def trained(change: Change, device: torch.device, *, graphs: str = "") -> tuple[
     return found, called if graphs == "pairs" else step
 
 
-def assert_trains_as_eager(change: Change, device: torch.device, graphs: str, *, replays: int) -> None:
-    expected, _ = trained(change, device)
-    found, graphed = trained(change, device, graphs=graphs)
+def assert_trains_as_eager(
+    change: Change, device: torch.device, graphs: str, *, replays: int, begin: Change = nothing
+) -> None:
+    expected, _ = trained(change, device, begin=begin)
+    found, graphed = trained(change, device, graphs=graphs, begin=begin)
     wrong = [call for call, pair in enumerate(zip(expected, found, strict=True)) if not torch.equal(*pair)]
     assert wrong == []
     assert graphed.graph_stats.replays >= replays
@@ -65,3 +75,104 @@ SETTINGS: dict[str, Change] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_layers_are_used_from_the_next_step_on(name: str, graphs: str, device: torch.device) -> None:
     assert_trains_as_eager(SETTINGS[name], device, graphs, replays=6)
+
+
+def scale_gradients(optimizer: optim.Optimizer, *_: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.mul_(0.5)
+
+
+def double(gradient: Tensor) -> None:
+    gradient.mul_(2)
+
+
+def decay(optimizer: optim.Optimizer, *_: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.data.mul_(0.5)
+
+
+HOOKS: dict[str, Change] = {
+    "a gradient's": lambda model, _: model[0].weight.register_hook(lambda gradient: gradient * 2),
+    "an accumulated gradient's": lambda model, _: model[0].weight.register_post_accumulate_grad_hook(
+        lambda parameter: double(parameter.grad)
+    ),
+    "before the optimizer's step": lambda _, optimizer: optimizer.register_step_pre_hook(scale_gradients),
+    "after the optimizer's step": lambda _, optimizer: optimizer.register_step_post_hook(decay),
+    "instead of the optimizer's step": lambda _, optimizer: setattr(optimizer, "step", lambda: decay(optimizer)),
+}
+
+
+@pytest.mark.parametrize("graphs", ["steps", "pairs"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_are_added_run_from_the_next_step_on(name: str, graphs: str, device: torch.device) -> None:
+    assert_trains_as_eager(HOOKS[name], device, graphs, replays=6)
+
+
+@pytest.mark.parametrize("name", [name for name in HOOKS if "instead" not in name])
+def test_hooks_that_are_removed_run_no_more(name: str, device: torch.device) -> None:
+    handles: dict[int, Any] = {}
+
+    def change(model: nn.Module, optimizer: optim.Optimizer) -> None:
+        handles.pop(id(model)).remove()
+
+    def begin(model: nn.Module, optimizer: optim.Optimizer) -> None:
+        handles[id(model)] = HOOKS[name](model, optimizer)
+
+    assert_trains_as_eager(change, device, "steps", replays=6, begin=begin)
+    assert not handles
+
+
+def test_the_optimizers_own_step_is_used_again(device: torch.device) -> None:
+    def begin(_: nn.Module, optimizer: optim.Optimizer) -> None:
+        vars(optimizer)["step"] = lambda: decay(optimizer)
+
+    assert_trains_as_eager(lambda _, optimizer: delattr(optimizer, "step"), device, "steps", replays=6, begin=begin)
+
+
+COUNTED = {"calls": 0}
+
+
+def count(*_: Any) -> None:
+    COUNTED["calls"] += 1
+
+
+@pytest.mark.parametrize("added", ["Tensor.register_hook", "Optimizer.register_step_post_hook"])
+def test_a_hook_that_counts_in_python_counts_every_step(added: str, device: torch.device) -> None:
+    def change(model: nn.Module, optimizer: optim.Optimizer) -> None:
+        COUNTED["calls"] = 0
+        method = model[0].weight.register_hook if "Tensor" in added else optimizer.register_step_post_hook
+        method(count)
+
+    for graphs in ("", "steps"):
+        _, step = trained(change, device, graphs=graphs)
+        assert COUNTED["calls"] == CALLS - CHANGED
+    assert step.graph_stats.eager
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("graphs", ["steps", "pairs"])
+def test_hooks_on_everything_run(graphs: str, device: torch.device) -> None:
+    handles: list[Any] = []
+
+    def change(*_: Any) -> None:
+        handles.append(nn.modules.module.register_module_full_backward_hook(double_inputs))
+        if graphs == "steps":
+            handles.append(register_optimizer_step_post_hook(decay))
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+
+    try:
+        expected, _ = trained(change, device)
+        end()
+        found, graphed = trained(change, device, graphs=graphs)
+    finally:
+        end()
+    assert [call for call, pair in enumerate(zip(expected, found, strict=True)) if not torch.equal(*pair)] == []
+    assert graphed.graph_stats.eager[Reason.HOOKS] == CALLS - CHANGED
+
+
+def double_inputs(_: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if each is None else each * 2 for each in inputs)
