@@ -29,6 +29,7 @@ _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _CAPTURABLE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD")
 _CAPTURABLE_FOREACH = ("RMSprop", "Adadelta")
 _NOT_IN_KEY = frozenset({"params", "initial_lr", "param_names"})  # no step reads them
+_FIRST_RATE = ("Rprop",)  # reads its learning rate where it makes its state, and never again
 
 
 class StepOptimizers:
@@ -121,8 +122,9 @@ class StepOptimizers:
             for index, group in enumerate(each.param_groups):
                 mirror = self._mirror(each, group, (number, index))
                 self._mirrored += [] if mirror is None else [(group, mirror)]
+                unread = {"lr"} if mirror is not None or _named(each) in _FIRST_RATE else set()
                 for name, value in group.items():
-                    if name in _NOT_IN_KEY or isinstance(value, Tensor) or (name == "lr" and mirror is not None):
+                    if name in _NOT_IN_KEY or name in unread or isinstance(value, Tensor):
                         continue
                     groups.append(group)
                     names.append(name)
@@ -238,8 +240,8 @@ class StepOptimizers:
 
 def unsuitable(owner: optim.Optimizer) -> str:
     """Say why no graph can hold an optimizer's step, and what would; empty if one can, or if that is not known."""
-    kind = type(owner).__name__
-    if not type(owner).__module__.startswith("torch.optim"):
+    kind = _named(owner)
+    if not kind:
         return ""
     if kind == "LBFGS":
         return "LBFGS decides on the host how often it calls its closure"
@@ -277,14 +279,17 @@ def _value_key(value: Any) -> Hashable:
 
 def takes_tensor(owner: optim.Optimizer, group: Group) -> bool:
     """True if an optimizer's step reads a tensor for the group's learning rate on the device."""
-    kind = type(owner).__name__
-    if not type(owner).__module__.startswith("torch.optim"):
-        return False
+    kind = _named(owner)
     if group.get("fused"):
         return kind in _FUSED
     if not group.get("capturable"):
         return False
     return kind in _CAPTURABLE or (kind in _CAPTURABLE_FOREACH and group.get("foreach") is not False)
+
+
+def _named(owner: optim.Optimizer) -> str:
+    """Return the name of an optimizer of torch's own; nothing for another's."""
+    return type(owner).__name__ if type(owner).__module__.startswith("torch.optim") else ""
 
 
 def _prepare(owner: optim.Optimizer) -> None:
