@@ -74,11 +74,13 @@ class Gradients:
         """True if a parameter has a gradient."""
         return any(gradient is not None for gradient in map(_grad, self.parameters))
 
-    def passed(self) -> dict[int, int]:
-        """Return the memory of the present gradients: indices by storage key."""
-        found = enumerate(map(_grad, self.parameters))
-        dense = ((index, each) for index, each in found if each is not None and each.layout is torch.strided)
-        return {storage_key(gradient): index for index, gradient in dense}
+    def passed(self) -> dict[int, list[int]]:
+        """Return the memory of the present gradients: indices by storage key; cuDNN makes several in one buffer."""
+        found: dict[int, list[int]] = {}
+        for index, gradient in enumerate(map(_grad, self.parameters)):
+            if gradient is not None and gradient.layout is torch.strided:
+                found.setdefault(storage_key(gradient), []).append(index)
+        return found
 
     @property
     def fixed_keys(self) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, overload
@@ -64,7 +65,7 @@ class StepEffects:
         self.gradients = Gradients()
         self.left: list[Any] | None = None
         self.found: list[Tensor] = []
-        self._passed: dict[int, int] = {}
+        self._passed: dict[int, list[int]] = {}
         self._trained = False
         self._used: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self._serving: Callable[[], Any] = bool  # weakly, for it owns static inputs
@@ -92,7 +93,8 @@ class StepEffects:
         """Note which gradients an eager run read of those that it found; return the keys of their memory."""
         for observer in observers:
             if not observer.captures:
-                self.used.update(index for key, index in self._passed.items() if key in observer.external)
+                read = (indices for key, indices in self._passed.items() if key in observer.external)
+                self.used.update(itertools.chain.from_iterable(read))
         return self._passed.keys() - self.gradients.fixed_keys
 
     def note_leaves(self, result: Any, *, captured: bool) -> None:
