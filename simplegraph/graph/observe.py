@@ -16,6 +16,7 @@ from simplegraph.graph.operators import (
     OperatorMode,
     calls_eigensolver,
     defined,
+    drops_in_cudnn,
     is_composite,
     may_draw,
     strided_tensors,
@@ -24,6 +25,11 @@ from simplegraph.graph.operators import (
 from simplegraph.graph.scalars import NumbersSeen
 from simplegraph.graph.tensors import storage_key
 
+_EIGENSOLVER = "cuSOLVER waits for the device ({}), and would fail from then on if that happened in a capture"
+_CUDNN_DROPOUT = (
+    "cuDNN drops between the layers of a recurrent module by random numbers of its own, for which it waits for the "
+    "device after every seeding (nn.Dropout between modules of one layer each draws torch's)"
+)
 _LIFTED = torch.ops.aten.lift_fresh.default
 
 
@@ -105,9 +111,8 @@ class MemoryObserver(OperatorMode):
             if number is not None:
                 self.found.setdefault(number, use)
 
-    def _refuse(self, func: Any) -> None:
+    def _refuse(self, cause: str) -> None:
         """Note an operator that a capture may not come to, and raise it in a capture."""
-        cause = f"cuSOLVER waits for the device ({func}), and would fail from then on if that happened in a capture"
         if self._device is None:  # else the error's own traceback tells
             cause += f"; it is called at {current_user_location()}"
         self.refused = HostError(cause, f"{BREAK[0].upper()}{BREAK[1:]}.")
@@ -119,7 +124,9 @@ class MemoryObserver(OperatorMode):
         if calls_eigensolver(func) and self._made_inside is None:
             if is_composite(func):  # under inference_mode it comes whole, and may not come to one
                 return self.take_apart(func, args, kwargs)
-            self._refuse(func)
+            self._refuse(_EIGENSOLVER.format(func))
+        if drops_in_cudnn(func, args) and self._made_inside is None:
+            self._refuse(_CUDNN_DROPOUT)
         self.may_draw = self.may_draw or may_draw(func)
         if self._device is not None:
             self._look_for_unseen(self._device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,6 +139,14 @@ def calls_eigensolver(func: Any) -> bool:
     if is_higher_order(func):
         return False
     return func._schema.name in _EIGEN or func._schema.name.removeprefix("aten::") in _MADE_OF_EIGEN
+
+
+_CUDNN_RNN = torch.ops.aten._cudnn_rnn.default
+
+
+def drops_in_cudnn(func: Any, args: Sequence[Any]) -> bool:
+    """True if cuDNN drops between recurrent layers, by random numbers that no generator of torch's knows."""
+    return func is _CUDNN_RNN and bool(args[11] > 0 and args[12])  # the dropout, and whether it trains
 
 
 @functools.lru_cache(maxsize=4096)

@@ -220,7 +220,7 @@ class GraphCapture:
         if job.follows is not None and job.follows not in self.table.graphs:
             return None  # what failed there says it all
         try:
-            for refused in filter(None, (observer.refused for observer in self.observers)):
+            for refused in filter(None, (job.refused, *(observer.refused for observer in self.observers))):
                 raise capture_error(refused, job.label)
             trace = self._trace(job)
             host = HostCapture(self.table.device.torch_device, self.table.constants.copies(job.key), job.name)

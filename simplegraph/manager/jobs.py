@@ -12,7 +12,7 @@ import torch
 
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import CudaGraphMode
-from simplegraph.errors import CaptureError, InputError
+from simplegraph.errors import CaptureError, HostError, InputError
 
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
 Key = Hashable
@@ -35,6 +35,7 @@ class CaptureJob:
         part: of a training call, "forward" or "backward"; "" for a whole call.
         follows: the key of the job before it whose graph is always replayed first, and whose memory it reads.
         ended: called when its recording is over.
+        refused: why it cannot be captured, if a run showed that.
     """
 
     key: Key
@@ -48,6 +49,7 @@ class CaptureJob:
     part: str = ""
     follows: Key | None = None
     ended: Callable[[], object] = bool
+    refused: HostError | None = None
 
     @property
     def kind(self) -> str:

@@ -101,6 +101,7 @@ class GraphBuilder:
                 self.manager.table.add_trace(call.key, trace)
         # What eager breaks write, no capture sees: they do not run in one.
         call.binding.note_written(observer, memory)
+        call.binding.refused = observer.refused
         self.keep_external(call.module, [observer], set(memory.values()))
         call.binding.learn_run(call.batch, result)
         learn_numbers(call.binding, self.manager.table, observer.numbers)
@@ -332,6 +333,7 @@ def _capture_jobs(
             described,
             lambda tensor: Survey(call.module).name_of(tensor),
             builder.manager.config.exact_shapes,
+            refused=call.binding.refused,
         )
         for kind in todo
     ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.context import CALLS
+from simplegraph.errors import HostError
 from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.scalars import NumbersBySize
@@ -57,6 +58,7 @@ class Binding:
         counted: Python state that every run changes.
         made: places of the outputs that the forward was seen to make.
         numbers: the Python numbers that its runs passed to operators.
+        refused: what its latest eager run showed that no capture may come to.
     """
 
     signature: Signature
@@ -75,6 +77,7 @@ class Binding:
     traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)
     made: set[int] = dataclasses.field(default_factory=set)
     numbers: NumbersBySize = dataclasses.field(default_factory=NumbersBySize)
+    refused: HostError | None = None
 
     def inputs_for(self, padded: int, largest: int, args: Sequence[Arg], leaves: Sequence[Any]) -> InputSet:
         """Find or make the static inputs of a padded size; `args` and `leaves` in the order of the call that asks."""

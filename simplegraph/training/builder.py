@@ -86,6 +86,7 @@ class PairBuilder:
         self.table.constants.learn(key, host.copies, host.sources, met_host=host.met_host)
         binding.draws |= observer.may_draw and drew(generators, before)
         binding.note_written(observer, memory)
+        binding.refused = observer.refused
         self.note_seen(call.module, [observer], set(memory.values()))
         binding.learn_run(call.batch, result)
         self._refuse(call, hooks)

@@ -164,6 +164,7 @@ class Recording:
                 part=part,
                 follows=None if part == "forward" else (key, number, "forward"),
                 ended=self.tape.outputs.clear if part == last else bool,
+                refused=call.binding.refused,
             )
             for part, run in runs.items()
         ]

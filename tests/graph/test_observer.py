@@ -303,3 +303,12 @@ def test_a_compiled_part_runs_compiled_under_the_observer(device: torch.device) 
     assert len(runs) == 2
     assert {id(tensor.untyped_storage()._cdata) for tensor in observer.external.values()}
     assert all(type(tensor) in (Tensor, nn.Parameter) for tensor in observer.external.values())
+
+
+@pytest.mark.parametrize(("train", "dropout", "refused"), [(True, 0.1, True), (True, 0.0, False), (False, 0.1, False)])
+def test_dropout_inside_of_cudnn_is_refused(train: bool, dropout: float, refused: bool) -> None:
+    x, state = torch.randn(4, 2, 8, device="meta"), torch.randn(2, 2, 8, device="meta")
+    weights = list(nn.LSTM(8, 8, 2, device="meta").parameters())
+    with MemoryObserver() as observer:
+        torch.ops.aten._cudnn_rnn(x, weights, 4, None, state, state, 2, 8, 0, 2, False, dropout, train, False, [], None)
+    assert ("cuDNN" in str(observer.refused)) is refused
