@@ -188,13 +188,14 @@ class CudaGraphConfig:
             if value is not None or not optional:
                 object.__setattr__(self, name, kind.check(name, value))
         if self.capture_sizes is not None and self.max_capture_size is not None:
-            both = "capture_sizes and max_capture_size are both set"
-            raise ConfigError(f"{both}; give the sizes, or the largest default size, not both.")
+            raise ConfigError("capture_sizes and max_capture_size are both set; give one of them, not both.")
         for name in self.break_ops:
             if not all(name.partition("::")):
                 raise ConfigError(f"break_ops has {name!r}; expected operators such as 'mylib::attention'.")
         if bool(self.length_dims) != bool(self.lengths):
             raise ConfigError("length_dims and lengths belong together: which dimensions, and the lengths to capture.")
+        if self.lengths and self.exact_shapes:
+            raise ConfigError("length_dims pads lengths, and with exact_shapes (as in train_step) nothing is padded.")
         self._check_limits()
         self._check_decode_sizes()
 
@@ -288,7 +289,7 @@ def _check_callable(name: str, value: Any) -> Any:
 
 def _check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     valid = isinstance(sizes, (Sequence, set, frozenset)) and not isinstance(sizes, (str, bytes))
-    if not _require(name, sizes, valid, "a sequence of batch sizes, such as [1, 2, 4, 8]"):
+    if not _require(name, sizes, valid, "a sequence of sizes, such as [1, 2, 4, 8]"):
         raise ConfigError(f"{name} is empty; give at least one size, or mode='NONE' for no graphs.")
     return tuple(sorted({_check_int(f"{name} entry", size) for size in sizes}))
 

@@ -26,7 +26,7 @@ Link = tuple[Any, Any, Any]
 # What a function that has graphs offers beside being called, of `CudaGraphWrapper`.
 _METHODS = frozenset(
     {
-        *("configure_graphs", "use_graph_pool", "use_ranks", "capture_graphs", "static_inputs", "reset_graphs"),
+        *("configure_graphs", "use_graph_pool", "use_ranks", "static_inputs", "reset_graphs"),
         *("graph_report", "graph_stats", "graph_manager"),
     }
 )
@@ -192,11 +192,28 @@ class GraphedFunction(Generic[P, R]):
     def __init__(self, function: Callable[P, R], wrapped: Any) -> None:
         functools.update_wrapper(self, function, updated=())
         self._wrapped = wrapped
+        self._grad_mode = _decorated_mode(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._grad_mode is None:
+            return self._serve(args, kwargs)
+        with self._grad_mode():
+            return self._serve(args, kwargs)
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         wrapped = self._wrapped
-        result: R = wrapped._graph_runner.call(wrapped, args, kwargs)
+        runner = wrapped._graph_runner
+        result: R = (
+            runner.call(wrapped, args, kwargs)
+            if runner.lengths is None
+            else runner.lengths.call(runner, wrapped, args, kwargs)
+        )
         return result
+
+    def capture_graphs(self, *args: Any, **kwargs: Any) -> Any:
+        """Capture all sizes now, from example arguments; see `CudaGraphWrapper.capture_graphs`."""
+        with self._grad_mode() if self._grad_mode else contextlib.nullcontext():
+            return self._wrapped.capture_graphs(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _METHODS:
@@ -235,6 +252,18 @@ def check_function(function: Any, what: str) -> None:
         raise ConfigError(
             f"{what} got {function!r}, whose arguments Python does not know; put it into a function of your own."
         ) from None
+
+
+def _decorated_mode(function: Any) -> Callable[[], Any] | None:
+    """Return what makes the mode of ``@torch.no_grad()`` or ``@torch.inference_mode()``, if a function has one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if "ctx_factory" not in names:  # the name in torch's decorator
+        return None
+    make: Callable[[], Any] = function.__closure__[names.index("ctx_factory")].cell_contents
+    return make if isinstance(getattr(make, "__self__", None), (torch.no_grad, torch.inference_mode)) else None
 
 
 def _item(holder: Any, key: Any) -> Any:

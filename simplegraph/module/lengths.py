@@ -158,7 +158,9 @@ class PaddedCall:
         self._pads = {index: _declared(config.pad_values, names[index]) for index in self._dims}
         lengths = {leaves[index].shape[dim]: names[index] for index, dim in self._dims.items()}
         if len(lengths) != 1:
-            said = ", ".join(f"{name} of {length}" for length, name in lengths.items()) or "no argument has a length"
+            said = ", ".join(f"{name} of {length}" for length, name in lengths.items())
+            given = f"length_dims names {', '.join(config.length_dims or ())}; the arguments are {', '.join(names)}"
+            said = said or given
             raise CannotBind(Reason.LENGTH_MISMATCH, said)
         self.length = next(iter(lengths))
         captured = config.lengths or ()
@@ -218,7 +220,7 @@ class LengthBuckets:
             rule = self._rule(call.kind)
             rule.check()
         except CannotBind as error:
-            server.stats.name = type(module).__name__
+            server.stats.name = module._get_name()
             server.stats.ran_eagerly(error.reason, error.detail)
             return invoke(module, args, kwargs)
         sizes = rule.sizes(call.length, call.padded)
@@ -255,7 +257,7 @@ class LengthBuckets:
     def _learn(self, server: Server, rule: OutputLengths, call: PaddedCall, module: Any) -> Any:
         """Run a call eagerly as it is, and compare it with what its padded form gave."""
         args, kwargs = call.at(call.length)
-        server.stats.name = type(module).__name__
+        server.stats.name = module._get_name()
         server.stats.ran_eagerly(Reason.LENGTH_LEARNT)
         padded = _rehearsed(module, *call.at(call.padded), device_of(call.leaves))
         outputs = invoke(module, args, kwargs)

@@ -307,3 +307,49 @@ def test_a_function_has_the_methods_that_are_about_graphs():
     assert "reset_graphs" in dir(wrapped)
     with pytest.raises(AttributeError, match="weights"):
         _ = wrapped.weights
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad(), torch.inference_mode()], ids=["no_grad", "inference_mode"])
+def test_a_decorator_that_switches_gradients_off_is_enough(mode):
+    """A sampler that is decorated needs no `torch.no_grad()` around its calls."""
+    agent = Agent()
+
+    @mode
+    def decorated(x):
+        return agent.act(x)
+
+    class Sampler:
+        @mode
+        def draw(self, x):
+            return agent.act(x)
+
+    with torch.enable_grad():
+        for function in (decorated, Sampler().draw, functools.partial(decorated)):
+            wrapped = sg.wrap(function)
+            assert answers(wrapped, function) == 4
+            assert wrapped(torch.ones(4, 2)).is_inference() == function(torch.ones(4, 2)).is_inference()
+        ahead = sg.wrap(decorated, capture_sizes=[4])
+        assert ahead.capture_graphs(torch.ones(4, 2)).captured == 1
+        undecorated = sg.wrap(agent.act)
+        assert undecorated(torch.ones(4, 2)).requires_grad
+    assert list(undecorated.graph_stats.eager) == [Reason.GRAD]
+
+
+def test_lengths_of_a_functions_arguments_are_padded_as_a_modules_are():
+    model = nn.Conv1d(1, 2, 3)
+
+    def forward(x):
+        return model(x)
+
+    wrapped = sg.wrap(forward, capture_sizes=[2], length_dims={"x": 2}, lengths=[16])
+    for length in (10, 12, 9, 16, 11, 13, 8):
+        x = torch.randn(2, 1, length)
+        assert torch.equal(wrapped(x), forward(x))
+    assert wrapped.graph_stats.captures == 1
+    assert wrapped.graph_stats.replays > 0
+    ahead = sg.wrap(forward, capture_sizes=[2], length_dims={"x": 2}, lengths=[8, 16])
+    assert ahead.capture_graphs(torch.randn(2, 1, 10)).captured == 2
+    misnamed = sg.wrap(forward, length_dims={"mel": 2}, lengths=[16])
+    misnamed(torch.randn(2, 1, 10))
+    assert "length_dims names mel; the arguments are x" in str(misnamed.graph_report())
+    assert str(misnamed.graph_report()).startswith("test_lengths")
