@@ -170,7 +170,7 @@ def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[
     operation = "a boolean mask" if "boolean mask" in str(error) else dynamic_shape(lines)
     if operation is None:
         cause = "a tensor was read back to Python while its value does not exist yet, or the device was synchronised"
-        remedy = f"Keep the test on the device (torch.where), or {BREAK}."
+        remedy = f"Test it on the device (torch.where), read it after the call, or {BREAK}."
         return str(error) if emulated else f"{cause}{said}.", remedy
     cause = f"{operation} gives as many elements as the values say, and no shape in a graph depends on values{said}."
     remedy = "torch.where(mask, x, 0) for x[mask], and x = torch.where(mask, y, x) for x[mask] = y"

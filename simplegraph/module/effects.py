@@ -53,7 +53,8 @@ class ModuleState(PythonState):
             self._counted.names = sorted({*(self._counted.names or ()), *changed})
         for index, before in enumerate(self._before):
             before.put_back(() if index else self._counted.names or ())
-        return kept
+        of_function = isinstance(self._roots[0], FunctionModule)
+        return [name.removeprefix("reached.") for name in kept] if of_function else kept
 
 
 _CODE = frozenset({types.FunctionType, types.MethodType, functools.partial})

@@ -239,6 +239,10 @@ def note_read(module: nn.Module, observers: Iterable[Any]) -> set[int]:
 
 def check_function(function: Any, what: str) -> None:
     """Refuse what is no function that a graph can stand for. Raises ConfigError."""
+    if isinstance(function, nn.Module):
+        expected = "expected a function that calls it, its backward and the optimizer"
+        instead = "For graphs of its forward and backward alone: wrap(module, training=True)"
+        raise ConfigError(f"{what} got a {type(function).__name__}, a module; {expected}. {instead}.")
     if isinstance(function, type) or not callable(function):
         raise ConfigError(f"{what} got {function!r}; expected a function, a bound method or another callable.")
     if isinstance(function, torch.jit.ScriptFunction):

@@ -25,6 +25,7 @@ from simplegraph.manager.stats import GraphStats
 from simplegraph.module.builder import GraphBuilder
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.eager_plan import remember
+from simplegraph.module.functions import computes_gradients
 from simplegraph.module.known import KnownCalls
 from simplegraph.module.lengths import LengthBuckets
 from simplegraph.module.padding import refuse_numbers
@@ -137,7 +138,7 @@ class GraphRunner:
             raise CannotBind(*hindered)
         size, layout = known.read(module, leaves, names, spec, manager.device.torch_device)
         if torch.is_grad_enabled() and builder.seen.read.wants_grad(module, leaves):
-            raise CannotBind(Reason.GRAD, "an argument" if any_requires_grad(leaves) else "")
+            raise CannotBind(Reason.GRAD, _argument_of(module) if any_requires_grad(leaves) else "")
         if largest:
             dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
         else:
@@ -306,6 +307,10 @@ def _capture(builder: GraphBuilder, call: Call) -> None:
         why = str(error.args[0]).replace("\n ", "")
         refuse_numbers(builder.manager.table, builder.reader.changing, call, why)
         raise CannotBind(Reason.CHANGING_NUMBER, why) from None
+
+
+def _argument_of(module: Any) -> str:
+    return "an argument of a training step: detach it" if computes_gradients(module) else "an argument"
 
 
 def _check_device(device: torch.device) -> None:

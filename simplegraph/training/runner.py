@@ -44,7 +44,7 @@ class TrainingRunner(GraphRunner):
             return super().call(module, args, kwargs)
         if self.config.mode is CudaGraphMode.NONE or not self.config.training:
             return super().call(module, args, kwargs)
-        self.stats.name = type(module).__name__
+        self.stats.name = module._get_name()
         try:
             result = self._training.call(module, args, kwargs)
         except CannotBind as error:

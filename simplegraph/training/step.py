@@ -348,9 +348,9 @@ def train_step(
     for module in modules or ():
         if not isinstance(module, nn.Module):
             raise ConfigError(f"modules has {module!r}; expected a torch.nn.Module, or a list of them.")
+    config = CudaGraphConfig().replace(**{**settings, "exact_shapes": True})
     made = StepModule(step_fn, StepOptimizers(optimizers), scaler, list(modules or ()))
     made.proves_any_size = settings.get("verify", 0) > 0
-    config = CudaGraphConfig().replace(**{**settings, "exact_shapes": True})
     return TrainStep(step_fn, wrap(made, config))
 
 

@@ -251,3 +251,34 @@ def test_a_capture_that_fails_in_the_middle_of_training_loses_no_step(device: to
     assert unequal(ours, expected) == []
     assert ours_seen == expected_seen
     assert step.graph_stats.eager["capture_failed"] > 0
+
+
+def test_mistakes_are_told_in_words_of_training(device: torch.device) -> None:
+    """A newcomer's mistakes: a module in place of the step, settings that no step has, a list of losses."""
+    loop = _loop(device)
+    with pytest.raises(sg.ConfigError, match=r"train_step got a Sequential.*wrap\(module, training=True\)"):
+        sg.train_step(loop.model, optimizers=loop.optimizer)
+    with pytest.raises(sg.ConfigError, match="verify is 'yes'"):
+        sg.train_step(loop.plain, optimizers=loop.optimizer, verify="yes")
+    with pytest.raises(sg.ConfigError, match="nothing is padded"):
+        sg.train_step(loop.plain, optimizers=loop.optimizer, length_dims={"x": 0}, lengths=[8])
+
+    losses: list[Tensor] = []
+
+    def keeps(x: Tensor, y: Tensor) -> Tensor:
+        losses.append(loop.plain(x, y))
+        return losses[-1]
+
+    def reads(x: Tensor, y: Tensor) -> float:
+        return loop.plain(x, y).item()
+
+    x, y = _batch(device)
+    steps = [sg.train_step(each, optimizers=loop.optimizer) for each in (keeps, reads, loop.plain)]
+    for step, given in zip(steps, (x, x, x.clone().requires_grad_()), strict=True):
+        for _ in range(4):
+            step(given, y)
+    kept, read, wanting = (str(step.graph_report()) for step in steps)
+    assert "losses would keep a tensor" in kept
+    assert "reached" not in kept
+    assert "an argument of a training step: detach it" in wanting
+    assert "read back" in read
