@@ -118,7 +118,8 @@ def check(
         CaptureError: `capture_sizes` was given, and one of the sizes cannot be captured.
     """
     if not isinstance(module, nn.Module):
-        raise InputError(f"check got a {type(module).__name__}; expected a torch.nn.Module instance first.")
+        told = " A function tells by its graph_report() after a few calls." if callable(module) else ""
+        raise InputError(f"check got a {type(module).__name__}; expected a torch.nn.Module instance first.{told}")
     if module.training:
         raise InputError("the module is in training mode; call .eval() before check.")
     if not all(isinstance(other, tuple) for other in others):

@@ -184,7 +184,7 @@ def cuda_graph(target: Any = None, **settings: Any) -> Any:
     if not isinstance(target, type) or not issubclass(target, nn.Module):
         raise ConfigError(
             f"@cuda_graph got {target!r}; expected a subclass of torch.nn.Module. "
-            "For a module that exists already use simplegraph.wrap(module)."
+            "For a module that exists already, or a function, use simplegraph.wrap."
         )
     if not issubclass(target, CudaGraphWrapper):
         if "__call__" in vars(target):

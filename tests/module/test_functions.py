@@ -353,3 +353,10 @@ def test_lengths_of_a_functions_arguments_are_padded_as_a_modules_are():
     misnamed(torch.randn(2, 1, 10))
     assert "length_dims names mel; the arguments are x" in str(misnamed.graph_report())
     assert str(misnamed.graph_report()).startswith("test_lengths")
+
+
+def test_what_is_for_modules_alone_says_what_a_function_has_instead():
+    with pytest.raises(sg.ConfigError, match=r"expected a subclass of torch.nn.Module.*or a function, use"):
+        sg.cuda_graph(reads_globals)
+    with pytest.raises(sg.InputError, match=r"check got a function; .*its graph_report\(\)"):
+        sg.check(reads_globals, torch.randn(4, 2))
