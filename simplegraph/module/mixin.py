@@ -260,6 +260,8 @@ def wrap(
         if isinstance(module, GraphedFunction):
             config, module = config or module._wrapped._graph_runner.settings, module.__wrapped__
         check_function(module, "wrap")
+        if settings.get("training"):
+            raise ConfigError("wrap got a function and training=True, which is for modules; a step is for train_step.")
         made = wrap(FunctionModule(module), config or CudaGraphConfig(), pool=pool, ranks=ranks, **settings)
         return GraphedFunction(module, made)
     if config is None:

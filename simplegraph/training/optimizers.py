@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from simplegraph.errors import ConfigError
 from simplegraph.graph.modes import outside_modes
@@ -46,7 +48,8 @@ class StepOptimizers:
     """
 
     def __init__(self, optimizers: Any) -> None:
-        self.all: list[optim.Optimizer] = [*optimizers] if isinstance(optimizers, Sequence) else [optimizers]
+        several = isinstance(optimizers, Sequence) and not isinstance(optimizers, str)
+        self.all: list[optim.Optimizer] = [*optimizers] if several else [optimizers]
         for each in self.all:
             if not isinstance(each, optim.Optimizer):
                 raise ConfigError(f"optimizers has {each!r}; expected a torch.optim.Optimizer, or a list of them.")
@@ -110,6 +113,23 @@ class StepOptimizers:
             self.refusal = self.scheduled = (
                 f"GradScaler reads on the host if {type(found).__name__} skips a step; pass fused=True"
             )
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Refuse graphs if an optimizer that is none of these steps in here: its numbers would stay as captured."""
+        thread = threading.get_ident()
+
+        def note(found: optim.Optimizer, *_: Any) -> None:
+            if threading.get_ident() == thread and not any(found is each for each in self.all):
+                self.refusal = self.scheduled = (
+                    f"the step calls {type(found).__name__}, which optimizers= does not name"
+                )
+
+        hook = register_optimizer_step_pre_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     # The learning rates on the device.
 

@@ -121,7 +121,7 @@ class StepEffects:
         self._passed = self.gradients.passed() if observed else {}
         hooks = [] if self._trained else [each.register_step_post_hook(self._note_step) for each in self.optimizers.all]
         try:
-            with self.optimizers.mirrored():
+            with self.optimizers.watched(), self.optimizers.mirrored():
                 yield
         finally:
             for hook in hooks:
@@ -138,13 +138,14 @@ class StepEffects:
         python = OptimizersPython(self.optimizers.all, self.scaler)
         before = self.gradients.begin_capture(used)
         try:
-            with self.optimizers.mirrored(refresh=False):
+            with self.optimizers.watched(), self.optimizers.mirrored(refresh=False):
                 yield
             changed = python.changed()
-            if changed:
-                cause = (
-                    f"{', '.join(changed[:5])} would change only while the step runs in Python, and a replay runs none"
-                )
+            cause = self.optimizers.refusal
+            if changed and not cause:
+                named = ", ".join(changed[:5])
+                cause = f"{named} would change only while the step runs in Python, and a replay runs none"
+            if cause:
                 raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
             self.left = self.gradients.end_capture(before, used)
         finally:
@@ -336,7 +337,7 @@ def train_step(
             what it writes is at most 1 GiB, and at any size if `verify` is set here.
 
     Raises:
-        ConfigError: it is no function, something is no optimizer, or a setting is invalid.
+        ConfigError: it is no function, something is no optimizer or scaler, or a setting is invalid.
         InputError: by a call, if the step calls neither backward nor an optimizer.
     """
     if step_fn is None:
@@ -348,6 +349,10 @@ def train_step(
     for module in modules or ():
         if not isinstance(module, nn.Module):
             raise ConfigError(f"modules has {module!r}; expected a torch.nn.Module, or a list of them.")
+    if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
+        raise ConfigError(f"scaler is {scaler!r}; expected the torch.amp.GradScaler that the step calls.")
+    if settings.get("training"):
+        raise ConfigError("train_step got training=True, which is for modules: wrap(module, training=True).")
     config = CudaGraphConfig().replace(**{**settings, "exact_shapes": True})
     made = StepModule(step_fn, StepOptimizers(optimizers), scaler, list(modules or ()))
     made.proves_any_size = settings.get("verify", 0) > 0

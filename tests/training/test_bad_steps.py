@@ -253,6 +253,25 @@ def test_a_capture_that_fails_in_the_middle_of_training_loses_no_step(device: to
     assert step.graph_stats.eager["capture_failed"] > 0
 
 
+@pytest.mark.parametrize("named", ["none", "another"])
+def test_an_optimizer_that_is_not_named_gets_its_learning_rate_at_every_step(device: torch.device, named: str) -> None:
+    """Its rate would stay that of the capture."""
+    results = []
+    for kind in ("eager", "ours"):
+        loop, other = _loop(device), _loop(device)
+        step: Any = loop.plain
+        if kind == "ours":
+            step = sg.train_step(loop.plain, optimizers=[] if named == "none" else other.optimizer)
+        torch.manual_seed(0)
+        for rate in range(1, 9):
+            loop.optimizer.param_groups[0]["lr"] = 0.01 * rate
+            step(*_batch(device))
+        results.append([parameter.detach().clone() for parameter in loop.model.parameters()])
+    assert all(map(torch.equal, *results))
+    assert step.graph_stats.replays == 0
+    assert "which optimizers= does not name" in str(step.graph_report())
+
+
 def test_mistakes_are_told_in_words_of_training(device: torch.device) -> None:
     """A newcomer's mistakes: a module in place of the step, settings that no step has, a list of losses."""
     loop = _loop(device)
@@ -260,6 +279,14 @@ def test_mistakes_are_told_in_words_of_training(device: torch.device) -> None:
         sg.train_step(loop.model, optimizers=loop.optimizer)
     with pytest.raises(sg.ConfigError, match="verify is 'yes'"):
         sg.train_step(loop.plain, optimizers=loop.optimizer, verify="yes")
+    with pytest.raises(sg.ConfigError, match="scaler is True"):
+        sg.train_step(loop.plain, optimizers=loop.optimizer, scaler=True)
+    with pytest.raises(sg.ConfigError, match="optimizers has 'adamw'"):
+        sg.train_step(loop.plain, optimizers="adamw")
+    with pytest.raises(sg.ConfigError, match=r"wrap\(module, training=True\)"):
+        sg.train_step(loop.plain, optimizers=loop.optimizer, training=True)
+    with pytest.raises(sg.ConfigError, match="train_step"):
+        sg.wrap(loop.plain, training=True)
     with pytest.raises(sg.ConfigError, match="nothing is padded"):
         sg.train_step(loop.plain, optimizers=loop.optimizer, length_dims={"x": 0}, lengths=[8])
 
