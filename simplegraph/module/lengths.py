@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from simplegraph.config import CudaGraphConfig
-from simplegraph.context import CALLS, bypassed
+from simplegraph.context import CALLS
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.device import CAPTURE_LOCK
-from simplegraph.graph.generators import default_generator, put_random_states, random_states
-from simplegraph.graph.memory import SavedMemory, copy_limit
-from simplegraph.graph.select import graph_device
-from simplegraph.graph.tensors import parts, storage_key
-from simplegraph.manager.differences import cloned, first_difference
+from simplegraph.manager.differences import EXACT, difference, first_difference
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.call import invoke
 from simplegraph.module.outputs import unreturnable
+from simplegraph.module.rehearsed import RunEffects, rehearsed, run_as_it_is
 from simplegraph.module.signature import CallReader, device_of
-from simplegraph.module.snapshot import Snapshot, has_address
 from simplegraph.module.state import any_requires_grad
-from simplegraph.module.survey import Survey, held_tensors
 from simplegraph.nested import ATOMS, TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
 _COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served
+_TRIED = 8  # sizes that are predicted from the others
 _MAX_KINDS, _MAX_LENGTHS, _MAX_STRIDE = 256, 512, 4096
 
 
@@ -76,12 +70,26 @@ class SizeRule:
                 return None
         return found.pop() if found else None
 
+    @property
+    def follows(self) -> bool:
+        """True if a size that was seen follows from the others: the rule is more than what fits them all."""
+        seen = dict(list(self._seen.items())[:_TRIED])
+        for left_out, size in seen.items():
+            others = SizeRule()
+            others._seen = {length: known for length, known in seen.items() if length != left_out}
+            if others.predict(left_out) == size:
+                return True
+        return False
+
 
 class OutputLengths:
     """Cuts the outputs of padded calls of one kind to what the caller's own length gives."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int], SizeRule] = {}  # by output and dimension
+        self._regular: dict[tuple[int, int], bool] = {}  # True where a prediction was right, False where one was not
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of all outputs, by length
+        self._otherwise: set[str] = set()  # what the forward left below the module otherwise when padded
         self._known: dict[int, dict[tuple[int, int], int]] = {}  # by length
         self._compared: set[int] = set()
         self._least: dict[int, int] = {}  # by captured length, the least length that was compared with it
@@ -92,6 +100,10 @@ class OutputLengths:
         if self._refusal is not None:
             raise self._refusal.again()
 
+    def refuse(self, why: str) -> None:
+        """Let such calls run as they are from now on."""
+        self._refusal = self._refusal or CannotBind(Reason.LENGTH_PADDING, why)
+
     def sizes(self, length: int, padded: int) -> dict[tuple[int, int], int] | None:
         """Return the sizes that padding changes, by output and dimension; None if they are not known.
 
@@ -101,7 +113,7 @@ class OutputLengths:
         if not known or length < self._least.get(padded, length + 1):
             return None
         if length not in self._known:
-            found = {at: rule.predict(length) for at, rule in self._sizes.items()}
+            found = {at: self._predict(at, length) for at in self._sizes}
             sizes = {at: size for at, size in found.items() if size is not None}
             if len(sizes) < len(found):
                 return None
@@ -110,9 +122,14 @@ class OutputLengths:
             self._known[length] = sizes
         return self._known[length]
 
-    def learn(self, length: int, padded: int, outputs: Any, padded_outputs: tuple[list[Any], TreeSpec]) -> None:
-        """Learn from the outputs of one call as it is, and padded."""
-        (leaves, spec), (others, other_spec) = flatten(outputs), padded_outputs
+    def _predict(self, at: tuple[int, int], length: int) -> int | None:
+        """Return a size that was seen, or one of a rule that has told another before it was seen."""
+        known = length in self._shapes or self._regular.get(at, False)
+        return self._sizes[at].predict(length) if known else None
+
+    def learn(self, length: int, padded: int, run: RunEffects, padded_run: RunEffects) -> None:
+        """Learn from what one call as it is, and padded, returned and left."""
+        (leaves, spec), (others, other_spec) = (run.leaves, run.spec), (padded_run.leaves, padded_run.spec)
         opaque = unreturnable(leaves)
         if opaque is not None:
             self._refusal = CannotBind(Reason.UNSUPPORTED_OUTPUT, opaque)
@@ -121,19 +138,38 @@ class OutputLengths:
         if spec != other_spec:
             self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, the structure of the outputs changes")
             return
-        for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
-            for dim in _grown_dims(leaf, other):
-                self._sizes.setdefault((index, dim), SizeRule())
-        for (index, dim), rule in self._sizes.items():
-            rule.learn(length, leaves[index].shape[dim])
-            rule.learn(padded, others[index].shape[dim])
-        self._known.clear()
+        self._learn_sizes(length, padded, leaves, others)
         self._least[padded] = min(length, self._least.get(padded, length))
         cut = _cut(others, {at: leaves[at[0]].shape[at[1]] for at in self._sizes})
         found = first_difference(cut, leaves)
+        otherwise = padded_run.left_otherwise(run)
+        found = found or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
+        self._otherwise |= otherwise
         if found is not None:
             self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, {found}")
-        self._compared.add(length)
+        if not otherwise:  # once may be a cache that grew
+            self._compared.add(length)
+
+    def _learn_sizes(self, length: int, padded: int, leaves: Sequence[Any], others: Sequence[Any]) -> None:
+        """Learn how sizes follow the length; what grows for the first time did not at lengths that were seen before."""
+        for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+            for dim in _grown_dims(leaf, other):
+                if (index, dim) not in self._sizes:
+                    rule = self._sizes[index, dim] = SizeRule()
+                    for seen, shapes in self._shapes.items():
+                        rule.learn(seen, shapes[index][dim])
+        for at, rule in self._sizes.items():
+            index, dim = at
+            for seen, size in ((length, leaves[index].shape[dim]), (padded, others[index].shape[dim])):
+                if rule.predict(seen) not in (None, size):
+                    self._regular[at] = False
+                rule.learn(seen, size)
+            if at not in self._regular and rule.follows:
+                self._regular[at] = True
+        for seen, values in ((length, leaves), (padded, others)):
+            if seen in self._shapes or len(self._shapes) < _MAX_LENGTHS:
+                self._shapes[seen] = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in values]
+        self._known.clear()
 
 
 class PaddedCall:
@@ -150,13 +186,13 @@ class PaddedCall:
     def __init__(self, leaves: list[Any], names: list[str], spec: TreeSpec, config: CudaGraphConfig) -> None:
         self.leaves, self.spec = leaves, spec
         named = [(index, leaf, _declared(config.length_dims, names[index])) for index, leaf in enumerate(leaves)]
-        self._dims = {index: dim for index, leaf, dim in named if dim is not None and isinstance(leaf, Tensor)}
-        for index, dim in self._dims.items():
+        self.dims = {index: dim for index, leaf, dim in named if dim is not None and isinstance(leaf, Tensor)}
+        for index, dim in self.dims.items():
             if not -leaves[index].dim() <= dim < leaves[index].dim():
                 shape = tuple(leaves[index].shape)
                 raise InputError(f"length_dims[{names[index]!r}] is {dim}, but {names[index]} has shape {shape}.")
-        self._pads = {index: _declared(config.pad_values, names[index]) for index in self._dims}
-        lengths = {leaves[index].shape[dim]: names[index] for index, dim in self._dims.items()}
+        self._pads = {index: _declared(config.pad_values, names[index]) for index in self.dims}
+        lengths = {leaves[index].shape[dim]: names[index] for index, dim in self.dims.items()}
         if len(lengths) != 1:
             said = ", ".join(f"{name} of {length}" for length, name in lengths.items())
             given = f"length_dims names {', '.join(config.length_dims or ())}; the arguments are {', '.join(names)}"
@@ -174,13 +210,21 @@ class PaddedCall:
         plain = (
             leaf if isinstance(leaf, ATOMS) and type(leaf) not in (int, float) else type(leaf) for leaf in self.leaves
         )
-        tensors = ((leaf.dtype, leaf.dim(), leaf.device) if isinstance(leaf, Tensor) else None for leaf in self.leaves)
+        tensors = (
+            (leaf.dtype, leaf.device, self._one_of(index, leaf)) if isinstance(leaf, Tensor) else None
+            for index, leaf in enumerate(self.leaves)
+        )
         return self.spec, tuple(map(repr, plain)), tuple(tensors)
+
+    def _one_of(self, index: int, leaf: Tensor) -> tuple[bool, ...]:
+        """Tell which dimensions have one item: what mixes rows and length is right for one row."""
+        length = self.dims[index] % leaf.dim() if index in self.dims else -1
+        return tuple(size == 1 and dim != length for dim, size in enumerate(leaf.shape))
 
     def at(self, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with another length: padded, or cut."""
         leaves = list(self.leaves)
-        for index, dim in self._dims.items():
+        for index, dim in self.dims.items():
             leaf, pad = leaves[index], self._pads[index]
             more = length - self.length
             if more < 0:
@@ -227,7 +271,7 @@ class LengthBuckets:
         if sizes is None:
             return self._learn(server, rule, call, module)
         leaves, spec = flatten(server.call(module, *call.at(call.padded)))
-        return spec.unflatten(_cut(leaves, sizes))
+        return spec.unflatten(_cut(leaves, sizes, dense=self.config.outputs == "clone"))
 
     def capture_all(self, server: Server, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
         """Capture every batch size at every length, the longest first. Raises InputError."""
@@ -256,35 +300,23 @@ class LengthBuckets:
 
     def _learn(self, server: Server, rule: OutputLengths, call: PaddedCall, module: Any) -> Any:
         """Run a call eagerly as it is, and compare it with what its padded form gave."""
-        args, kwargs = call.at(call.length)
+        device, at = device_of(call.leaves), call.at(call.padded)
         server.stats.name = module._get_name()
         server.stats.ran_eagerly(Reason.LENGTH_LEARNT)
-        padded = _rehearsed(module, *call.at(call.padded), device_of(call.leaves))
-        outputs = invoke(module, args, kwargs)
-        rule.learn(call.length, call.padded, outputs, padded)
-        return outputs
-
-
-def _rehearsed(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[list[Any], TreeSpec]:
-    """Run the module on these arguments, and put back what that changed: memory, random numbers, Python's objects."""
-    held: dict[int, tuple[str, Tensor]] = {}
-    for entry in held_tensors(module):
-        for part in parts(entry.tensor):
-            if has_address(part) and not isinstance(part, nn.Parameter):
-                held.setdefault(storage_key(part), (entry.name, part))
-    saved = SavedMemory((), list(held.values()), ())
-    own = (default_generator(device), torch.default_generator, *Survey(module).generators.values())
-    generators = tuple({id(generator): generator for generator in own}.values())
-    with CAPTURE_LOCK, contextlib.ExitStack() as undo:
-        if saved.nbytes <= copy_limit(graph_device(device).free_memory()):
-            undo.callback(saved.put, saved.copy())
-        undo.callback(put_random_states, generators, random_states(generators))
-        undo.callback(Snapshot(module).put_back)
-        with bypassed(Reason.NESTED):
-            leaves, spec = flatten(invoke(module, args, kwargs))
-        return cloned(leaves), spec
+        try:
+            padded = rehearsed(module, *at, device)
+        except Exception as error:
+            rule.refuse(f"from {call.length} to {call.padded}, it fails with {type(error).__name__}: {error}")
+            return invoke(module, *call.at(call.length))
+        again = flatten(call.at(call.padded))[0]
+        written = [index for index in call.dims if difference(padded.arguments[index], again[index], tolerance=EXACT)]
+        run = run_as_it_is(module, *call.at(call.length), device)
+        rule.learn(call.length, call.padded, run, padded)
+        if written:
+            rule.refuse("it writes to an argument that has the length")
+        elif not self.config.pad_random and not padded.drew_as(run):
+            rule.refuse("it draws more random numbers; see pad_random")
+        return run.outputs
 
 
 def _declared(declared: Mapping[str, Any], name: str) -> Any:
@@ -299,8 +331,12 @@ def _grown_dims(leaf: Any, other: Any) -> Sequence[int]:
     return [dim for dim in range(leaf.dim()) if leaf.shape[dim] < other.shape[dim]]
 
 
-def _cut(leaves: Sequence[Any], sizes: Mapping[tuple[int, int], int]) -> list[Any]:
+def _cut(leaves: Sequence[Any], sizes: Mapping[tuple[int, int], int], *, dense: bool = False) -> list[Any]:
+    """Cut outputs; `dense` copies those that have gaps then, which eager's have not."""
     cut = list(leaves)
     for (index, dim), size in sizes.items():
         cut[index] = cut[index].narrow(dim, 0, size)
+    for index in {index for index, _ in sizes} if dense else ():
+        if not cut[index].is_contiguous():
+            cut[index] = cut[index].clone()
     return cut

@@ -175,3 +175,116 @@ def test_sizes_are_predicted_only_where_they_follow(window: int, stride: int) ->
         predicted += found is not None
         rule.learn(length, size(length))
     assert predicted >= 3
+
+
+class Capped(nn.Module):
+    """Gives no more than six samples."""
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return samples[:, :6] * 2
+
+
+@pytest.mark.parametrize("lengths", [(5, 8, 7, 2, 3, 6, 5, 7, 2), (7, 9, 2, 3, 7, 5, 1, 6, 4), (2, 16, 14, 5, 7, 3)])
+def test_a_size_with_a_bound_is_cut_to_what_eager_gives(lengths: tuple[int, ...], device: torch.device) -> None:
+    """No stride tells such sizes: what fits the lengths that were seen is not right at others."""
+    model = graphed(Capped(), device, lengths=[4, 8, 16])
+    for length in lengths * 2:
+        assert_right(model, torch.randn(4, length, device=device))
+
+
+class Flat(nn.Module):
+    def forward(self, samples: Tensor) -> Tensor:
+        return samples.reshape(-1, 1) * 2
+
+
+def test_what_is_right_for_one_row_is_not_taken_for_right_for_several(device: torch.device) -> None:
+    model = graphed(Flat(), device, capture_sizes=[1, 2, 4])
+    for number, rows in enumerate((1, 1, 1, 1, 4, 2, 3, 4)):
+        assert_right(model, torch.randn(rows, 40 + number, device=device))
+
+
+class Writing(nn.Module):
+    """Writes to the samples, and to an argument without a length."""
+
+    def __init__(self, *, samples: bool) -> None:
+        super().__init__()
+        self.samples = samples
+
+    def forward(self, samples: Tensor, calls: Tensor) -> Tensor:
+        calls.add_(1)
+        result = samples * 2 + calls
+        return result + samples.mul_(3) if self.samples else result
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_arguments_are_written_to_as_eager_does(samples: bool, device: torch.device) -> None:
+    model, twin = graphed(Writing(samples=samples), device), Writing(samples=samples)
+    calls = [torch.zeros(4, 1, device=device) for _ in range(2)]
+    for length in (40, 50, 45, 60, 100, 90, 61, 45, 95, 50):
+        one = torch.randn(4, length, device=device)
+        other = one.clone()
+        torch.testing.assert_close(model(one, calls[0]), twin(other, calls[1]))
+        assert torch.equal(one, other)
+        assert torch.equal(*calls)
+    assert (model.graph_stats.replays > 0) is not samples
+
+
+class Leaving(nn.Module):
+    """Leaves its hidden states for others to look at."""
+
+    last: Tensor
+
+    def forward(self, samples: Tensor) -> Tensor:
+        self.last = samples * 2
+        return samples + 1
+
+
+def test_what_a_forward_leaves_has_the_callers_length(device: torch.device) -> None:
+    model = graphed(Leaving(), device)
+    for length in (40, 50, 45, 60, 45, 61, 40):
+        samples = torch.randn(4, length, device=device)
+        assert_right(model, samples)
+        model(samples)
+        assert torch.equal(model.last, samples * 2)
+
+
+class Noisy(nn.Module):
+    def forward(self, samples: Tensor) -> Tensor:
+        return samples + torch.rand_like(samples)
+
+
+def test_random_numbers_that_follow_the_length_are_those_of_eager(device: torch.device) -> None:
+    """Those of one row are the same when it is padded, but not what is drawn next."""
+    model, twin = graphed(Noisy(), device, capture_sizes=[1, 2]), Noisy()
+    for length in (40, 50, 45, 60, 45, 61, 40):
+        samples = torch.randn(1, length, device=device)
+        found = []
+        for module in (model, twin):
+            torch.manual_seed(length)
+            found.append([module(samples), torch.rand(3, device=device)])
+        torch.testing.assert_close(*found)
+
+
+class Bounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.arange(100.0))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return samples + self.positions.expand(4, -1).gather(1, torch.arange(samples.shape[1]).expand(4, -1))
+
+
+def test_a_forward_that_takes_no_padded_length_runs_as_it_is() -> None:
+    model = graphed(Bounded(), torch.device("cpu"))
+    for length in (40, 99, 100, 50, 99):
+        assert_right(model, torch.randn(4, length))
+    assert "from 99 to 128, it fails with" in str(model.graph_report())
+
+
+def test_cut_outputs_have_no_gaps_where_eager_has_none(device: torch.device) -> None:
+    model = graphed(Frames(), device)
+    for length in (40, 50, 100, 61, 90, 45, 70, 40, 100, 61, 90, 45, 70):
+        samples = torch.randn(4, length, device=device)
+        found, expected = model(samples), sg.unwrap(model)(samples)
+        assert {name: part.stride() for name, part in found.items()} == {n: p.stride() for n, p in expected.items()}
+    assert model.graph_stats.replays >= 3
