@@ -102,6 +102,8 @@ class FunctionModule(nn.Module):
 
     def state(self) -> Hashable:
         """Return the plain values that the function reads, as a key. Raises CannotBind if it changes them itself."""
+        if self.values.moved():
+            self.resolve()
         return self.values.state()
 
     # What a function that does more than return a result lets graphs know.
@@ -130,6 +132,7 @@ class ReachedValues:
         self.found: list[tuple[CodePlace, Any]] = []
         self._atoms: tuple[list[Any], list[Any]] = [], []
         self._names: list[str] = []
+        self._ways: tuple[list[Any], list[Any], list[Any]] = [], [], []
         self._last: tuple[list[Any], Hashable] = [], ()
         self._changed: set[str] = set()  # by the latest run
         self.counted: set[str] = set()  # by two runs in a row: by each, as far as can be told
@@ -139,6 +142,20 @@ class ReachedValues:
         atoms = [place for place, value in found if isinstance(value, ATOMS) and place.last]
         self._atoms = [place.holder for place in atoms], [place.key for place in atoms]
         self._names = [place.name for place in atoms]
+        ways = [(place.holder, place.key, value) for place, value in found if self._leads_to_values(place, value)]
+        self._ways = [holder for holder, _, _ in ways], [key for _, key, _ in ways], [value for _, _, value in ways]
+
+    def _leads_to_values(self, place: CodePlace, value: Any) -> bool:
+        """True for an object or container on the way to plain values."""
+        inside = (value, getattr(value, "__dict__", None))
+        return not isinstance(value, ATOMS) and any(
+            getattr(holder, "thing", holder) is each for holder in self._atoms[0] for each in inside
+        )
+
+    def moved(self) -> bool:
+        """True if something else is on the way to the plain values than when they were looked for."""
+        holders, keys, values = self._ways
+        return bool(holders) and not all(map(operator.is_, map(_item, holders, keys), values))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -286,7 +303,7 @@ def _may_hold(value: Any) -> bool:
 def _update(held: dict[str, Any], now: dict[str, Any]) -> None:
     """Let a dict hold something else, without a write where nothing changes: writes are noticed."""
     for name in held.keys() - now.keys():
-        del held[name]
+        held.pop(name, None)
     for name, value in now.items():
         if held.get(name) is not value:
             held[name] = value

@@ -6,6 +6,7 @@ Each is a place (holder, key), which may be bound to something else later.
 
 from __future__ import annotations
 
+import collections
 import dis
 import functools
 import inspect
@@ -21,12 +22,15 @@ from simplegraph.graph.places import ABSENT, is_library
 from simplegraph.nested import ATOMS
 
 _MAX_FUNCTIONS = 500  # a bound for what hangs on by accident
+_MAX_ALIASES = 8
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _LOCALS = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _BETWEEN = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "COPY", "DUP_TOP"})  # a copy is for ``self.count += 1``
 _STORES = frozenset({"STORE_ATTR"})
+_CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
+_CONTAINERS = (dict, collections.OrderedDict, list, tuple)  # and no class of the user's, whose items may be computed
 _NAME_STORES = {"STORE_GLOBAL": "LOAD_GLOBAL", "STORE_DEREF": "LOAD_DEREF"}
 _WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # what they hold is looked for in other ways
 
@@ -34,6 +38,19 @@ _WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # what they hold is lo
 # What attributes are not looked up of.
 _ENDS = (*ATOMS, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _ENDS = tuple(kind for kind in _ENDS if kind is not type)
+
+
+class Item(NamedTuple):
+    """An item that code reads of what is there, by a key that it has itself."""
+
+    key: Any
+
+    def __str__(self) -> str:
+        return f"[{self.key!r}]"
+
+
+Step = str | Item  # from a place to another: an attribute or an item
+Chain = tuple[str, str, list[Step]]
 
 
 class CodePlace(NamedTuple):
@@ -134,10 +151,17 @@ class _Reach:
                 inside = {name: place for name, place in local.items() if name in inner.co_freevars}
                 self._read_code(function, inner, inside)
 
-    def _follow(self, place: CodePlace, attributes: Sequence[str]) -> None:
-        """Follow a chain of attributes from a place, as far as it leads through the user's objects."""
+    def _follow(self, place: CodePlace, attributes: Sequence[Step]) -> None:
+        """Follow a chain of attributes and items from a place, as far as it leads through the user's objects."""
         value = place.value
         for attribute in attributes:
+            if isinstance(attribute, Item):
+                self._add(place, value)  # its other items may be read by keys that the code does not tell
+                place = CodePlace(f"{place.name}{attribute}", value, attribute.key)
+                if type(value) not in _CONTAINERS or place.value is ABSENT:
+                    return
+                value = place.value
+                continue
             step = _attribute(place, value, attribute)
             if step is None:
                 break
@@ -183,23 +207,51 @@ def _locals_of(function: types.FunctionType, bound: Mapping[str, Any]) -> dict[s
 
 
 @functools.lru_cache(maxsize=4096)
-def _chains(code: types.CodeType) -> tuple[tuple[str, str, list[str]], ...]:
-    """List (opcode, name, attributes) for every name that the code loads or sets, and attributes that follow."""
-    return tuple(_read_chains(code))
+def _chains(code: types.CodeType) -> tuple[Chain, ...]:
+    """List (opcode, name, steps) for every name that the code loads or sets, and attributes and items that follow.
+
+    A local variable that the code sets to one of them stands for it.
+    """
+    aliases: dict[str, list[Chain]] = {}
+    chains = list(_read_chains(code, aliases))
+    return tuple(known for chain in chains for known in _without_aliases(chain, aliases))
 
 
-def _read_chains(code: types.CodeType) -> Iterator[tuple[str, str, list[str]]]:
-    load, root, attributes = "", "", list[str]()
+def _without_aliases(
+    chain: Chain, aliases: Mapping[str, list[Chain]], seen: frozenset[str] = frozenset()
+) -> list[Chain]:
+    load, root, steps = chain
+    if load not in _LOCALS or root not in aliases or root in seen or len(seen) > _MAX_ALIASES:
+        return [chain]
+    meant = [(known, name, [*before, *steps]) for known, name, before in aliases[root]]
+    return [chain, *(found for each in meant for found in _without_aliases(each, aliases, seen | {root}))]
+
+
+def _read_chains(code: types.CodeType, aliases: dict[str, list[Chain]]) -> Iterator[Chain]:
+    load, root, attributes = "", "", list[Step]()
+    key: Item | None = None
     for instruction in dis.get_instructions(code):
         name, value = instruction.opname, instruction.argval
+        if name in _BETWEEN:
+            continue
+        if root and key is not None:
+            found, key = key, None
+            if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]"):
+                attributes.append(found)
+                continue
+        if root and name in _CONSTANTS:
+            key = Item(value)
+            continue
         if root and name in _ATTRIBUTES | _STORES:
             attributes.append(str(value))
             if name in _ATTRIBUTES:
                 continue
-        if name in _BETWEEN:
-            continue
         if root:
             yield load, root, attributes
+            if name.startswith("STORE_FAST"):
+                aliases.setdefault(value[0] if isinstance(value, tuple) else str(value), []).append(
+                    (load, root, attributes)
+                )
         load, root, attributes = "", "", []
         if name in _NAME_STORES:
             yield _NAME_STORES[name], str(value), []
@@ -224,7 +276,7 @@ def _attribute(place: CodePlace, value: Any, attribute: str) -> Any:
         member = inspect.getattr_static(value, attribute, ABSENT)
         owner = next((base for base in value.__mro__ if attribute in vars(base)), None)
         if isinstance(member, (staticmethod, classmethod)):
-            return member.__func__
+            return _bound(member, value)
         return None if owner is None or is_library(owner.__module__) else CodePlace(name, _ClassItems(owner), attribute)
     if attribute in getattr(value, "__dict__", {}):
         return CodePlace(name, vars(value), attribute)
@@ -237,48 +289,55 @@ def _attribute(place: CodePlace, value: Any, attribute: str) -> Any:
     if isinstance(member, types.FunctionType):
         return types.MethodType(member, value)
     if isinstance(member, (staticmethod, classmethod)):
-        return member.__func__
+        return _bound(member, type(value))
     if type(member) is types.MemberDescriptorType:
         return CodePlace(name, _Slots(value), attribute)
     return CodePlace(name, _ClassItems(owner), attribute)
+
+
+def _bound(member: Any, owner: type) -> Any:
+    """Return the function of a static method, or of a class method with its class."""
+    function = member.__func__
+    bound = isinstance(member, classmethod) and isinstance(function, types.FunctionType)
+    return types.MethodType(function, owner) if bound else function
 
 
 class _Method:
     """Gives an object the ways of a container of its methods: functions of its class, unless it has its own."""
 
     def __init__(self, thing: Any) -> None:
-        self._thing = thing
+        self.thing = thing
 
     def __getitem__(self, key: str) -> Any:
-        own = getattr(self._thing, "__dict__", {}).get(key, ABSENT)
-        return getattr(type(self._thing), key, ABSENT) if own is ABSENT else own
+        own = getattr(self.thing, "__dict__", {}).get(key, ABSENT)
+        return getattr(type(self.thing), key, ABSENT) if own is ABSENT else own
 
 
 class _ClassItems:
     """Gives a class the ways of a container of its attributes."""
 
     def __init__(self, owner: type) -> None:
-        self._owner = owner
+        self.thing = owner
 
     def __getitem__(self, key: str) -> Any:
-        return vars(self._owner)[key]
+        return vars(self.thing)[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self._owner, key, value)
+        setattr(self.thing, key, value)
 
 
 class _Slots:
     """Gives an object with slots the ways of a container."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self._thing, key, value)
+        setattr(self.thing, key, value)
 
     def __init__(self, thing: Any) -> None:
-        self._thing = thing
+        self.thing = thing
 
     def __getitem__(self, key: str) -> Any:
         try:
-            return getattr(self._thing, key)
+            return getattr(self.thing, key)
         except AttributeError:
             raise KeyError(key) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
@@ -136,6 +137,100 @@ def test_partials_defaults_decorated_functions_and_callable_objects():
         assert answers(wrapped, function) == 4
         model.weight.data = torch.randn(2, 2)
         assert answers(wrapped, function) >= 3
+
+
+class Settings:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor):
+        self.factor = factor
+
+
+class Configured:
+    """Reads its settings in the ways that Python has for it."""
+
+    bias = 1.0
+
+    def __init__(self):
+        self.settings = types.SimpleNamespace(factor=2.0, inner=Settings(2.0))
+        self.table = {"factor": 2.0, "functions": [lambda x: x * 2]}
+
+    def by_attribute(self, x):
+        return x * self.settings.factor * self.settings.inner.factor
+
+    def by_local_name(self, x):
+        settings = self.settings
+        inner = settings.inner
+        return x * settings.factor * inner.factor
+
+    def by_item(self, x):
+        table = self.table
+        return table["functions"][0](x) * self.table["factor"]
+
+    @classmethod
+    def by_class(cls, x):
+        return x + cls.bias
+
+    def with_class(self, x):
+        return self.by_class(x)
+
+
+def rebound(agent):
+    agent.settings = types.SimpleNamespace(factor=5.0, inner=Settings(5.0))
+
+
+@pytest.mark.parametrize(
+    ("way", "change"),
+    [
+        ("by_attribute", rebound),
+        ("by_attribute", lambda agent: setattr(agent.settings, "inner", Settings(4.0))),
+        ("by_attribute", lambda agent: setattr(agent.settings.inner, "factor", 4.0)),
+        ("by_local_name", rebound),
+        ("by_local_name", lambda agent: setattr(agent.settings.inner, "factor", 4.0)),
+        ("by_item", lambda agent: agent.table.update(factor=7.0)),
+        ("by_item", lambda agent: agent.table["functions"].__setitem__(0, lambda x: x * 9)),
+        ("by_item", lambda agent: setattr(agent, "table", {"factor": 3.0, "functions": [lambda x: x * 5]})),
+    ],
+)
+def test_settings_are_never_stale_however_they_are_read(way, change):
+    agent = Configured()
+    function = getattr(agent, way)
+    wrapped = sg.wrap(function)
+    assert answers(wrapped, function) == 4
+    change(agent)
+    assert answers(wrapped, function) >= 3
+
+
+def test_what_a_class_method_reads_of_its_class_is_never_stale(monkeypatch):
+    agent = Configured()
+    wrapped = sg.wrap(agent.with_class)
+    assert answers(wrapped, agent.with_class) == 4
+    monkeypatch.setattr(Configured, "bias", 4.0)
+    assert answers(wrapped, agent.with_class) >= 3
+
+
+def test_objects_of_settings_may_alternate():
+    agent, known = Configured(), [types.SimpleNamespace(factor=number, inner=Settings(1.0)) for number in (2.0, 3.0)]
+    wrapped = sg.wrap(agent.by_attribute)
+    for number in range(12):
+        agent.settings = known[number % 2]
+        x = torch.randn(4, 2)
+        assert torch.equal(wrapped(x), agent.by_attribute(x))
+    assert wrapped.graph_stats.replays >= 8
+
+
+def test_a_function_that_counts_in_a_dict_is_refused_by_name():
+    counts = {"calls": 0}
+
+    def forward(x):
+        counts["calls"] += 1
+        return x * 2
+
+    wrapped = sg.wrap(forward)
+    for _ in range(8):
+        wrapped(torch.randn(2, 2))
+    assert counts == {"calls": 8}
+    assert "calls" in wrapped.graph_stats.details[Reason.PYTHON_STATE]
 
 
 def test_a_function_without_arguments_has_a_graph_of_its_shapes():
