@@ -27,7 +27,9 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _LOCALS = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-_BETWEEN = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "COPY", "DUP_TOP"})  # a copy is for ``self.count += 1``
+_BETWEEN = frozenset(
+    {"CACHE", "PUSH_NULL", "EXTENDED_ARG", "COPY", "DUP_TOP", "DUP_TOP_TWO"}
+)  # a copy is for ``self.count += 1``
 _STORES = frozenset({"STORE_ATTR"})
 _CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple)  # and no class of the user's, whose items may be computed
