@@ -44,6 +44,39 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.dist = "worksteal"
     if hasattr(config, "workerinput"):
         del os.environ["PYTEST_XDIST_WORKER"]  # a pytest that a test starts is no worker of pytest-xdist
+    else:
+        config.pluginmanager.register(FailuresAtOnce(config))
+
+
+class FailuresAtOnce:
+    """Prints each failure as it comes, and what was running at the end: a run that is cut has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._running: set[str] = set()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running.add(nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._running.discard(nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = (crash.message if crash is not None else str(report.longrepr)).strip().partition("\n")[0]
+            kind = "ERROR" if report.when in ("setup", "teardown") else "FAILED"
+            self._write(f"{kind} {report.nodeid} - {reason[:200]}")
+            self._running.discard(report.nodeid)  # of a worker that crashed, nothing more comes
+
+    def pytest_unconfigure(self) -> None:
+        for nodeid in sorted(self._running):
+            self._write(f"RUNNING {nodeid}")
+
+    def _write(self, line: str) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:
+            terminal.write(f"\n{line}\n", flush=True)  # behind dots
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -20,7 +20,8 @@ part() {
     CUDA_VISIBLE_DEVICES=${GPUS:-$gpu} timeout -s INT "$limit" "$@" >"$out/$name.log" 2>&1
     local status=$?
     printf '%5d s  %-14s status %d  %s\n' "$SECONDS" "$name" "$status" "$(tail -n 1 "$out/$name.log")"
-    grep -hE '^(FAILED|ERROR)' "$out/$name.log" | cut -c 1-300
+    # Each was printed as it came, and again in the summary, which a run that is cut does not have.
+    grep -hE '^(FAILED|ERROR|RUNNING)' "$out/$name.log" | awk '!known[$2]++' | cut -c 1-300
     ((status)) && echo "$name" >>"$out/failed"
     return 0
 }
