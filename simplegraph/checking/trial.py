@@ -17,7 +17,7 @@ from simplegraph.errors import CaptureError, InputError
 from simplegraph.graph.breaks.operators import breaking_operators, inlining, recording_breaks
 from simplegraph.graph.breaks.trace import BreakTracer
 from simplegraph.graph.failures import user_location
-from simplegraph.graph.generators import default_generator, put_random_states, random_states
+from simplegraph.graph.generators import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.tensors import parts, storage_key, wait_collectives
@@ -77,7 +77,7 @@ class ModuleTrial:
         self._state = {name: part for entry in held for name, part in _named_parts(entry)}
         self._saved = {name: tensor.detach().clone() for name, tensor in self._state.items()}
         self._generators = (default_generator(self._device.torch_device),)
-        self._random = random_states(self._generators)
+        self._random, self._host_random = random_states(self._generators), HostRandom()
         self._before = before
         self._number = number
         self._batches = {number: self._leaves}
@@ -129,6 +129,7 @@ class ModuleTrial:
         for name, tensor in self._state.items():
             tensor.detach().copy_(self._saved[name])
         put_random_states(self._generators, self._random)
+        self._host_random.put_back()
 
     def _eager(self, leaves: Sequence[Any]) -> list[Any]:
         """Run eagerly and return the outputs that can be compared; the module's state is restored."""

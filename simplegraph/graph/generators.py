@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +38,31 @@ def drew(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> boo
     """True if a generator has drawn since it was in its state."""
     pairs = zip(random_states(generators), states, strict=True)
     return any(not torch.equal(now, before) for now, before in pairs)
+
+
+class HostRandom:
+    """Remembers the states of Python's random generator, and of NumPy's global one where NumPy is imported."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    def drawn(self) -> set[str]:
+        """Name the generators that are in other states by now."""
+        python = {"Python's random generator"} if random.getstate() != self._python else set()
+        numpy = {"NumPy's random generator"} if self._numpy is not None and _numpy_state() != self._numpy else set()
+        return python | numpy
+
+    def put_back(self) -> None:
+        """Put them back into their states."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(pickle.loads(self._numpy))
+
+
+def _numpy_state() -> bytes | None:
+    read: Any = getattr(sys.modules.get("numpy.random"), "get_state", None)
+    return None if read is None else pickle.dumps(read(legacy=False))
 
 
 def order_draws(device: GraphDevice) -> None:

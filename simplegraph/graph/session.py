@@ -20,7 +20,7 @@ from simplegraph.graph.breaks.step import Break, BreakTrace
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.graph.escapes import PythonState, refuse_escapes
 from simplegraph.graph.failures import capture_error
-from simplegraph.graph.generators import random_states
+from simplegraph.graph.generators import HostRandom, random_states
 from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import is_wrapper, wait_collectives
@@ -191,9 +191,9 @@ def _reseeding_shows(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Give generators an unlikely seed for the time of a capture.
 
     Capturing draws no numbers, and reseeding is refused, but not to the seed that is set already: eager
-    would start over then, and replays go on.
+    would start over then, and replays go on. Generators of the host do draw, and are put back.
     """
-    states = random_states(generators)
+    states, host = random_states(generators), HostRandom()
     for generator in generators:
         generator.manual_seed(_UNLIKELY_SEED)
     try:
@@ -201,6 +201,7 @@ def _reseeding_shows(generators: Sequence[torch.Generator]) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+        host.put_back()
 
 
 _UNLIKELY_SEED = 0x5EED_0F_50AB0D1E5

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from simplegraph.errors import CaptureError
 from simplegraph.graph.escapes import KEPT_REMEDY
+from simplegraph.graph.generators import HostRandom
 from simplegraph.graph.places import put
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.snapshot import Snapshot
@@ -292,11 +293,12 @@ class CountedState:
     @contextlib.contextmanager
     def eager_run(self, module: Any) -> Iterator[None]:
         """Note what a real run changes, if it is the first: looking costs milliseconds."""
-        before = Snapshot(module, tensors=False) if self._changed is None else None
+        before = (Snapshot(module, tensors=False), HostRandom()) if self._changed is None else None
         yield
         if before is not None:
-            self._changed = before.changed_names()
-            self.left.note(before)
+            snapshot, host = before
+            self._changed = snapshot.changed_names() | host.drawn()
+            self.left.note(snapshot)
         else:
             self.left.look()
 
@@ -318,6 +320,7 @@ class CountedState:
             yield None
             return
         before, key = Snapshot(module, tensors=False), state_key and state_key(module)
+        host = HostRandom()
         complete = False
         try:
             with self.left.watching(before, may_leave=may_leave) as watch:
@@ -325,7 +328,7 @@ class CountedState:
             complete = True
         finally:
             in_key = state_key is not None and state_key(module) != key
-            names = [] if in_key else sorted((self._changed & before.changed_names()) - watch.names)
+            names = [] if in_key else sorted((self._changed & (before.changed_names() | host.drawn())) - watch.names)
             if complete or names:  # a capture that failed may not have come to what changes
                 self.names = sorted({*(self.names or ()), *names})
 

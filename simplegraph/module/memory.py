@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.graph.device import CAPTURE_LOCK
-from simplegraph.graph.generators import default_generator, put_random_states, random_states
+from simplegraph.graph.generators import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.manager.table import ProgramTable
@@ -99,6 +99,7 @@ class Rehearsal:
         if saved is not None:
             self._undo.callback(saved.put, saved.copy())
         self._undo.callback(put_random_states, generators, random_states(generators))
+        self._undo.callback(HostRandom().put_back)
 
     def end(self) -> None:
         """Put everything back, if anything was remembered."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from simplegraph.context import bypassed
 from simplegraph.graph.device import CAPTURE_LOCK
-from simplegraph.graph.generators import default_generator, put_random_states, random_states
+from simplegraph.graph.generators import HostRandom, default_generator, put_random_states, random_states
 from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.tensors import parts, storage_key
@@ -75,6 +75,7 @@ def rehearsed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         if saved.nbytes <= copy_limit(graph_device(device).free_memory()):
             undo.callback(saved.put, saved.copy())
         undo.callback(put_random_states, generators, random_states(generators))
+        undo.callback(HostRandom().put_back)
         snapshot = Snapshot(module)
         undo.callback(snapshot.put_back)
         with bypassed(Reason.NESTED):
