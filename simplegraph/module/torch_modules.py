@@ -107,7 +107,7 @@ def plain_settings(module: nn.Module) -> Iterator[Any]:
 @by_class
 def setting_names(kind: type) -> tuple[str, ...]:
     """List the attributes that the constructors of torch's own modules set, of a class that may be derived from one."""
-    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "torch" and base is not nn.Module]
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules.") and base is not nn.Module]
     makers = [inspect.unwrap(vars(base)["__init__"]) for base in bases if "__init__" in vars(base)]
     code = [maker.__code__ for maker in makers if inspect.isfunction(maker)]
     stored = (step.argval for each in code for step in dis.get_instructions(each) if step.opname == "STORE_ATTR")
