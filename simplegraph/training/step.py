@@ -210,7 +210,7 @@ class StepModule(FunctionModule):
         self.step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
 
     def code(self) -> list[Any]:
-        hooks = [part for held in self.step.hooks() for part in (*held.values(), len(held))]
+        hooks = [part for held in self.step.hooks() for item in held.items() for part in item]
         return [*super().code(), *self.step.optimizers.steps(), *hooks]
 
     def watched(self) -> Iterator[Any]:

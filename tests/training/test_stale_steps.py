@@ -136,17 +136,35 @@ def count(*_: Any) -> None:
     COUNTED["calls"] += 1
 
 
+@pytest.mark.parametrize("when", ["before", "between"])
 @pytest.mark.parametrize("added", ["Tensor.register_hook", "Optimizer.register_step_post_hook"])
-def test_a_hook_that_counts_in_python_counts_every_step(added: str, device: torch.device) -> None:
-    def change(model: nn.Module, optimizer: optim.Optimizer) -> None:
+def test_a_hook_that_counts_in_python_counts_every_step(added: str, when: str, device: torch.device) -> None:
+    def add(model: nn.Module, optimizer: optim.Optimizer) -> None:
         COUNTED["calls"] = 0
         method = model[0].weight.register_hook if "Tensor" in added else optimizer.register_step_post_hook
         method(count)
 
+    changes = {"begin": add, "change": nothing} if when == "before" else {"change": add}
     for graphs in ("", "steps"):
-        _, step = trained(change, device, graphs=graphs)
-        assert COUNTED["calls"] == CALLS - CHANGED
-    assert step.graph_stats.eager
+        _, step = trained(device=device, graphs=graphs, **changes)
+        assert COUNTED["calls"] == (CALLS if when == "before" else CALLS - CHANGED)
+    assert "changes whenever the forward runs" in str(step.graph_report())
+
+
+def test_a_hook_that_moves_to_another_parameter_runs_there(device: torch.device) -> None:
+    handles: dict[int, Any] = {}
+
+    def double_all(gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+    def begin(model: nn.Module, _: optim.Optimizer) -> None:
+        handles[id(model)] = model[0].weight.register_hook(double_all)
+
+    def change(model: nn.Module, _: optim.Optimizer) -> None:
+        handles.pop(id(model)).remove()
+        model[4].weight.register_hook(double_all)
+
+    assert_trains_as_eager(change, device, "steps", replays=6, begin=begin)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
