@@ -57,13 +57,16 @@ def _cell(module: Any) -> KnownArguments:
 def _embedding_bag(module: Any) -> KnownArguments:
     """Take indices for the rows where offsets tell bags apart: bags are of the key, and have no padding.
 
-    Padding indices would count in the last bag, but for `padding_idx`, and where their weights are zero.
+    Padding indices would count in the last bag, but for `padding_idx`, and where their weights are zero. In a maximum
+    they may count later only, when the weights have changed, so such calls run eagerly.
     """
     pads: dict[str, Any] = {"per_sample_weights": "zero"}
     if module.padding_idx is not None:
         pads["input"] = module.padding_idx
     rows: dict[int, int | None] = {1: 0, 2: 0}
-    return KnownArguments({"input": rows, "per_sample_weights": rows, "offsets": {1: None}}, pads)
+    hidden = module.mode == "max" and module.padding_idx is None
+    indices = {1: None, 2: 0} if hidden else rows
+    return KnownArguments({"input": indices, "per_sample_weights": rows, "offsets": {1: None}}, pads)
 
 
 def _attention(module: Any) -> KnownArguments:

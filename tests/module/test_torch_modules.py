@@ -148,3 +148,17 @@ def test_bags_are_served_and_padded_only_where_that_adds_nothing(padding_idx: in
     assert model.graph_stats.replays >= 2
     assert (model.graph_stats.padded_tokens > 0) == (padding_idx is not None)
     assert ("padding_shows" in reasons(model)) == (padding_idx is None)
+
+
+@pytest.mark.proofs
+def test_a_maximum_over_bags_never_sees_padding_when_the_weights_change(device: torch.device) -> None:
+    """While row 0 has the smallest weights, padding with index 0 changes nothing, and a proof would pass."""
+    bags = nn.EmbeddingBag(10, WIDTH, mode="max").to(device).eval()
+    model = sg.wrap(bags, capture_sizes=[4], progress=False)
+    offsets = torch.tensor([0], device=device)
+    with torch.no_grad():
+        for weight in (-5.0, 5.0):
+            bags.weight[0] = weight
+            for rows in (4, 4, 4, 3, 3, 3):
+                given = torch.randint(1, 10, (rows,), device=device)
+                assert torch.equal(model(given, offsets), bags(given, offsets))
