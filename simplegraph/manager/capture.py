@@ -29,6 +29,7 @@ from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.stopwatch import Stopwatch
 from simplegraph.graph.tensors import wait_collectives
+from simplegraph.graph.tracing import answering, decisions
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key, joined_labels
 from simplegraph.manager.progress import CaptureBar, capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable
@@ -61,11 +62,13 @@ def run_observed(
         tracer = BreakTracer(operators, observer, table.device.torch_device)
     host = HostWarmup(table.device.torch_device)
     following = contextlib.nullcontext() if key is None else host.following()
+    before = decisions()
     # The observer is asked first: it sees the operators of the forward, not those that stand in for them.
     with autocast_cache_off(), recording_breaks(tracer), following, observer:
         outputs = wait_collectives(run())
     if key is not None:
         table.constants.learn(key, host.copies, host.sources, met_host=host.met_host)
+        table.constants.decisions = max(table.constants.decisions, decisions() - before)
     return outputs, observer, None if tracer is None else tracer.finish(outputs)
 
 
@@ -268,6 +271,7 @@ class GraphCapture:
         followed = observed or self.table.constants.met_host
         with (
             host.following() if followed else contextlib.nullcontext(),
+            answering(self.table.constants.decisions),
             observer if observed else contextlib.nullcontext(),
         ):
             outputs = job.run()

@@ -19,6 +19,7 @@ from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import wait_collectives
+from simplegraph.graph.tracing import answering
 from simplegraph.manager.differences import EXACT, OTHER_SIZE, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
@@ -77,7 +78,8 @@ class ReplayProof:
         tape = None
         if program.breaks:
             tape = BreakTape(breaking_operators(self._table.config.break_ops), observer, self._memory)
-        with observer, recording_breaks(tape):
+        # The observer is asked first, as in a warmup: it sees reads that are served.
+        with recording_breaks(tape), answering(self._table.constants.decisions), observer:
             result = wait_collectives(run())
         self._after = after = self._memory.copy()
         self._closing.callback(self._memory.put, after)

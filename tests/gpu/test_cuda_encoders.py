@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import simplegraph as sg
 from simplegraph import Reason
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -22,6 +23,14 @@ def tokens(rows: int, length: int, device: torch.device, *, hide: bool) -> dict[
     mask = torch.ones(rows, length, dtype=torch.long, device=device)
     mask[-1, (length + 1) // 2 :] = 0 if hide else 1
     return {"input_ids": torch.randint(3, tiny.VOCABULARY, (rows, length), device=device), "attention_mask": mask}
+
+
+def kernels(call: Any) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    named = ("attention", "fmha", "flash", "sdpa")
+    return {event.key for event in profile.key_averages() if any(name in event.key.lower() for name in named)}
 
 
 def test_deberta_is_served_at_lengths_between_captured_ones(device: torch.device) -> None:
@@ -42,12 +51,6 @@ def test_deberta_is_served_at_lengths_between_captured_ones(device: torch.device
 def test_full_lengths_take_eagers_attention_kernels(device: torch.device) -> None:
     """A mask made in the capture would choose other, slower ones."""
 
-    def kernels(call: Any) -> set[str]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            call()
-            torch.cuda.synchronize()
-        return {event.key for event in profile.key_averages() if "attention" in event.key or "fmha" in event.key}
-
     half = {"hidden_size": 128, "num_attention_heads": 2}
     config = transformers.BertConfig(**(tiny.BERT | half))
     plain, model = (
@@ -66,3 +69,28 @@ def test_full_lengths_take_eagers_attention_kernels(device: torch.device) -> Non
             shown = hidden["attention_mask"].bool()
             found, expected = (one(**hidden).last_hidden_state[shown] for one in (model, plain))
             torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_without_a_mask_replays_take_eagers_attention_kernels(device: torch.device, kind: str, mode: Any) -> None:
+    """Equal to the bit, as only the same kernels are in half precision."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": tiny.VOCABULARY}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    cell: Any = {
+        "bert": lambda: transformers.BertModel(transformers.BertConfig(**sizes, num_attention_heads=2)),
+        "gpt2": lambda: transformers.GPT2Model(
+            transformers.GPT2Config(n_embd=128, n_layer=2, n_head=2, vocab_size=tiny.VOCABULARY, use_cache=False)
+        ),
+        "llama": lambda: transformers.LlamaModel(transformers.LlamaConfig(**sizes, **heads, use_cache=False)),
+    }[kind]
+    plain = tiny.build(cell, device).to(torch.bfloat16).eval()
+    model = sg.wrap(plain, capture_sizes=[1, 2, 4], progress=False)
+    with mode():
+        model.capture_graphs(torch.randint(3, tiny.VOCABULARY, (4, 64), device=device))
+        for rows in (4, 2, 1) * 3:
+            tokens = torch.randint(3, tiny.VOCABULARY, (rows, 64), device=device)
+            assert torch.equal(model(tokens).last_hidden_state, plain(tokens).last_hidden_state)
+        assert not model.graph_stats.failures
+        assert model.graph_stats.replays >= 6
+        assert kernels(lambda: model(tokens)) == kernels(lambda: plain(tokens))

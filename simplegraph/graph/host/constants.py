@@ -40,10 +40,12 @@ class FrozenConstants:
 
     Attributes:
         met_host: True once a warmup met a CPU tensor; None before the first warmup.
+        decisions: most that a warmup took by a tensor's values unless it is traced; see `simplegraph.graph.tracing`.
     """
 
     def __init__(self) -> None:
         self.met_host: bool | None = None
+        self.decisions = 0
         self._had_any = False
         self._copies: dict[Hashable, dict[Hashable, Tensor]] = {}
         self._sources: dict[Hashable, list[tuple[Callable[[], Hashable], Hashable]]] = {}

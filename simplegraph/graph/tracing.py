@@ -1,0 +1,105 @@
+"""Answers transformers' question if it is being traced, so that a graph goes the way that eager goes.
+
+Transformers leaves out a mask that hides nothing. It first asks its `is_tracing`, which is true in any capture, and
+then makes the mask, whose values cannot be read there. Where there is no mask to read, or its values follow from Python
+numbers (`simplegraph.graph.host.known`), a capture can do as eager does. Where they are data, as in a mask that the
+caller passes, the graph must have it, whatever it holds; the eager run of a proof then makes it, too, and its replays
+are compared with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.graph import patches
+from simplegraph.graph.host.known import KnownValues
+
+# Modules that ask, where they are loaded. Not `torch_compilable_check`, which would read values next.
+_ASKING = ("masking_utils", "modeling_attn_mask_utils", "models.zamba.modeling_zamba", "models.pixio.modeling_pixio")
+# Their functions that ask about a tensor, and read it if the answer is no.
+_DECIDING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
+
+
+class _ThreadAnswers(threading.local):
+    known: KnownValues | None = None  # answers are those of a capture
+    asked = 0  # questions about a tensor
+    decisions = 0  # functions that asked some
+    left = 0  # such functions to come, in a run whose values are followed
+
+
+_THREAD = _ThreadAnswers()
+
+
+def decisions() -> int:
+    """Count the decisions of this thread so far that depend on a tensor; from the first call on they are counted."""
+    for name in _ASKING:
+        module = sys.modules.get(f"transformers.{name}")
+        for function in ("is_tracing", *_DECIDING) if module is not None else ():
+            original = vars(module).get(function)
+            if original is not None and original.__module__ != __name__:
+                patches.replace(module, function, (_is_tracing if function == "is_tracing" else _decision)(original))
+    return _THREAD.decisions
+
+
+@contextlib.contextmanager
+def answering(expected: int) -> Iterator[None]:
+    """Answer in here as in a capture, whether it is one or an eager run that its replays are compared with.
+
+    Args:
+        expected: decisions that depend on a tensor; until then, values that follow from Python numbers are followed.
+    """
+    decisions()
+    known, before = KnownValues(), (_THREAD.known, _THREAD.left)
+    _THREAD.known, _THREAD.left = known, expected
+    if expected:
+        known.follow()
+    try:
+        yield
+    finally:
+        _THREAD.known, _THREAD.left = before
+        known.end()
+
+
+def _answers() -> KnownValues | None:
+    return None if _THREAD.known is None or _THREAD.known.inside_break else _THREAD.known
+
+
+def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
+    def is_tracing(tensor: Any = None) -> bool:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            return original(tensor)
+        _THREAD.asked += tensor is not None
+        known = _answers()
+        return original(tensor) if known is None else tensor is not None and not known.knows(tensor)
+
+    return is_tracing
+
+
+def _decision(original: Callable[..., Any]) -> Callable[..., Any]:
+    def decide(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        asked, known = _THREAD.asked, _answers()
+        if known is not None and _reads_position(original, args) and not known.knows(args[3]):
+            return False
+        found = original(*args, **kwargs)
+        if _THREAD.asked != asked:
+            _THREAD.decisions += 1
+            _THREAD.left -= 1
+            if known is not None and not _THREAD.left:
+                known.end()
+        return found
+
+    return decide
+
+
+def _reads_position(original: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """True if a decision is about a position in a static cache, which some versions read without having asked."""
+    return original.__name__ == _DECIDING[0] and len(args) > 3 and isinstance(args[3], Tensor)
