@@ -54,6 +54,7 @@ class MemoryObserver(OperatorMode):
         left: storage key -> which eager break made that memory and did not return it.
         found: that break -> what the forward did with such memory nevertheless.
         numbers: what Python numbers operators are passed.
+        dtypes: of what operators return.
     """
 
     def __init__(self, device: GraphDevice | None = None, rows: int = 0, after: MemoryObserver | None = None) -> None:
@@ -69,6 +70,7 @@ class MemoryObserver(OperatorMode):
         self.left: dict[int, int] = {}
         self.found: dict[int, str] = {}
         self.numbers = NumbersSeen(rows)
+        self.dtypes: set[torch.dtype] = set()
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
         self._own: set[int] = set() if after is None else set(after._own)
@@ -152,6 +154,7 @@ class MemoryObserver(OperatorMode):
         if inside is None:
             self.numbers.note_choice(func, tensors, made)
         for tensor in made:
+            self.dtypes.add(tensor.dtype)
             key = tensor.untyped_storage()._cdata
             if key not in given and key not in external:  # new memory; its key may have been another's before
                 own.add(key)

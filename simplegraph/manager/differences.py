@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,15 @@ OTHER_SIZE: Tolerance = {torch.float64: 1e-6, torch.float32: 5e-3, torch.float16
 OTHER_SIZE = {**OTHER_SIZE, torch.complex128: 1e-6, torch.complex64: 5e-3}
 _SLACK = 4  # runs may differ by this many times what two like them differed by: two are a small sample
 _CHUNK = 1 << 24  # elements that are compared in double precision at a time
+
+
+def by_least_precise(tolerance: Tolerance, met: Iterable[torch.dtype]) -> Tolerance:
+    """Widen a tolerance to that of the least precise dtype which a run met: what it returns was rounded to that.
+
+    Gradients stored in float32 are no more precise than the bfloat16 that autocast computed them in.
+    """
+    least = max((tolerance.get(dtype, 0.0) for dtype in met), default=0.0)
+    return {dtype: max(allowed, least) for dtype, allowed in tolerance.items()}
 
 
 def difference(actual: Any, expected: Any, *, tolerance: Tolerance = TOLERANCE, noise: Any = None) -> str | None:

@@ -20,7 +20,7 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import wait_collectives
 from simplegraph.graph.tracing import answering
-from simplegraph.manager.differences import EXACT, OTHER_SIZE, cloned, difference, first_difference
+from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, ProgramTable
@@ -81,6 +81,7 @@ class ReplayProof:
         # The observer is asked first, as in a warmup: it sees reads that are served.
         with recording_breaks(tape), answering(self._table.constants.decisions), observer:
             result = wait_collectives(run())
+        self._rounding = by_least_precise(OTHER_SIZE, observer.dtypes)
         self._after = after = self._memory.copy()
         self._closing.callback(self._memory.put, after)
         self.draws = observer.may_draw and drew(self._generators, self._random)  # another thread may draw, too
@@ -97,7 +98,7 @@ class ReplayProof:
         return result, observer
 
     def _differs(self, passed: Tensor, expected: Tensor) -> str | None:
-        return None if self._scrambled else difference(passed, expected, tolerance=OTHER_SIZE)
+        return None if self._scrambled else difference(passed, expected, tolerance=self._rounding)
 
     def _uncounted(self, program: Program) -> CapturedGraph:
         graph = self._graph
@@ -170,7 +171,8 @@ class ReplayProof:
             actual: of one run.
             expected: of another.
             noise: the effects of another replay like `actual`: by what these two differ, others may differ.
-            rounded: kernels for another batch size may round otherwise; else bits count.
+            rounded: kernels for another batch size may round otherwise, to the least precise dtype that eager met; else
+                bits count.
             memory: compare memory, too.
         """
         return first_difference(
@@ -178,7 +180,7 @@ class ReplayProof:
             self._parts(expected, memory=memory),
             names=[f"output {index}" for index in range(len(expected.outputs))] + self._names(memory=memory),
             noise=None if noise is None else self._parts(noise, memory=memory),
-            tolerance=OTHER_SIZE if rounded else EXACT,
+            tolerance=self._rounding if rounded else EXACT,
         )
 
     def beyond_noise(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from simplegraph.manager.differences import EXACT, OTHER_SIZE, difference, first_difference
+from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise, difference, first_difference
 
 NAN, INF = float("nan"), float("inf")
 
@@ -109,3 +109,14 @@ def test_large_tensors_are_compared_whole(device):
 def test_differences_are_named(device):
     x = torch.zeros(2, device=device)
     assert first_difference([x, x], [x, x + 1], names=["hidden", "cache"]).startswith("cache differs")
+
+
+def test_what_was_computed_in_bfloat16_is_as_precise_as_that_wherever_it_is_stored(device):
+    one = torch.tensor([1.0, 1.03], device=device)
+    other = torch.ones(2, device=device)
+    assert difference(one, other, tolerance=by_least_precise(OTHER_SIZE, {torch.float32, torch.int64})) is not None
+    assert difference(one, other, tolerance=by_least_precise(OTHER_SIZE, {torch.float32, torch.bfloat16})) is None
+    assert difference(one, other, tolerance=by_least_precise(EXACT, {torch.bfloat16})) is not None
+    wide = by_least_precise(OTHER_SIZE, {torch.float64})
+    assert wide[torch.bfloat16] == OTHER_SIZE[torch.bfloat16]
+    assert wide[torch.float64] == OTHER_SIZE[torch.float64]

@@ -448,6 +448,21 @@ def test_an_input_that_lies_otherwise_may_round_otherwise_but_no_more(device):
     assert 4 not in proofs(model)  # where it lies alike, every bit counts
 
 
+@pytest.mark.parametrize(("dtype", "proof"), [(torch.bfloat16, {4: "exact"}), (torch.float32, {})])
+def test_results_stored_wider_than_computed_may_round_as_they_were_computed(device, dtype, proof):
+    """An input that lies otherwise gets other kernels; those of bfloat16 differ by more than float32's rounding."""
+
+    def stored_wide(_, x):
+        y = x.to(dtype).float()
+        return y * (1.0 + 2.0**-7 if x.data_ptr() % 64 else 1.0)
+
+    model = graphed(device, stored_wide)
+    for _ in range(4):
+        x = torch.randn(4 * WIDTH + 1, device=device)[1:].view(4, WIDTH)
+        torch.testing.assert_close(model(x), x, rtol=2e-2, atol=1e-5)
+    assert proofs(model) == proof
+
+
 def test_rows_that_only_repeated_padding_shows_to_be_mixed_are_not_padded(device):
     class Sums(nn.Module):
         def forward(self, x):
