@@ -26,12 +26,12 @@ def known() -> Iterator[KnownValues]:
 
 
 X = torch.randint(0, 9, (2, 5))
-KNOWN: list[Callable[[], Tensor]] = [
-    lambda: torch.arange(5).unsqueeze(0).expand(2, -1)[:, 1:] + 3,
-    lambda: (torch.diff(torch.arange(5)[None], prepend=torch.arange(5)[None, :1] - 1) != 1).cumsum(-1),
-    lambda: torch.ones_like(X).bool(),
-    lambda: torch.ones(2, 5).to(torch.int64).cumsum(1) * X.new_ones(2, 5) - 1,
-    lambda: torch.cat([torch.zeros(2, dtype=torch.int64), torch.full((3,), 7)]),
+KNOWN: list[Callable[[Tensor], Tensor]] = [
+    lambda _: torch.arange(5).unsqueeze(0).expand(2, -1)[:, 1:] + 3,
+    lambda _: (torch.diff(torch.arange(5)[None], prepend=torch.arange(5)[None, :1] - 1) != 1).cumsum(-1),
+    lambda x: torch.ones_like(x).bool(),
+    lambda x: torch.ones(2, 5).to(torch.int64).cumsum(1) * x.new_ones(2, 5) - 1,
+    lambda _: torch.cat([torch.zeros(2, dtype=torch.int64), torch.full((3,), 7)]),
 ]
 UNKNOWN: list[Callable[[], Tensor]] = [
     lambda: X + torch.arange(5),
@@ -45,12 +45,18 @@ UNKNOWN: list[Callable[[], Tensor]] = [
 ]
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # a tensor on the latter never has a value
 @pytest.mark.parametrize("make", KNOWN)
-def test_what_python_numbers_make_is_known_and_read_as_it_is(known: KnownValues, make: Callable[[], Tensor]) -> None:
-    made = make()
+def test_what_python_numbers_make_is_known_and_read_as_it_is(
+    known: KnownValues, make: Callable[[Tensor], Tensor], device: str
+) -> None:
+    with torch.device(device):
+        made = make(X.to(device))
+    assert made.device.type == device
     assert known.knows(made)
     served = [bool((made == 3).any()), made.sum().item(), int(made.flatten()[-1])]
     known.end()
+    made = make(X)
     assert served == [bool((made == 3).any()), made.sum().item(), int(made.flatten()[-1])]
 
 
