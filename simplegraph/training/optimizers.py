@@ -44,7 +44,7 @@ class StepOptimizers:
         refusal: why no graph can hold a step with them; empty if one can.
 
     Raises:
-        ConfigError: something is no optimizer.
+        ConfigError: something is no optimizer, or only wraps one.
     """
 
     def __init__(self, optimizers: Any) -> None:
@@ -53,6 +53,11 @@ class StepOptimizers:
         for each in self.all:
             if not isinstance(each, optim.Optimizer):
                 raise ConfigError(f"optimizers has {each!r}; expected a torch.optim.Optimizer, or a list of them.")
+            if "_optimizer_step_pre_hooks" not in vars(each):
+                raise ConfigError(
+                    f"optimizers has a {type(each).__name__}, whose class does not call Optimizer.__init__, as "
+                    "wrappers do not. Expected the optimizer that it wraps; call that one in the step."
+                )
         self._mirrors: dict[tuple[int, int], Tensor] = {}  # by optimizer and group
         self._rates: list[float] = []
         self._mirrored: list[tuple[Group, Tensor]] = []

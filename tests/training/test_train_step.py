@@ -617,6 +617,19 @@ def test_what_is_no_optimizer_or_step_is_refused_at_once():
         sg.train_step(3, optimizers=torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))
 
 
+class WrappingOptimizer(torch.optim.Optimizer):
+    """As accelerate's: it has no state and no hooks of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_an_optimizer_that_wraps_another_is_refused_with_what_to_pass():
+    wrapping = WrappingOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    with pytest.raises(sg.ConfigError, match=r"a WrappingOptimizer, .* Expected the optimizer that it wraps"):
+        sg.train_step(lambda x: x, optimizers=wrapping)
+
+
 def test_the_decorator_is_the_same():
     model = nn.Linear(6, 3)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
