@@ -121,7 +121,8 @@ def test_beam_search_by_replays(name: str, proven: bool) -> None:
         assert proven == (Reason.PROOF in graphs.stats.eager)
 
 
-@pytest.mark.parametrize("name", [*tiny_multimodal.MODELS, *tiny_lengths.MODELS])
+# Without one that transformers itself cannot run on a GPU: it looks positions up in a table that stays on the CPU.
+@pytest.mark.parametrize("name", [*tiny_multimodal.MODELS, *sorted(tiny_lengths.MODELS.keys() - {"trocr_sinusoidal"})])
 def test_images_speech_and_lengths_by_replays(name: str) -> None:
     make, batch_of = tiny_multimodal.MODELS.get(name) or (tiny_lengths.MODELS[name], tiny.prompts)
     plain, model = (tiny.build(make, CUDA) for _ in range(2))
