@@ -183,7 +183,9 @@ def test_pinned_inputs_are_staged_and_may_be_rewritten_after_the_device_has_them
     for number in range(12):
         for target, source in zip(pinned, batch(number), strict=True):
             target.copy_(source)
+        torch.manual_seed(number)  # both drop the same
         expected = twin.step(*on_gpu(number))
+        torch.manual_seed(number)
         assert torch.equal(training.step(*pinned), expected)
         torch.cuda.synchronize()
     assert training.step.graph_stats.replays >= 8
@@ -250,6 +252,9 @@ def test_a_step_that_reads_back_loses_no_step():
 
 def test_eight_shapes_hold_one_set_of_gradients():
     """16 M parameters are 64 MiB of gradients: eight sets would be 512."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()  # by tests before this one in the process
     model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)]).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
 
@@ -267,7 +272,7 @@ def test_eight_shapes_hold_one_set_of_gradients():
     torch.cuda.empty_cache()
     assert step.graph_stats.captures == 8
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert torch.cuda.memory_reserved() < 4 * weights + (64 << 20)
+    assert torch.cuda.memory_reserved() - before < 4 * weights + (64 << 20)
 
 
 def test_a_replay_waits_for_nothing():
