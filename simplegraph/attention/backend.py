@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import inspect
+import math
+import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,29 +24,48 @@ from simplegraph.graph.breaks.marks import eager_break
 from simplegraph.graph.select import graph_device
 from simplegraph.manager.hooks import GraphHooks
 
+if sys.version_info >= (3, 11):
+    from typing import Unpack as Unpack
+else:
+    from typing_extensions import Unpack as Unpack
+
+
+class Scores(TypedDict, total=False):
+    """Keyword arguments of every backend that say how scores are computed; see `AttentionBackend`."""
+
+    scale: float | None
+    softcap: float | None
+    sinks: Mapping[int, Tensor] | None
+
 
 class AttentionBackend(GraphHooks, abc.ABC):
     """Base class of attention over a paged cache. Add it to the manager as hooks: it prepares each capture and replay.
 
-    A subclass declares in its own body what it can do inside a full graph (`support`); that is never inherited
-    (torchtitan #3668).
+    A subclass declares in its own body what it can do inside a full graph (`support`), and which of windows, soft caps
+    and sinks it computes (`features`). Neither is inherited (torchtitan #3668).
 
     Args:
         cache: keys and values of all layers.
-        metadata: the persistent buffers of the step.
+        metadata: the persistent buffers of the step. Its window is that of the attention.
         num_heads: query heads, a multiple of the cache's key heads.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        softcap: bounds scores smoothly, ``softcap * tanh(score / softcap)`` (Gemma-2); None for no bound.
+        sinks: layer -> (num_heads,) of any floating dtype, one more score for each head whose weight is dropped after
+            the softmax (GPT-OSS); None for none. Graphs read these tensors.
 
     Attributes:
+        features: those of "window", "softcap" and "sinks" that it computes.
+        window: keys that a token sees, its own included; None for all before it.
         reads_lengths_on_device: True if `run` reads lengths and slots from the device, so that they may change there
             after `prepare`, up to the lengths that were set. A graph can then hold several consecutive steps.
 
     Raises:
-        ConfigError: heads, page sizes or devices do not match.
+        ConfigError: heads, page sizes, devices or sinks do not match, or the backend lacks a feature that is needed.
     """
 
     support: AttentionCGSupport
     name: ClassVar[str]
+    features: ClassVar[Collection[str]] = ()
     reads_lengths_on_device: bool = False
 
     def __init_subclass__(cls) -> None:
@@ -58,7 +79,14 @@ class AttentionBackend(GraphHooks, abc.ABC):
             )
 
     def __init__(
-        self, cache: PagedKVCache, metadata: BatchMetadata, *, num_heads: int, scale: float | None = None
+        self,
+        cache: PagedKVCache,
+        metadata: BatchMetadata,
+        *,
+        num_heads: int,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Mapping[int, Tensor] | None = None,
     ) -> None:
         if not isinstance(num_heads, int) or num_heads < 1 or num_heads % cache.num_kv_heads:
             raise ConfigError(
@@ -77,6 +105,25 @@ class AttentionBackend(GraphHooks, abc.ABC):
         self._ran = 0  # version of the step that ran last
         self._announced: tuple[CudaGraphMode, BatchDescriptor] | None = None  # what the manager is about to capture
         self.scale = cache.head_dim**-0.5 if scale is None else scale
+        self.window, self.softcap, self.sinks = metadata.window, softcap, sinks
+        self._check_features()
+
+    def _check_features(self) -> None:
+        for feature in ("window", "softcap", "sinks"):
+            if getattr(self, feature) is not None and feature not in vars(type(self)).get("features", ()):
+                raise ConfigError(
+                    f"{self.name} has no {feature}; a backend that does lists it in its own `features`. Use another "
+                    "backend for these layers."
+                )
+        if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
+            raise ConfigError(f"softcap is {self.softcap!r}; expected a number above 0, or None.")
+        for layer in self.cache.layers if self.sinks is not None else ():
+            sinks = None if self.sinks is None else self.sinks.get(layer)
+            if sinks is None or sinks.shape != (self.num_heads,) or sinks.device != self.cache.device:
+                found = "missing" if sinks is None else f"{tuple(sinks.shape)} on {sinks.device}"
+                raise ConfigError(
+                    f"sinks of layer {layer} are {found}; expected ({self.num_heads},) on {self.cache.device}."
+                )
 
     @abc.abstractmethod
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
@@ -168,6 +215,10 @@ class AttentionBackend(GraphHooks, abc.ABC):
             self.before_capture(mode, descriptor)
             self._announced = None  # this was a warmup, and its capture is announced separately
 
+    def of_layer(self, layer: int) -> AttentionBackend:
+        """Return the backend of a layer, which is this one; see `BackendGroup.of_layer`."""
+        return self
+
     def _prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, view: CommonMetadata) -> None:
         self._live = None  # in case `prepare` raises
         self.prepare(mode, descriptor, view)
@@ -181,8 +232,11 @@ class AttentionBackend(GraphHooks, abc.ABC):
 class BackendGroup(GraphHooks):
     """Several backends in one model, by layer. Its `support` is the lowest of theirs.
 
+    Layers with a window and layers without have a cache and a `BatchMetadata` for each kind, hence pages and a block
+    table of their own. Every metadata is set to the same step.
+
     Args:
-        backends: layer index -> its backend.
+        backends: layer index -> its backend, whose cache has that layer.
 
     Raises:
         ConfigError: `backends` is empty or no mapping.
@@ -201,6 +255,7 @@ class BackendGroup(GraphHooks):
             backend.before_capture(mode, descriptor)
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        self._check_step()
         for backend in self._each:
             backend.before_replay(mode, descriptor)
 
@@ -210,8 +265,30 @@ class BackendGroup(GraphHooks):
 
     def enter(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Call `AttentionBackend.enter` of each backend."""
+        if mode is CudaGraphMode.NONE:
+            self._check_step()
         for backend in self._each:
             backend.enter(mode, descriptor)
+
+    def _check_step(self) -> None:
+        first = self._each[0].metadata.batch
+        for backend in self._each:
+            batch = backend.metadata.batch
+            if batch.num_reqs != first.num_reqs or batch.num_tokens != first.num_tokens:
+                raise ReplayError(
+                    f"one metadata of the group is set to {first.num_reqs} requests and {first.num_tokens} tokens, "
+                    f"another to {batch.num_reqs} and {batch.num_tokens}; set every one to the same step."
+                )
+
+    def of_layer(self, layer: int) -> AttentionBackend:
+        """Return the backend of a layer.
+
+        Raises:
+            ConfigError: no backend serves it.
+        """
+        if layer not in self.backends:
+            raise ConfigError(f"no backend serves layer {layer}; the group serves {sorted(self.backends)}.")
+        return self.backends[layer]
 
 
 def minimum_support(backends: Iterable[AttentionBackend]) -> AttentionCGSupport:
@@ -281,13 +358,18 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, *, out: Te
         InputError: a shape or dtype does not match the step or the cache, or only one of k and v is None.
         ConfigError: no backend serves this layer.
     """
-    backend = _serving(layer)
+    attention = _THREAD.attention
+    if attention is None:
+        raise ReplayError("attend was called outside `with attending(backend, mode, descriptor):`.")
+    backend = attention.of_layer(layer)
     live = backend.live
     shape = (live.num_tokens, backend.num_heads, backend.cache.head_dim)
     if q.shape != shape or q.dtype is not backend.cache.dtype:
         raise InputError(f"q is {tuple(q.shape)} of {q.dtype}; expected {shape} of {backend.cache.dtype}.")
-    if not 0 <= layer < backend.cache.num_layers:
-        raise InputError(f"layer is {layer}; the cache has layers 0 to {backend.cache.num_layers - 1}.")
+    if layer not in backend.cache.layers:
+        known = backend.cache.layers
+        found = f"0 to {len(known) - 1}" if isinstance(known, range) else ", ".join(map(str, known))
+        raise InputError(f"layer is {layer}; the cache has layers {found}.")
     if out is not None and (out.shape != shape or out.dtype is not q.dtype):
         raise InputError(f"out is {tuple(out.shape)} of {out.dtype}; expected {shape} of {q.dtype}.")
     if (k is None) != (v is None):
@@ -298,17 +380,6 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, *, out: Te
         out = torch.zeros_like(q)
     _run(backend, layer, q, out)
     return out
-
-
-def _serving(layer: int) -> AttentionBackend:
-    attention = _THREAD.attention
-    if attention is None:
-        raise ReplayError("attend was called outside `with attending(backend, mode, descriptor):`.")
-    if isinstance(attention, AttentionBackend):
-        return attention
-    if layer not in attention.backends:
-        raise ConfigError(f"no backend serves layer {layer}; the group serves {sorted(attention.backends)}.")
-    return attention.backends[layer]
 
 
 @eager_break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,10 +22,12 @@ class PagedKVCache:
         page_size: tokens in a page.
         num_kv_heads, head_dim: shape of one token's key or value.
         dtype, device: of keys and values.
+        layers: indices of the layers in the model, by which every method takes them; 0, 1, 2, ... by default. A model
+            with several kinds of attention has one cache for the layers of each.
         layout: "NHD", a page is (page_size, num_kv_heads, head_dim); "HND", (num_kv_heads, page_size, head_dim).
 
     Raises:
-        ConfigError: a size is below 1, or the layout is neither.
+        ConfigError: a size is below 1, the layout is neither, or `layers` are not `num_layers` different indices.
     """
 
     def __init__(
@@ -37,12 +40,17 @@ class PagedKVCache:
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        layers: Sequence[int] | None = None,
         layout: Literal["NHD", "HND"] = "NHD",
     ) -> None:
         check_counts(num_layers=num_layers, num_pages=num_pages, page_size=page_size)
         check_counts(num_kv_heads=num_kv_heads, head_dim=head_dim)
         if layout not in ("NHD", "HND"):
             raise ConfigError(f"layout is {layout!r}; expected 'NHD' or 'HND'.")
+        self.layers: Sequence[int] = range(num_layers) if layers is None else list(layers)
+        self._index = {layer: index for index, layer in enumerate(self.layers)}
+        if not len(self._index) == len(self.layers) == num_layers:
+            raise ConfigError(f"layers is {layers!r}; expected the different indices of {num_layers} layers.")
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.dtype, self.layout = dtype, layout
@@ -52,9 +60,11 @@ class PagedKVCache:
         with torch.inference_mode(False):
             self._memory = torch.zeros(2, num_layers, num_pages + 1, *page, head_dim, dtype=dtype, device=device)
         self.device = self._memory.device
-        self._keys: list[Tensor]
-        self._values: list[Tensor]
-        self._keys, self._values = ([part[layer, :num_pages] for layer in range(num_layers)] for part in self._memory)
+        self._keys: dict[int, Tensor]
+        self._values: dict[int, Tensor]
+        self._keys, self._values = (
+            {layer: part[index, :num_pages] for layer, index in self._index.items()} for part in self._memory
+        )
 
     def keys(self, layer: int) -> Tensor:
         """Return a layer's keys: (num_pages, page_size, num_kv_heads, head_dim), with HND the middle two swapped."""
@@ -97,14 +107,20 @@ class PagedKVCache:
         if self.device.type == "cuda" and _has_triton():
             from simplegraph.attention.kernels.pages import write_pages
 
-            write_pages(k, v, self._memory[0, layer], self._memory[1, layer], slot_mapping, self.page_size, self.layout)
+            keys, values = self._pages(layer)
+            write_pages(k, v, keys, values, slot_mapping, self.page_size, self.layout)
         else:
             self._write_by_index(layer, k, v, slot_mapping)
+
+    def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values with the page for padding."""
+        index = self._index[layer]
+        return self._memory[0, index], self._memory[1, index]
 
     @torch.no_grad()  # else keys that require a gradient would make the whole cache require one
     def _write_by_index(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         slots = torch.where(slot_mapping < 0, self.num_pages * self.page_size, slot_mapping)
-        for memory, rows in ((self._memory[0, layer], k), (self._memory[1, layer], v)):
+        for memory, rows in zip(self._pages(layer), (k, v), strict=True):
             if self.layout == "NHD":
                 memory.view(-1, self.num_kv_heads, self.head_dim).index_copy_(0, slots, rows)
             else:

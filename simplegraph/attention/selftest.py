@@ -113,6 +113,7 @@ class AttentionEngine:
         device: where to run.
         num_heads, num_kv_heads, head_dim, page_size, dtype, layout: shape and dtype of the cache and the queries.
         num_pages, max_len, max_tokens, max_reqs: limits of the cache and of a step.
+        window: keys that a token sees; None for all before it.
         **settings: passed to the manager.
     """
 
@@ -131,12 +132,14 @@ class AttentionEngine:
         max_reqs: int = 8,
         dtype: torch.dtype = torch.float32,
         layout: Any = "NHD",
+        window: int | None = None,
         **settings: Any,
     ) -> None:
         rows: dict[str, Any] = {"dtype": dtype, "device": device}
         self.cache = PagedKVCache(LAYERS, num_pages, page_size, num_kv_heads, head_dim, layout=layout, **rows)
         limits: dict[str, Any] = {"max_num_tokens": max_tokens, "max_num_reqs": max_reqs, "max_model_len": max_len}
-        self.metadata = BatchMetadata(**limits, page_size=page_size, device=device, num_pages=num_pages, debug=True)
+        limits |= {"page_size": page_size, "num_pages": num_pages, "window": window}
+        self.metadata = BatchMetadata(**limits, device=device, debug=True)
         self.backend: AttentionBackend | BackendGroup = make(self.cache, self.metadata, num_heads=num_heads)
         self.q = torch.zeros(max_tokens, num_heads, head_dim, **rows)
         self.k, self.v = (torch.zeros(max_tokens, num_kv_heads, head_dim, **rows) for _ in range(2))
@@ -203,8 +206,10 @@ class AttentionEngine:
 
     def _error(self, requests: Requests, output: Tensor, layer: int) -> float:
         tokens = sum(requests.query_lens)
-        q, scale = self.q[:tokens] * (layer + 1), self.cache.head_dim**-0.5
-        exact = reference_attention(q, self.cache, layer, *requests, scale)
+        q, backend = self.q[:tokens] * (layer + 1), self.backend.of_layer(layer)
+        sinks = None if backend.sinks is None else backend.sinks[layer]
+        masks: dict[str, Any] = {"window": backend.window, "softcap": backend.softcap, "sinks": sinks}
+        exact = reference_attention(q, self.cache, layer, *requests, backend.scale, **masks)
         difference = output[:tokens].double() - exact
         worst = float((difference.norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-12)).max())
         if worst > _WRONG_ROW:

@@ -51,6 +51,8 @@ class ContextParallelBackend(AttentionBackend):
 
     def __init__(self, backend: AttentionBackend, group: Any = None, *, shard_heads: bool = False) -> None:
         super().__init__(backend.cache, backend.metadata, num_heads=backend.num_heads, scale=backend.scale)
+        if backend.sinks is not None:
+            raise ConfigError("the backend has sinks, which every rank would count; expected one without.")
         self._group = require_group(group)
         self._backend = backend
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import abc
 import functools
 import importlib
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.backend import AttentionBackend, Scores, Unpack
+from simplegraph.attention.backends.builds import check_arguments, missing_argument
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
@@ -27,6 +27,18 @@ from simplegraph.errors import CaptureSizeError, ConfigError, InputError
 
 MODULES = ("vllm_flash_attn", "vllm.vllm_flash_attn", "flash_attn_interface")
 MAX_SPLITS = 32
+# Arguments that are passed to the kernels of both versions, and those to version 3's.
+_KERNEL = (
+    *("max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "seqused_k", "block_table", "softmax_scale", "causal", "out"),
+    *("fa_version", "return_softmax_lse"),
+)
+_NEEDED = {
+    "flash_attn_varlen_func": (*_KERNEL, "scheduler_metadata", "num_splits"),
+    "get_scheduler_metadata": (
+        *("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim", "cache_seqlens"),
+        *("qkv_dtype", "cu_seqlens_q", "page_size", "causal", "num_splits"),
+    ),
+}
 _OLD_BATCH_LIMIT = 992  # of FlashAttention-3 builds whose scheduler sorts a whole batch in one block
 
 
@@ -36,10 +48,15 @@ class _Flash(AttentionBackend):
     version: ClassVar[int]
 
     def __init__(
-        self, cache: PagedKVCache, metadata: BatchMetadata, *, num_heads: int, scale: float | None = None
+        self, cache: PagedKVCache, metadata: BatchMetadata, *, num_heads: int, **scores: Unpack[Scores]
     ) -> None:
-        super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
+        super().__init__(cache, metadata, num_heads=num_heads, **scores)
         self._flash = flash_module(self.version, cache.device)
+        # A window of W keys, the token's own included, is W - 1 on its left; one on the schedule alone, or on the
+        # kernel alone, is a schedule for other work.
+        self._window = {} if self.window is None else {"window_size": (self.window - 1, 0)}
+        self._masks: dict[str, Any] = self._window | ({} if self.softcap is None else {"softcap": self.softcap})
+        check_arguments(self._flash, {"flash_attn_varlen_func": self._masks})
         if cache.layout != "NHD":
             raise ConfigError(f"the cache has layout {cache.layout}; FlashAttention reads pages laid out as NHD.")
         if cache.dtype not in (torch.float16, torch.bfloat16):
@@ -70,13 +87,14 @@ class _Flash(AttentionBackend):
             self.cache.values(layer),
             max_seqlen_q=self._max_query_len,
             cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_k=self.metadata.max_model_len,
+            max_seqlen_k=self.metadata.max_seq_len,
             seqused_k=metadata.seq_lens,
             block_table=metadata.block_table,
             softmax_scale=self.scale,
             causal=True,
             out=out,
             fa_version=self.version,
+            **self._masks,
             **self.options(layer, metadata),
             **options,
         )
@@ -86,7 +104,8 @@ class FlashAttentionBackend(_Flash):
     """FlashAttention-3 (Hopper): any batch in a full graph, mixed ones included.
 
     Args:
-        cache, metadata, num_heads, scale: as for every backend; the cache is NHD, float16 or bfloat16.
+        cache, metadata, num_heads, scale, softcap, sinks: as for every backend; the cache is NHD, float16 or bfloat16,
+            and sinks are bfloat16.
         schedule: when the kernels' schedule is computed. ``"graph"``: inside the graph, from the lengths on the
             device. ``"buffer"``: before every replay, into a buffer that the graph reads.
         max_splits: the most parts that a sequence's keys are split into. Scheduling and kernel use the same bound:
@@ -94,8 +113,8 @@ class FlashAttentionBackend(_Flash):
             outputs per token, so sizes that fill the device without splitting get a lower bound.
 
     Raises:
-        ConfigError: the device is no Hopper GPU, no FlashAttention-3 is installed, or the cache's layout or dtype is
-            not supported.
+        ConfigError: the device is no Hopper GPU, no FlashAttention-3 is installed or not one with the arguments that
+            are needed, or the cache's layout or a dtype is not supported.
         CaptureSizeError: the metadata allows more requests than the installed build can schedule.
 
     Source: ahead-of-time scheduling, FlashAttention-3 (arXiv 2407.08608).
@@ -103,6 +122,7 @@ class FlashAttentionBackend(_Flash):
 
     support = AttentionCGSupport.ALWAYS
     name = "FlashAttention-3"
+    features = ("window", "softcap", "sinks")
     version = 3
 
     def __init__(
@@ -111,11 +131,17 @@ class FlashAttentionBackend(_Flash):
         metadata: BatchMetadata,
         *,
         num_heads: int,
-        scale: float | None = None,
         schedule: Literal["graph", "buffer"] = "graph",
         max_splits: int = MAX_SPLITS,
+        **scores: Unpack[Scores],
     ) -> None:
-        super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
+        super().__init__(cache, metadata, num_heads=num_heads, **scores)
+        if self.sinks is not None:
+            check_arguments(self._flash, {"flash_attn_varlen_func": ("s_aux",)})
+            if any(sinks.dtype is not torch.bfloat16 for sinks in self.sinks.values()):
+                raise ConfigError("sinks are not torch.bfloat16, the only dtype that FlashAttention-3 reads.")
+        self._scheduled = self._window | ({} if self.softcap is None else {"has_softcap": True})
+        check_arguments(self._flash, {"get_scheduler_metadata": self._scheduled})
         if schedule not in ("graph", "buffer"):
             raise ConfigError(f"schedule is {schedule!r}; expected 'graph' or 'buffer'.")
         check_counts(max_splits=max_splits)
@@ -167,7 +193,8 @@ class FlashAttentionBackend(_Flash):
                 f"kernel is called for {metadata.num_reqs} and {splits}: it would read out of bounds. Prepare for the "
                 "same shape, and do not change max_splits after a capture."
             )
-        return {"scheduler_metadata": schedule.tensor, "num_splits": splits}
+        sinks = {} if self.sinks is None else {"s_aux": self.sinks[layer]}
+        return {"scheduler_metadata": schedule.tensor, "num_splits": splits, **sinks}
 
     def _schedule_for(self, layer: int, metadata: CommonMetadata) -> _Schedule:
         """Return this forward's schedule; a layer index that does not rise means that another forward has begun."""
@@ -181,7 +208,7 @@ class FlashAttentionBackend(_Flash):
         tensor = self._flash.get_scheduler_metadata(
             batch_size=metadata.num_reqs,
             max_seqlen_q=self._max_query_len,
-            max_seqlen_k=self.metadata.max_model_len,
+            max_seqlen_k=self.metadata.max_seq_len,
             num_heads_q=self.num_heads,
             num_heads_kv=self.cache.num_kv_heads,
             headdim=self.cache.head_dim,
@@ -191,6 +218,7 @@ class FlashAttentionBackend(_Flash):
             page_size=self.cache.page_size,
             causal=True,
             num_splits=splits,
+            **self._scheduled,
         )
         return _Schedule(tensor, splits, metadata.num_reqs)
 
@@ -223,6 +251,7 @@ class FlashAttention2Backend(_Flash):
 
     support = AttentionCGSupport.UNIFORM_BATCH
     name = "FlashAttention-2"
+    features = ("window", "softcap")
     reads_lengths_on_device = True
     version = 2
 
@@ -267,9 +296,7 @@ def problem_of(name: str, version: int) -> str | None:
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     if not getattr(module, f"FA{version}_AVAILABLE", False):
         return f"has no version {version}"
-    needed: Sequence[str] = ("flash_attn_varlen_func", "get_scheduler_metadata")[: version - 1]
-    missing = [function for function in needed if not hasattr(module, function)]
-    return f"has no {missing[0]}" if missing else None
+    return missing_argument(module, {"flash_attn_varlen_func": _KERNEL} if version == 2 else _NEEDED)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.backend import AttentionBackend, Scores, Unpack
+from simplegraph.attention.backends.builds import check_arguments
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
@@ -28,6 +30,18 @@ _FLOAT_WORKSPACE_BYTES = 128 << 20
 _MOST_WORKSPACE_BYTES = 8 << 30
 _BLOCKS_PER_MULTIPROCESSOR = 2  # FlashInfer's scheduler takes the device as full with so many
 
+_OLDEST = (0, 5, 3)
+_WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
+_METHODS = {
+    "__init__": ("backend",),
+    "plan": ("causal", "sm_scale", "window_left", "logits_soft_cap", "q_data_type", "seq_lens", "disable_split_kv"),
+    "run": ("out", "lse", "return_lse"),
+}
+_STATES = (
+    *("_float_workspace_buffer", "_int_workspace_buffer", "_pin_memory_int_workspace_buffer", "_cached_module"),
+    "_use_cuda_graph",
+)
+
 _event: Callable[[], Any] = torch.cuda.Event
 
 
@@ -35,16 +49,18 @@ class FlashInferBackend(AttentionBackend):
     """FlashInfer's paged attention. Full graphs for uniform decode of one or several tokens per request.
 
     Args:
-        cache, metadata, num_heads, scale: as for every backend; the cache is float16 or bfloat16, on a GPU.
+        cache, metadata, num_heads, scale, softcap: as for every backend; the cache is float16 or bfloat16, on a GPU.
         workspace_bytes: device memory for partial results of split-KV, shared by all sizes; it grows if a size needs
             more.
 
     Raises:
-        ConfigError: flashinfer-python or Triton is not installed, or the cache's dtype or device is not supported.
+        ConfigError: flashinfer-python or Triton is not installed, FlashInfer is a build without an argument that is
+            needed, or the cache's dtype or device is not supported.
     """
 
     support = AttentionCGSupport.UNIFORM_BATCH
     name = "FlashInfer"
+    features = ("window", "softcap")
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
 
     def __init__(
@@ -53,10 +69,10 @@ class FlashInferBackend(AttentionBackend):
         metadata: BatchMetadata,
         *,
         num_heads: int,
-        scale: float | None = None,
         workspace_bytes: int = _FLOAT_WORKSPACE_BYTES,
+        **scores: Unpack[Scores],
     ) -> None:
-        super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
+        super().__init__(cache, metadata, num_heads=num_heads, **scores)
         try:
             import flashinfer
         except ImportError as error:
@@ -68,15 +84,22 @@ class FlashInferBackend(AttentionBackend):
             )
         if importlib.util.find_spec("triton") is None:
             raise ConfigError("FlashInfer's pages are listed by a Triton kernel; to have it: pip install triton.")
+        check_build(flashinfer)
         self._tables = _Tables(metadata, cache.device)
         workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=cache.device)
         self._proto: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, cache.layout, backend="fa2")
+        check_wrapper(self._proto)
         self._copied: Any = _event()
         self._wrappers: dict[tuple[int, int], _Planned] = {}  # by tokens and requests of a graph
         multiprocessors = torch.cuda.get_device_properties(cache.device).multi_processor_count
         self._most_split_reqs = _BLOCKS_PER_MULTIPROCESSOR * multiprocessors // cache.num_kv_heads
         self._eager = _Planned(copy.copy(self._proto), self)
         self._current: _Planned | None = None
+
+    @property
+    def window_left(self) -> int:
+        """Keys that a token sees before its own; -1 for all."""
+        return -1 if self.window is None else self.window - 1
 
     @property
     def int_workspace_bytes(self) -> int:
@@ -140,6 +163,37 @@ class FlashInferBackend(AttentionBackend):
         query = torch.arange(num_reqs + 1, dtype=torch.int32) * (num_tokens // num_reqs)
         planned = self._wrappers[num_tokens, num_reqs] = _Planned(wrapper, self, query)
         return planned
+
+
+def check_build(flashinfer: Any) -> None:
+    """Refuse a FlashInfer whose wrapper lacks what the backend calls; before anything is allocated.
+
+    Raises:
+        ConfigError: it is too old.
+    """
+    check_arguments(flashinfer, {_WRAPPER: ()})
+    check_arguments(getattr(flashinfer, _WRAPPER), _METHODS)
+    numbers = tuple(int(number) for number in re.findall(r"\d+", getattr(flashinfer, "__version__", ""))[:3])
+    # Its compiled scheduler tells no arguments; it got the last one of those that are passed with this version.
+    if (0, 0, 0) < numbers < _OLDEST:
+        raise ConfigError(
+            f"the installed FlashInfer is {'.'.join(map(str, numbers))}; expected {'.'.join(map(str, _OLDEST))} or "
+            "newer. Use a newer build, or another backend."
+        )
+
+
+def check_wrapper(wrapper: Any) -> None:
+    """Refuse a wrapper without the buffers and states that captures share.
+
+    Raises:
+        ConfigError: FlashInfer names them otherwise.
+    """
+    missing = [name for name in _STATES if not hasattr(wrapper, name)]
+    if missing:
+        raise ConfigError(
+            f"the installed FlashInfer's {type(wrapper).__name__} has no {missing[0]}; use another release of it, or "
+            "another backend."
+        )
 
 
 class _Tables:
@@ -239,7 +293,7 @@ class _Planned:
             *(backend.num_heads, cache.num_kv_heads, cache.page_size, wrapper._use_cuda_graph),
             *(cache.head_dim, cache.head_dim),
             True,  # causal
-            -1,  # no sliding window
+            backend.window_left,
             -1,  # no fixed split size
             self._whole,  # disables splits; False in graph mode: there FlashInfer masks idle blocks only if it splits
             0,  # colocated CTAs
@@ -256,6 +310,8 @@ class _Planned:
             *(backend.num_heads, cache.num_kv_heads, cache.head_dim, cache.page_size),
             causal=True,
             sm_scale=backend.scale,
+            window_left=backend.window_left,
+            logits_soft_cap=backend.softcap,
             q_data_type=cache.dtype,
             seq_lens=tables.seq_lens[:num_reqs],
             disable_split_kv=self._whole,

@@ -19,28 +19,41 @@ class SDPABackend(AttentionBackend):
 
     support = AttentionCGSupport.ALWAYS
     name = "SDPA"
+    features = ("window", "softcap", "sinks")
     reads_lengths_on_device = True
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
+        if self.softcap is not None or self.sinks is not None:  # torch's operator has neither
+            self.run_with_lse(layer, q, out, metadata)
+            return
         grouped, keys, values, mask = self._gather_inputs(layer, q, metadata)
         result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=self.scale)
         out.view(grouped.shape).copy_(result)
 
     def run_with_lse(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> Tensor:
         grouped, keys, values, mask = self._gather_inputs(layer, q, metadata)
-        scores = (grouped.float() @ keys.float().transpose(-1, -2) * self.scale).masked_fill(~mask, -torch.inf)
-        out.view(grouped.shape).copy_(scores.softmax(dim=-1) @ values.float())
-        return scores.logsumexp(dim=-1).flatten(1)
+        scores = grouped.float() @ keys.float().transpose(-1, -2) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        total = lse = scores.logsumexp(dim=-1, keepdim=True)
+        if self.sinks is not None:
+            total = torch.logaddexp(lse, self.sinks[layer].float().view(*grouped.shape[1:3], 1))
+        out.view(grouped.shape).copy_((scores - total).exp() @ values.float())
+        return lse.flatten(1)
 
     def _gather_inputs(self, layer: int, q: Tensor, metadata: CommonMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gather queries (T, num_kv_heads, group, head_dim), keys and values (T, num_kv_heads, S, head_dim), a mask."""
         request, length = self._visible(metadata)
         places = torch.arange(metadata.block_table.shape[1] * self.cache.page_size, device=q.device)
         seen = places < length[:, None]
-        keys = self._gather(self.cache.keys(layer), metadata.block_table, request, seen)
-        values = self._gather(self.cache.values(layer), metadata.block_table, request, seen)
         # Padding rows see one key, which is 0: a softmax over nothing is NaN.
         mask = places < length.clamp(min=1)[:, None]
+        if self.window is not None:
+            inside = places >= (length - self.window)[:, None]
+            seen, mask = seen & inside, mask & inside
+        keys = self._gather(self.cache.keys(layer), metadata.block_table, request, seen)
+        values = self._gather(self.cache.values(layer), metadata.block_table, request, seen)
         # The query heads that share a key head are laid out as the tokens of one longer query.
         grouped = (q.shape[0], self.cache.num_kv_heads, -1, self.cache.head_dim)
         return q.reshape(grouped), keys, values, mask[:, None, None, :]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.backend import AttentionBackend, Scores, Unpack
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
@@ -36,7 +36,8 @@ class TritonDecodeBackend(AttentionBackend):
     package but Triton, which torch's builds for GPUs include.
 
     Args:
-        cache, metadata, num_heads, scale: as for every backend; float16, bfloat16 or float32, either layout.
+        cache, metadata, num_heads, scale, softcap, sinks: as for every backend; float16, bfloat16 or float32, either
+            layout.
         mixed: called with the same arguments to make the backend of all other batches; by default the first of
             FlashAttention-3, FlashInfer and SDPA that works here.
 
@@ -56,6 +57,7 @@ class TritonDecodeBackend(AttentionBackend):
 
     support = AttentionCGSupport.UNIFORM_BATCH
     name = "Triton decode"
+    features = ("window", "softcap", "sinks")
     fallbacks: ClassVar[tuple[type[AttentionBackend], ...]]
 
     def __init__(
@@ -64,10 +66,10 @@ class TritonDecodeBackend(AttentionBackend):
         metadata: BatchMetadata,
         *,
         num_heads: int,
-        scale: float | None = None,
         mixed: Callable[..., AttentionBackend] | None = None,
+        **scores: Unpack[Scores],
     ) -> None:
-        super().__init__(cache, metadata, num_heads=num_heads, scale=scale)
+        super().__init__(cache, metadata, num_heads=num_heads, **scores)
         if cache.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError(f"the cache is on {cache.device}; Triton's kernels run on a GPU.")
         if importlib.util.find_spec("triton") is None:
@@ -78,7 +80,7 @@ class TritonDecodeBackend(AttentionBackend):
 
         self._kernel = decode_kernel
         make = self._fallback if mixed is None else mixed
-        self.mixed = make(cache, metadata, num_heads=num_heads, scale=scale)
+        self.mixed = make(cache, metadata, num_heads=num_heads, **scores)
         self._group = num_heads // cache.num_kv_heads
         # Consecutive steps in one graph have one token per request, hence `_group` rows.
         self.reads_lengths_on_device = self._group <= _MAX_ROWS or self.mixed.reads_lengths_on_device
@@ -128,7 +130,7 @@ class TritonDecodeBackend(AttentionBackend):
             q = torch.zeros(shape, dtype=self.cache.dtype, device=self.cache.device)
             # Context parallel ranks run the variant with the log-sum-exp.
             run = self.run_with_lse if self.metadata.share.size > 1 else self.run
-            run(0, q, torch.empty_like(q), metadata)
+            run(self.cache.layers[0], q, torch.empty_like(q), metadata)
             self._compiled.add(variant)
 
     def run(self, layer: int, q: Tensor, out: Tensor, metadata: CommonMetadata) -> None:
@@ -158,6 +160,9 @@ class TritonDecodeBackend(AttentionBackend):
             query_len=query_len,
             scale=self.scale,
             layout=self.cache.layout,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=None if self.sinks is None else self.sinks[layer],
             lse=lse,
             num_splits=self._num_splits(metadata.num_reqs),
             parts=self._parts,

@@ -16,13 +16,30 @@ _LOG2E = 1.4426950408889634
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store(  # type: ignore[no-untyped-def]
-    target, used, result, top, total, lse_target, exists, WITH_LSE: tl.constexpr
+    target,
+    used,
+    result,
+    top,
+    total,
+    lse_target,
+    exists,
+    sink,
+    WITH_LSE: tl.constexpr,
+    WITH_SINKS: tl.constexpr,
 ):
-    """Store each row's weighted mean, zeros if it saw no key, and the log-sum-exp of its scores to the base e."""
+    """Store each row's weighted mean, zeros if it saw no key, and the log-sum-exp of its scores to the base e.
+
+    A sink is one more score, to the base 2, whose value is zero; the log-sum-exp leaves it out.
+    """
+    if WITH_LSE:
+        tl.store(lse_target, (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453, exists)
+    if WITH_SINKS:
+        higher = tl.maximum(top, sink)
+        faded = tl.exp2(top - higher)
+        total = total * faded + tl.exp2(sink - higher)
+        result = result * faded[:, None]
     total = tl.where(total > 0, total, 1.0)
     tl.store(target, (result / total[:, None]).to(target.dtype.element_ty), used)
-    if WITH_LSE:
-        tl.store(lse_target, (top + tl.log2(total)) * 0.6931471805599453, exists)
 
 
 @triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator]
@@ -34,9 +51,11 @@ def _decode(  # type: ignore[no-untyped-def]
     lengths_ptr,
     out_ptr,
     lse_ptr,
+    sinks_ptr,
     parts_ptr,
     arrived_ptr,
     scale,
+    softcap,
     num_splits,
     q_row,
     q_head,
@@ -55,6 +74,9 @@ def _decode(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     IN_PARTS: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WITH_SINKS: tl.constexpr,
 ):
     """Attend, one program per request, key head and part of the sequence; the last part to finish adds them all up.
 
@@ -62,10 +84,13 @@ def _decode(  # type: ignore[no-untyped-def]
     """
     request, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + request)
-    part = length
+    begin = 0  # the first key that a token of the request sees
+    if WINDOW > 0:
+        begin = tl.maximum(length - QUERY_LEN + 1 - WINDOW, 0)
+    part = length - begin
     if IN_PARTS:
-        part = tl.cdiv(tl.cdiv(length, num_splits), BLOCK) * BLOCK
-    start = split * part
+        part = tl.cdiv(tl.cdiv(length - begin, num_splits), BLOCK) * BLOCK
+    start = begin + split * part
     if start >= length:
         return
     row, column, key = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
@@ -75,6 +100,9 @@ def _decode(  # type: ignore[no-untyped-def]
     token = request * QUERY_LEN + row // GROUP
     q_heads = head * GROUP + row % GROUP
     seen = length - QUERY_LEN + 1 + row // GROUP  # keys that a row sees: its own and those before it
+    sink = tl.zeros((ROWS,), tl.float32)
+    if WITH_SINKS:
+        sink = tl.load(sinks_ptr + q_heads, exists, 0.0).to(tl.float32) * 1.4426950408889634
     q = tl.load(q_ptr + (token * q_row + q_heads * q_head)[:, None] + column[None, :], used, 0.0)
 
     # Not -inf: a row that sees no key of this part would compute -inf minus -inf, which is NaN.
@@ -90,7 +118,12 @@ def _decode(  # type: ignore[no-untyped-def]
         taken = there[:, None] & inside
         keys = tl.load(keys_ptr + address[:, None] + column[None, :], taken, 0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where((place[None, :] < seen[:, None]) & there[None, :], scores, float("-inf"))
+        if CAPPED:  # tanh(x) is 2 * sigmoid(2 * x) - 1; scale and softcap are to the base 2
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+        sees = (place[None, :] < seen[:, None]) & there[None, :]
+        if WINDOW > 0:
+            sees = sees & (place[None, :] >= seen[:, None] - WINDOW)
+        scores = tl.where(sees, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         faded = tl.exp2(top - higher)
@@ -101,11 +134,11 @@ def _decode(  # type: ignore[no-untyped-def]
 
     parts = 1
     if IN_PARTS:
-        parts = tl.cdiv(length, part)
+        parts = tl.cdiv(length - begin, part)
     target = out_ptr + (token * out_row + q_heads * out_head)[:, None] + column[None, :]
     lse_target = lse_ptr + token * (tl.num_programs(1) * GROUP) + q_heads
     if parts == 1:
-        _store(target, used, result, top, total, lse_target, exists, WITH_LSE)
+        _store(target, used, result, top, total, lse_target, exists, sink, WITH_LSE, WITH_SINKS)
     else:
         place = request * tl.num_programs(1) + head
         size = ROWS * COLUMNS + 2 * ROWS
@@ -132,7 +165,7 @@ def _decode(  # type: ignore[no-untyped-def]
                 total = total * faded + its_total * weight
                 result = result * faded[:, None] + its_result * weight[:, None]
                 top = higher
-            _store(target, used, result, top, total, lse_target, exists, WITH_LSE)
+            _store(target, used, result, top, total, lse_target, exists, sink, WITH_LSE, WITH_SINKS)
 
 
 def rows_of(query_len: int, group: int) -> int:
@@ -161,6 +194,9 @@ def decode(
     query_len: int,
     scale: float,
     layout: str,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     lse: Tensor | None = None,
     num_splits: int,
     parts: Tensor,
@@ -178,6 +214,9 @@ def decode(
         query_len: tokens of each request.
         scale: factor on the scores.
         layout: "NHD" or "HND".
+        window: keys that a token sees, its own included; None for all before it.
+        softcap: bound of the scores; None for no bound.
+        sinks: (num_heads,) of any floating dtype, contiguous, one more score for each head; None for none.
         lse: (T, num_heads) float32, contiguous; written with the log-sum-exp of each row's scores, to the base e.
         num_splits: the most parts that a sequence is split into.
         parts: float32, ``num_reqs * num_kv_heads * num_splits * part_size(...)`` at least, unless `num_splits` is 1.
@@ -189,8 +228,9 @@ def decode(
     wide = keys.element_size() * head_dim > 256  # halve the block, to fit a multiprocessor's shared memory
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         _decode[(len(seq_lens), num_kv_heads, num_splits)](
-            *(q, keys, values, block_table, seq_lens, out, out if lse is None else lse, parts, arrived),
-            *(scale * _LOG2E, num_splits),
+            *(q, keys, values, block_table, seq_lens, out, out if lse is None else lse),
+            *(out if sinks is None else sinks, parts, arrived),
+            *(scale * _LOG2E, 0.0 if softcap is None else softcap * _LOG2E, num_splits),
             *(*q.stride()[:2], *out.stride()[:2], block_table.stride(0)),
             *(keys.stride(0), keys.stride(offset), keys.stride(head)),
             PAGE_SIZE=keys.shape[offset],
@@ -202,6 +242,9 @@ def decode(
             BLOCK=BLOCK // 2 if wide else BLOCK,
             IN_PARTS=num_splits > 1,
             WITH_LSE=lse is not None,
+            WINDOW=0 if window is None else window,
+            CAPPED=softcap is not None,
+            WITH_SINKS=sinks is not None,
             num_warps=4,
             num_stages=2,
         )

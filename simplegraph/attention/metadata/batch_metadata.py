@@ -33,17 +33,21 @@ class BatchMetadata:
         num_pages: pages of the cache; set by the backend.
         share: with context parallel ranks, the part of every sequence that is in this rank's cache. A page of the block
             table then has `page_size` tokens on each rank.
+        window: the keys that a token sees, its own included (``sliding_window`` of models' configs); None if it sees
+            all before it. Pages outside of the windows of a step's tokens are not in the buffers, where a request's
+            length counts from its first page inside: no kernel reads them, and the engine may give them to others.
         debug: check at every step that no page is written by two requests, or listed twice for one, the pages of tokens
             `ahead` included. With context parallel ranks, where a prompt's tokens are requests that share pages, it
             checks that no place in a page is written twice.
 
     Attributes:
-        max_blocks: the most pages a request can have.
+        max_blocks: the most pages that a step reads of a request.
+        max_seq_len: the most tokens that `CommonMetadata.seq_lens` can have; max_model_len without a window.
         batch: the current step on the host.
         graphs: the graph device of the buffers.
 
     Raises:
-        ConfigError: a limit is below 1.
+        ConfigError: a limit or the window is below 1, or context parallel ranks have a window.
     """
 
     def __init__(
@@ -56,20 +60,22 @@ class BatchMetadata:
         device: torch.device | str,
         num_pages: int | None = None,
         share: ContextShare | None = None,
+        window: int | None = None,
         debug: bool = False,
     ) -> None:
         self.share = share or ContextShare()
-        self.share.check()
+        self.share.check(window)
         self._bounds = Bounds(max_num_tokens, max_num_reqs, max_model_len, page_size * self.share.size)
         self.max_num_tokens, self.max_num_reqs, self.max_model_len = max_num_tokens, max_num_reqs, max_model_len
-        self.page_size, self.max_blocks, self.num_pages = page_size, self._bounds.max_blocks, num_pages
-        self.debug = debug
+        self.page_size, self.num_pages, self.debug = page_size, num_pages, debug
+        buffered, self.window = self._bounds.of_window(window), window and min(window, max_model_len)
+        self.max_blocks, self.max_seq_len = buffered.max_blocks, buffered.max_model_len
         self.batch = BatchState()
         self.graphs = graph_device(device)
         self.device = self.graphs.torch_device
         self._one_each = np.arange(max_num_reqs + 1, dtype=np.int32)
         self._longest = np.array(max_model_len, np.int32)  # an array, which numpy reads quicker than a number
-        self._buffers = StepBuffers(self._bounds, self.device)
+        self._buffers = StepBuffers(buffered, self.device)
         self._views: dict[tuple[int, int], CommonMetadata] = {}
 
     def set(
@@ -89,8 +95,8 @@ class BatchMetadata:
                 faster, if all requests have the same number.
             seq_lens: (num_reqs,) integers, tokens in each request's KV cache, this step's included.
             block_table: the page ids of each request, in order: a sequence of sequences, or a (num_reqs, n) array or
-                CPU tensor, which is much faster for many pages. Entries past a request's `seq_lens` plus `ahead` are
-                ignored.
+                CPU tensor, which is much faster for many pages. Entries past a request's `seq_lens` plus `ahead`, and
+                before its window, are ignored.
             num_tokens: rows of the graph that will run; by default the step's tokens.
             num_reqs: requests of the graph that will run; None if its descriptor has None.
             ahead: tokens beyond `seq_lens`, up to max_model_len, whose pages are copied to the device as well, for
@@ -101,24 +107,24 @@ class BatchMetadata:
 
         Raises:
             CaptureSizeError: the batch is empty, or larger than the limits or the padded shape.
-            InputError: the lengths or pages do not match; a request has several tokens, or `ahead` is above 0, with
-                context parallel ranks; `ahead` is below 0; called inside a capture. After an error the previous step is
-                still in place.
+            InputError: the lengths or pages do not match; a request has several tokens with context parallel ranks;
+                `ahead` is below 0, or above 0 with those or a window; called inside a capture. After an error the
+                previous step is still in place.
         """
         if self.graphs.is_capturing():
             raise InputError("the batch was set inside a capture; set it before capture and before every replay.")
         ahead = self._bounds.check_ahead(ahead)
         step = read_step(query_lens, seq_lens, block_table, self._bounds, ahead)
         shape = self._bounds.padded(len(step.slots), len(step.seq_lens), num_tokens, num_reqs)
+        if ahead:
+            self._check_advances()
+        step = step.from_window(self.window, self.page_size)
         step.check_pages(self.num_pages)
         if self.share.size > 1:
             step.check_single_tokens()
-            if ahead:
-                raise InputError(f"ahead is {ahead}; expected 0: context parallel ranks cannot advance a step.")
             if self.debug:
                 step.check_places(self._bounds.page_size)
-            share = self.share
-            step = step._replace(slots=share.slots(step.slots), seq_lens=share.lengths(step.seq_lens))
+            step = step._replace(slots=self.share.slots(step.slots), seq_lens=self.share.lengths(step.seq_lens))
         elif self.debug:
             step.check_written_once(self._bounds, ahead)
         return self._put(step, shape, ahead)
@@ -135,16 +141,15 @@ class BatchMetadata:
 
         Raises:
             InputError: the number of requests differs; a request became shorter, or with `ahead` longer than the pages
-                it was set with; `ahead` is below 0; ranks are context parallel; called inside a capture. After an error
-                the step is unchanged.
+                it was set with; `ahead` is below 0; there are context parallel ranks or a window; called inside a
+                capture. After an error the step is unchanged.
             ReplayError: no step is set.
         """
         if self.graphs.is_capturing():
             raise InputError("the batch was advanced inside a capture; advance it before the capture or replay.")
-        self._check_set()
+        self.batch.check_set()
         ahead = self._bounds.check_ahead(ahead)
-        if self.share.size > 1:
-            raise InputError("context parallel ranks cannot advance a step; call BatchMetadata.set for every step.")
+        self._check_advances()
         self.batch.grow(int64s("seq_lens", seq_lens), ahead, self.max_model_len)
 
     def follow(self, step: BatchState, num_reqs: int, ahead: int) -> None:
@@ -160,8 +165,10 @@ class BatchMetadata:
 
         Raises:
             CaptureSizeError: num_reqs is above the limits, or below the step's requests.
-            InputError: `ahead` is below 0, or above the `ahead` that the step was set with.
+            InputError: `ahead` is below 0, or above the `ahead` that the step was set with; ranks are context parallel,
+                or there is a window.
         """
+        self._check_advances()
         ahead = self._bounds.check_ahead(ahead)
         self._bounds.check_shape(num_reqs, num_reqs)
         if num_reqs < step.num_reqs:
@@ -205,7 +212,7 @@ class BatchMetadata:
         Raises:
             ReplayError: no step is set.
         """
-        self._check_set()
+        self.batch.check_set()
         self.batch.version += 1
 
     def view(self, num_tokens: int, num_reqs: int) -> CommonMetadata:
@@ -243,7 +250,7 @@ class BatchMetadata:
         """
         batch = self.batch
         reqs = batch.padded_reqs if num_reqs is None else num_reqs
-        self._check_set()
+        self.batch.check_set()
         if not (batch.num_tokens <= num_tokens <= batch.padded_tokens and batch.num_reqs <= reqs <= batch.padded_reqs):
             raise ReplayError(
                 f"{num_tokens} tokens and {reqs} requests are about to run, but the batch was set as "
@@ -252,17 +259,15 @@ class BatchMetadata:
             )
         return self.view(num_tokens, reqs)
 
-    def _check_set(self) -> None:
-        if self.batch.version == 0 or self.batch.capturing:
-            raise ReplayError(
-                "no batch is set: none was set yet, or a warmup or capture replaced it. "
-                "Call BatchMetadata.set before every step."
-            )
+    def _check_advances(self) -> None:
+        if self.share.size > 1 or self.window is not None:
+            found = "context parallel ranks" if self.window is None else "metadata with a window"
+            raise InputError(f"{found} cannot advance a step; expected ahead=0, and BatchMetadata.set for every step.")
 
     def _put(
         self, step: StepArrays, shape: tuple[int, int], ahead: int = 0, *, capturing: bool = False
     ) -> CommonMetadata:
-        slots, starts, lengths, pages, most = step
+        slots, starts, lengths, pages, most = step[:5]
         self._buffers.put((slots, starts, lengths, pages), *shape)
         self.batch.begin(len(slots), starts, lengths, pages, most, shape, ahead, capturing=capturing)
         return self.view(*shape)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from simplegraph.errors import ConfigError, InputError
+from simplegraph.errors import ConfigError, InputError, ReplayError
 
 _Int32s = npt.NDArray[np.int32]
 _Int64s = npt.NDArray[np.int64]
@@ -24,7 +24,7 @@ class BatchState:
         max_query_len: the most tokens of a request in this step.
         query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
         seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; with context parallel
-            ranks, those in this rank's cache.
+            ranks, those in this rank's cache; with a window, those from the first page of `block_table` on.
         block_table: (num_reqs, width) int32, page ids; 0 where a request needs no page.
         padded_tokens, padded_reqs: the shape that the buffers are padded to.
         ahead: tokens beyond `seq_lens`, up to max_model_len in all, that each request has pages for.
@@ -65,6 +65,18 @@ class BatchState:
     def has_query_len(self, query_len: int) -> bool:
         """True if every request has `query_len` tokens in this step."""
         return self.max_query_len == query_len and self.num_reqs * query_len == self.num_tokens
+
+    def check_set(self) -> None:
+        """Refuse to go on without a step.
+
+        Raises:
+            ReplayError: no step is set.
+        """
+        if self.version == 0 or self.capturing:
+            raise ReplayError(
+                "no batch is set: none was set yet, or a warmup or capture replaced it. "
+                "Call BatchMetadata.set before every step."
+            )
 
     def begin(
         self,
@@ -125,8 +137,10 @@ class CommonMetadata:
         query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin; for padding the number of real
             tokens.
         seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included; 0 for padding. With
-            context parallel ranks those in this rank's cache, possibly 0 (vLLM's ``dcp_local_seq_lens``).
-        block_table: (num_reqs, max_blocks) int32, page ids; 0 for padding and entries past a request's pages.
+            context parallel ranks those in this rank's cache, possibly 0 (vLLM's ``dcp_local_seq_lens``); with a window
+            those from the first page of `block_table` on.
+        block_table: (num_reqs, max_blocks) int32, page ids; 0 for padding and entries past a request's pages. With a
+            window a row begins with the first page of which one of the request's tokens sees a key.
         slot_mapping: (num_tokens,) int64, the slot that each token's key and value are written to; -1 for padding and
             for tokens of other ranks.
         batch: the current step on the host, shared by all views.
@@ -156,12 +170,14 @@ class ContextShare(NamedTuple):
     rank: int = 0
     size: int = 1
 
-    def check(self) -> None:
-        """Refuse a rank outside 0 to size - 1.
+    def check(self, window: int | None = None) -> None:
+        """Refuse a rank outside 0 to size - 1, and several ranks with a window.
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError: there is no such rank, or a window would be cut between ranks.
         """
+        if window is not None and self.size > 1:
+            raise ConfigError(f"{self.size} context parallel ranks with window={window}; expected window=None.")
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"share is {self}; expected a rank from 0 to size - 1.")
 

@@ -52,6 +52,18 @@ class Bounds:
         """The most pages a request can have."""
         return -(-self.max_model_len // self.page_size)
 
+    def of_window(self, window: int | None) -> Bounds:
+        """Return the bounds of a step whose requests begin with the first page of which a token sees a key.
+
+        Raises:
+            ConfigError: the window is below 1.
+        """
+        if window is None:
+            return self
+        check_counts(window=window)
+        longest = window - 1 + self.max_num_tokens + self.page_size - 1
+        return dataclasses.replace(self, max_model_len=min(self.max_model_len, longest))
+
     def check_shape(self, num_tokens: int, num_reqs: int) -> None:
         """Refuse a shape that the buffers cannot hold.
 

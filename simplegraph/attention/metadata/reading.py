@@ -31,6 +31,7 @@ class StepArrays(NamedTuple):
         seq_lens: (num_reqs,) int32, tokens in each request's KV cache, this step's included.
         pages: (num_reqs, width) int32, page ids; 0 where a request needs no page.
         max_query_len: the most tokens of a request.
+        dropped: (num_reqs,) int32, pages that were left out in front of each row of `pages`; None for none.
     """
 
     slots: _Int64s
@@ -38,6 +39,22 @@ class StepArrays(NamedTuple):
     seq_lens: _Int32s
     pages: _Int32s
     max_query_len: int
+    dropped: _Int32s | None = None
+
+    def from_window(self, window: int | None, page_size: int) -> StepArrays:
+        """Return the step as if each request began with the first page of which one of its tokens sees a key.
+
+        Slots stay. Distances between tokens stay too, which are all that attention with a window depends on.
+        """
+        if window is None:
+            return self
+        first = self.seq_lens - np.diff(self.query_start_loc) - np.int32(window - 1)
+        dropped = np.maximum(first, 0) // np.int32(page_size)
+        lengths = self.seq_lens - dropped * np.int32(page_size)
+        columns = np.arange(-(-int(np.maximum.reduce(lengths)) // page_size)) + dropped[:, None]
+        inside = columns < self.pages.shape[1]  # rows with fewer pages than the longest are filled up with 0
+        pages = np.take_along_axis(self.pages, np.where(inside, columns, 0), 1) * inside
+        return self._replace(seq_lens=lengths, pages=pages, dropped=dropped)
 
     def check_pages(self, num_pages: int | None) -> None:
         """Refuse page ids that the cache does not have.
@@ -50,8 +67,9 @@ class StepArrays(NamedTuple):
         if np.maximum.reduce(pages.view(np.uint32), axis=None) >= end:
             row, column = (int(i) for i in np.argwhere((pages < 0) | (pages >= end))[0])
             last = "the cache's last" if num_pages is None else num_pages - 1
+            place = column if self.dropped is None else column + int(self.dropped[row])
             raise InputError(
-                f"block_table[{row}][{column}] is {pages[row, column]}; expected a page id from 0 to {last}."
+                f"block_table[{row}][{place}] is {pages[row, column]}; expected a page id from 0 to {last}."
             )
 
     def check_single_tokens(self) -> None:
