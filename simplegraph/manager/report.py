@@ -25,11 +25,13 @@ class GraphReport:
         stats: the counters.
         device: where the graphs are.
         emulated: True if these are imitated graphs, without speed.
+        optimizations: what `optimize` did to the module.
     """
 
     stats: GraphStats
     device: str
     emulated: bool = False
+    optimizations: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything in the report as plain values; seconds, bytes, rows."""
@@ -44,6 +46,7 @@ class GraphReport:
             "details": {reason.value: detail for reason, detail in stats.details.items()},
             "batch_sizes": [list(pair) for pair in stats.batch_sizes.items()],
             "failures": dict(stats.failures),
+            "optimizations": list(self.optimizations),
             "graphs": [_as_dict(graph) for graph in self._graphs()],
         }
 
@@ -77,6 +80,7 @@ class GraphReport:
             lines.append(f"  batch sizes in {stats.unit} x calls: {shown}{more}")
         if stats.flushes:
             lines.append(f"  flushed {stats.flushes} x: more call signatures than max_signatures")
+        lines += [f"  optimized: {line}" for line in self.optimizations]
         lines += [f"  failed: {headline(message)}" for _, message in merged_failures(stats.failures)]
         return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from simplegraph.module.call import Graphed, invoke
 from simplegraph.module.functions import FunctionModule, GraphedFunction, P, R, check_function
 from simplegraph.module.runner import GraphRunner
 
+# The attribute under which a module keeps what rewrote it, which lists that by `lines`.
+OPTIMIZED = "_simplegraph_optimized"
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 ClassType = TypeVar("ClassType", bound=type[nn.Module])
 
@@ -132,7 +135,10 @@ class CudaGraphWrapper(Graphed):
 
     def graph_report(self) -> GraphReport:
         """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``."""
-        return self._graph_runner.report()
+        modules: Any = self
+        kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]
+        lines = tuple(line for each in kept if each is not None for line in each.lines())
+        return dataclasses.replace(self._graph_runner.report(), optimizations=lines)
 
     @property
     def graph_stats(self) -> GraphStats:

@@ -1,0 +1,232 @@
+"""Folded weights: computed from a layer and the norm after it, in memory of their own, and again when those change."""
+
+from __future__ import annotations
+
+import collections
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.graph.modes import outside_modes
+from simplegraph.graph.select import graph_device
+from simplegraph.optimizing.pairs import KINDS, hindrance, hooked, plain_class, sources, watched
+
+_ALIGNMENT = 256  # bytes, as the allocator gives them: kernels read aligned weights faster
+_version = operator.attrgetter("_version")
+
+
+class Weights(NamedTuple):
+    """The weights of a folded layer, and the dimensions of the batched input for which the norm is folded."""
+
+    weight: Tensor
+    bias: Tensor
+    dims: int
+
+
+class _Source:
+    """Remembers a tensor, its memory and its version."""
+
+    __slots__ = ("_alias", "_dtype", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # The alias keeps the memory: no other can come to lie at its address meanwhile.
+        self._tensor, self._alias = tensor, tensor.detach()
+        self._version, self._dtype = tensor._version, tensor.dtype
+
+    def is_still(self, tensor: Tensor) -> bool:
+        return (
+            tensor is self._tensor
+            and not tensor.is_inference()
+            and tensor._version == self._version
+            and tensor.data_ptr() == self._alias.data_ptr()
+            and tensor.dtype is self._dtype
+            and tensor.device == self._alias.device
+        )
+
+
+class Fold:
+    """A layer and the norm after it, as one layer.
+
+    Args:
+        layer: a convolution or linear layer.
+        norm: the batch norm.
+        paths: the names that lead from the owner to the layer, and to the norm.
+        channels_last: True stores the folded weight of a 2-d convolution in that format.
+    """
+
+    __slots__ = ("_before", "channels_last", "dims", "layer", "norm", "paths", "weights")
+
+    def __init__(self, layer: Any, norm: Any, paths: tuple[Sequence[str], Sequence[str]], channels_last: bool) -> None:
+        self.layer, self.norm, self.paths = layer, norm, paths
+        self.dims = KINDS[plain_class(layer)][1]
+        self.channels_last = channels_last and self.dims == 4
+        self.weights: Weights | None = None
+        self._before: list[_Source] = []
+
+    def serves(self, owner: nn.Module) -> bool:
+        """True if a forward of the owner may use the folded weights: for inference, as it was when they were folded."""
+        layer, norm = self.layer, self.norm
+        if layer.training or norm.training or hooked(layer) or hooked(norm):
+            return False
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources(layer, norm)):
+            return False
+        return all(_at(owner, path) is module for path, module in zip(self.paths, (layer, norm), strict=True))
+
+    def is_stale(self) -> bool:
+        """True if a tensor that is folded was written, moved or replaced since."""
+        now = watched(self.layer, self.norm)
+        return len(now) != len(self._before) or not all(
+            before.is_still(tensor) for before, tensor in zip(self._before, now, strict=True)
+        )
+
+    def note(self) -> bool:
+        """Remember the tensors that are folded now; False if they cannot be, and then nothing is."""
+        possible = not hindrance(self.layer, self.norm)
+        self._before = [_Source(tensor) for tensor in watched(self.layer, self.norm)] if possible else []
+        self.weights = self.weights if possible else None
+        return possible
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """Return the folded weight and bias: computed in float64, rounded once to the layer's dtype."""
+        layer, norm = self.layer, self.norm
+        with outside_modes():
+            wide = torch.float32 if layer.weight.device.type == "mps" else torch.float64
+            weight, mean = layer.weight.to(wide), norm.running_mean.to(wide)
+            scale = torch.rsqrt(norm.running_var.to(wide) + norm.eps)
+            scale = scale if norm.weight is None else scale * norm.weight.to(wide)
+            bias = (-mean if layer.bias is None else layer.bias.to(wide) - mean) * scale
+            bias = bias if norm.bias is None else bias + norm.bias.to(wide)
+            weight = weight * scale.view(-1, *[1] * (weight.dim() - 1))
+            return weight.to(layer.weight.dtype).contiguous(memory_format=self._format), bias.to(layer.weight.dtype)
+
+    @property
+    def _format(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+    def place(self, memory: Tensor, at: int) -> None:
+        """Take the part of a flat tensor from element `at` on for its weights."""
+        shape, dtype = self.layer.weight.shape, self.layer.weight.dtype
+        flat = memory[at : at + shape.numel()]
+        if self.channels_last:
+            out, channels, height, width = shape
+            weight = flat.view(out, height, width, channels).permute(0, 3, 1, 2)
+        else:
+            weight = flat.view(shape)
+        start = at + _aligned(shape.numel(), dtype)
+        self.weights = Weights(weight, memory[start : start + shape[0]], self.dims)
+
+    def elements(self) -> int:
+        """Return the elements that its weights take."""
+        shape, dtype = self.layer.weight.shape, self.layer.weight.dtype
+        return _aligned(shape.numel(), dtype) + _aligned(shape[0], dtype)
+
+    def fits(self) -> bool:
+        """True if the folded weights have the layer's shape, dtype and device."""
+        weight = self.layer.weight
+        known = self.weights and self.weights.weight
+        return known is not None and (known.shape, known.dtype, known.device) == (
+            weight.shape,
+            weight.dtype,
+            weight.device,
+        )
+
+    def weights_now(self) -> Weights | None:
+        """Return the weights to use in a forward; None if the norm cannot be folded any more.
+
+        Stale ones were not folded again because a capture is under way: it records the folding, and each replay does it.
+        """
+        if self.weights is None or not self.is_stale():
+            return self.weights
+        return None if hindrance(self.layer, self.norm) else Weights(*self.compute(), self.dims)
+
+
+def _aligned(elements: int, dtype: torch.dtype) -> int:
+    step = _ALIGNMENT // dtype.itemsize
+    return -(-elements // step) * step
+
+
+def _at(owner: nn.Module, path: Sequence[str]) -> nn.Module | None:
+    module: nn.Module | None = owner
+    for name in path:
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+class FoldedMemory(dict[str, Tensor]):
+    """The memory of all folded weights of a module, by dtype and device: one flat tensor each.
+
+    Reading a tensor of it brings the weights up to date. It lies among the attributes of the modules whose forwards use
+    it, so the check for moved weights reads it before every replay: a weight that was written in place is folded again,
+    into the same memory, which graphs then read.
+    """
+
+    __slots__ = ("_folds", "_seen", "_sources")
+
+    def __init__(self, folds: Sequence[Fold]) -> None:
+        super().__init__()
+        self._folds = list(folds)
+        self._sources: list[Tensor] = []
+        self._seen = -1
+        self.refresh()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # copies and pickles are of the plain module
+
+    def __iter__(self) -> Iterator[str]:
+        self.refresh()
+        return super().__iter__()
+
+    def __getitem__(self, key: str) -> Tensor:
+        try:
+            if sum(map(_version, self._sources)) != self._seen:
+                self.refresh()
+        except RuntimeError:  # an inference tensor has no version
+            self.refresh()
+        return super().__getitem__(key)
+
+    def keys(self) -> Any:
+        return list(iter(self))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+        return sum(tensor.nbytes for tensor in self.values())
+
+    def refresh(self, *, everything: bool = False) -> None:
+        """Fold again what changed, or everything; a capture, which would record that, leaves it as it is."""
+        stale = [fold for fold in self._folds if everything or fold.is_stale()]
+        if not stale or _is_capturing(self._folds):
+            return
+        usable = [fold for fold in self._folds if fold.note()]
+        if not all(fold.fits() for fold in usable):
+            self._allocate(usable)
+            stale = usable
+        with outside_modes():
+            for fold in stale:
+                if fold.weights is not None:
+                    for kept, new in zip(fold.weights[:2], fold.compute(), strict=True):
+                        kept.copy_(new)
+        self._sources = [tensor for fold in usable for tensor in watched(fold.layer, fold.norm)]
+        self._seen = sum(map(_version, self._sources))
+
+    def _allocate(self, folds: Sequence[Fold]) -> None:
+        self.clear()
+        groups = collections.defaultdict(list)
+        for fold in folds:
+            groups[fold.layer.weight.dtype, fold.layer.weight.device].append(fold)
+        with outside_modes():
+            for (dtype, device), group in groups.items():
+                memory = torch.zeros(sum(fold.elements() for fold in group), dtype=dtype, device=device)
+                self[f"{dtype} {device}"] = memory
+                at = 0
+                for fold in group:
+                    fold.place(memory, at)
+                    at += fold.elements()
+
+
+def _is_capturing(folds: Sequence[Fold]) -> bool:
+    devices = {fold.layer.weight.device for fold in folds if fold.layer.weight is not None}
+    return any(graph_device(device).is_capturing() for device in devices if device.type in ("cpu", "cuda"))

@@ -1,0 +1,255 @@
+"""`optimize`: rewrites a module in place, and the handle that lists and undoes it."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from simplegraph.errors import ConfigError, did_you_mean
+from simplegraph.module.mixin import OPTIMIZED, unwrap
+from simplegraph.optimizing.folded import Fold, FoldedMemory
+from simplegraph.optimizing.layout import restore_contiguous, store_channels_last
+from simplegraph.optimizing.observed import ObservedRun
+from simplegraph.optimizing.pairs import Pair, hindrance, known_pairs, shared_modules
+from simplegraph.optimizing.regions import install, is_installed, tell_graphs, uninstall
+from simplegraph.optimizing.table import BATCH_NORM, CHANNELS_LAST, REWRITES, runs_any_format
+from simplegraph.optimizing.verify import Examples, compare, numbers
+
+__all__ = ["OptimizedModule", "optimize"]
+
+_UNKNOWN_FORMAT = "classes that are not known to take any format; pass example_inputs"
+_SHOWN = 4  # names in a line
+
+
+class _Rewrites:
+    """What was done to a module: kept among its attributes, for reports; copies and pickles of the module have none."""
+
+    __slots__ = ("changed", "left_out", "memory", "verified")
+
+    def __init__(self, pairs: Sequence[Pair], channels_last: Sequence[str], memory: FoldedMemory) -> None:
+        self.changed = {BATCH_NORM: list(map(str, pairs)), CHANNELS_LAST: list(channels_last)}
+        self.left_out: dict[str, str] = {}
+        self.memory = memory
+        self.verified: tuple[float, float] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def lines(self) -> list[str]:
+        """List the rewrites, for a report."""
+        lines = [f"{name} x {len(names)}: {_shorten(names)}" for name, names in self.changed.items() if names]
+        lines += [f"extra memory for folded weights {self.memory.nbytes / 2**20:.1f} MiB"] if self.memory else []
+        reasons: dict[str, list[str]] = collections.defaultdict(list)
+        for name, why in self.left_out.items():
+            reasons[why].append(name)
+        lines += [f"left out: {_shorten(names)}: {why}" for why, names in reasons.items()]
+        if self.verified is not None:
+            lines.append(
+                "error against float64 on example inputs: {:.2e}, before {:.2e}".format(*reversed(self.verified))
+            )
+        return lines or ["nothing to rewrite"]
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+class OptimizedModule:
+    """Handle of a module that `optimize` rewrote: lists what was done, and `remove` undoes it.
+
+    As a context manager it calls `remove` at the end. It can be dropped: the module stays as it is.
+
+    Attributes:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module, rewrites: _Rewrites) -> None:
+        self.module = module
+        self._rewrites = rewrites
+
+    @property
+    def changed(self) -> dict[str, list[str]]:
+        """What was done, by rewrite: the layers and norms that were folded, the weights in channels_last."""
+        return {name: list(names) for name, names in self._rewrites.changed.items()}
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What could have been done and was not, with the reason."""
+        return dict(self._rewrites.left_out)
+
+    @property
+    def extra_bytes(self) -> int:
+        """The memory that folded weights take, beside the module's own."""
+        return self._rewrites.memory.nbytes
+
+    @property
+    def errors(self) -> tuple[float, float] | None:
+        """Relative errors against float64 on the example inputs, before and after; None without such inputs."""
+        return self._rewrites.verified
+
+    def refresh(self) -> None:
+        """Fold again, into the same memory: after writes that torch does not count, such as those through ``.data``."""
+        self._rewrites.memory.refresh(everything=True)
+
+    def remove(self) -> None:
+        """Make the module what it was, with the weights that it has now; a second call does nothing."""
+        if vars(self.module).get(OPTIMIZED) is self._rewrites:
+            _restore(self.module)
+
+    def __str__(self) -> str:
+        return "\n  ".join([f"{type(self.module).__name__}, optimized for inference:", *self._rewrites.lines()])
+
+    __repr__ = __str__
+
+    def __enter__(self) -> OptimizedModule:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+
+def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[str] = ()) -> OptimizedModule:
+    """Rewrite a module in place so that inference takes fewer kernels; nothing is traced or compiled.
+
+        handle = sg.optimize(model.eval(), images)
+        print(handle)  # what was done, what was left out and why, the memory that it takes
+        handle.remove()
+
+    - ``"batch_norm"``: a batch norm is folded into the convolution or linear layer before it, where that layer's output
+      provably goes nowhere else: neighbours in an `nn.Sequential`, known blocks of torchvision, timm and transformers,
+      and what a run on `example_inputs` shows. Folded weights have memory of their own. They are folded again when the
+      module's weights are loaded, written or moved.
+    - ``"channels_last"``: weights of other 2-d convolutions are stored in that format, if all classes in the module are
+      known to take it, or the run on `example_inputs` succeeds.
+
+    Parameters, buffers and ``state_dict()`` keep their names and values. Training, and calls that want gradients of
+    the weights, run as before. Copies and pickles are of the module as it was. Graphs are captured again.
+
+    Args:
+        module: a module in evaluation mode, wrapped or not. One that was optimized before is optimized anew.
+        example_inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments. The module runs on
+            them twice, and a copy of it in float64 once; its error may be at most 1.5 times what it was.
+        skip: names of rewrites to leave out.
+
+    Returns:
+        A handle with `changed`, `left_out`, `extra_bytes` and `remove`; as a context manager it calls `remove`.
+
+    Raises:
+        ConfigError: it is no module, is in training mode, or is part of an optimized one; a name in `skip` is unknown.
+        VerificationError: the error against float64 became too large or cannot be found. The module is as it was.
+    """
+    _check(module, skip)
+    _restore_all(module)
+    if example_inputs is None:
+        found = _apply(module, known_pairs(module), skip, any_format=runs_any_format(module))
+        return OptimizedModule(module, found)
+    examples, observed = Examples(module, unwrap(module), example_inputs), ObservedRun(module)
+    reference = examples.reference()
+    before = numbers(observed.run(examples.run))
+    pairs = list(dict.fromkeys([*known_pairs(module), *observed.pairs()]))
+    refuted = {
+        str(pair): "the example run used the layer's output otherwise" for pair in pairs if observed.contradicts(pair)
+    }
+    pairs = _once([pair for pair in pairs if str(pair) not in refuted])
+    try:
+        found = _apply(module, pairs, skip, any_format=True)
+        try:
+            after = numbers(examples.run())
+        except Exception as error:
+            if not found.changed[CHANNELS_LAST] and not found.changed[BATCH_NORM]:
+                raise
+            _restore(module)
+            found = _apply(module, pairs, skip, any_format=False)
+            found.left_out[CHANNELS_LAST] = f"the module does not run with it ({type(error).__name__}: {error})"
+            after = numbers(examples.run())
+        found.verified = compare(reference, before, after)
+    except BaseException:
+        _restore(module)
+        raise
+    found.left_out |= refuted
+    return OptimizedModule(module, found)
+
+
+def _check(module: Any, skip: Collection[str]) -> None:
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(f"optimize got a {type(module).__name__}; expected an nn.Module that runs Python code.")
+    unknown = sorted({skip} if isinstance(skip, str) else {*skip} - REWRITES.keys())
+    if unknown:
+        raise ConfigError(
+            f"optimize(skip=...) got {', '.join(unknown)}{did_you_mean(unknown, REWRITES)}; expected a collection of "
+            f"{', '.join(REWRITES)}."
+        )
+    training = next((name for name, each in module.named_modules() if each.training), None)
+    if training is not None:
+        raise ConfigError(
+            f"optimize got a module in training mode ({training or type(module).__name__}); it is for inference only. "
+            "Call eval() on the whole module first."
+        )
+
+
+def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, any_format: bool) -> _Rewrites:
+    """Rewrite the module, and leave among its attributes what was done."""
+    left_out, shared = {}, shared_modules(module)
+    usable = []
+    for pair in () if BATCH_NORM in skip else pairs:
+        layer, norm = module.get_submodule(pair.layer), module.get_submodule(pair.norm)
+        why = "one of them has several places in the module" if {id(layer), id(norm)} & shared else ""
+        why = why or hindrance(layer, norm)
+        if why:
+            left_out[str(pair)] = why
+        else:
+            usable.append(pair)
+    channels_last = any_format and CHANNELS_LAST not in skip
+    folds = {pair: _fold(module, pair, channels_last) for pair in usable}
+    memory = FoldedMemory(list(folds.values()))
+    owners: dict[str, list[Fold]] = collections.defaultdict(list)
+    for pair, fold in folds.items():
+        owners[pair.owner].append(fold)
+    stored = store_channels_last(module, {fold.layer for fold in folds.values()}) if channels_last else []
+    stored += [pair.layer for pair, fold in folds.items() if fold.channels_last]
+    install([(module.get_submodule(name), each) for name, each in owners.items()], memory)
+    found = _Rewrites(usable, stored, memory)
+    found.left_out |= left_out
+    if not any_format and CHANNELS_LAST not in skip and any(type(each) is nn.Conv2d for each in module.modules()):
+        found.left_out[CHANNELS_LAST] = _UNKNOWN_FORMAT
+    vars(module)[OPTIMIZED] = found
+    tell_graphs(module)
+    return found
+
+
+def _fold(module: nn.Module, pair: Pair, channels_last: bool) -> Fold:
+    layer, norm = map(module.get_submodule, (pair.layer, pair.norm))
+    start = len(pair.owner) + 1 if pair.owner else 0
+    return Fold(layer, norm, (pair.layer[start:].split("."), pair.norm[start:].split(".")), channels_last)
+
+
+def _once(pairs: Sequence[Pair]) -> list[Pair]:
+    """Keep one pair of each layer: known ones come first, and their owner is the closest."""
+    return list({pair.layer: pair for pair in reversed(pairs)}.values())[::-1]
+
+
+def _restore(module: nn.Module) -> None:
+    vars(module).pop(OPTIMIZED, None)
+    uninstall(module)
+    restore_contiguous(module)
+
+
+def _restore_all(module: nn.Module) -> None:
+    """Undo what was done to the module, and to modules in it.
+
+    Raises:
+        ConfigError: it is part of a module that was optimized as a whole.
+    """
+    optimized = [each for each in module.modules() if vars(each).get(OPTIMIZED) is not None]
+    for each in optimized:
+        _restore(each)
+    if is_installed(module):
+        raise ConfigError(
+            f"optimize got a {type(module).__name__} that is part of an optimized module; remove() that one's handle "
+            "first, or leave this module to it."
+        )

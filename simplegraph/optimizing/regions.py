@@ -1,0 +1,163 @@
+"""Makes a module's forward use folded weights, and only that: elsewhere its layers and norms do what they did.
+
+A pair is folded inside the forward of its owner, for which the pair was shown to hold. A call of the layer or the norm
+from anywhere else, such as a feature extractor's, gets what the module computes without `optimize`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from simplegraph.graph.subclass import subclass
+from simplegraph.module.changes import Changes
+from simplegraph.optimizing.folded import Fold, FoldedMemory, Weights
+
+_REGION, _MEMORY = "_simplegraph_region", "_simplegraph_folded"
+
+
+class _Use:
+    """A fold in one forward of its owner.
+
+    Attributes:
+        applied: True if the layer's last call used the folded weights, so that the norm has nothing left to do.
+    """
+
+    __slots__ = ("applied", "weights")
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights, self.applied = weights, False
+
+
+class _Active(threading.local):
+    """The folds of this thread's running forwards, by the ids of their layers and of their norms."""
+
+    uses: Mapping[int, _Use] = MappingProxyType({})
+
+
+_ACTIVE = _Active()
+
+
+class Region:
+    """The folds of one owner."""
+
+    __slots__ = ("folds", "memory")
+
+    def __init__(self, folds: Sequence[Fold], memory: FoldedMemory) -> None:
+        self.folds, self.memory = folds, memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # copies and pickles are of the plain module
+
+    def uses(self, owner: nn.Module) -> dict[int, _Use]:
+        """Return the folds that serve a forward of the owner, by the ids of their layers and of their norms."""
+        serving = [fold for fold in self.folds if fold.serves(owner)]
+        if any(fold.is_stale() for fold in serving):
+            self.memory.refresh()
+        found: dict[int, _Use] = {}
+        for fold in serving:
+            weights = fold.weights_now()
+            if weights is not None:
+                found[id(fold.layer)] = found[id(fold.norm)] = _Use(weights)
+        return found
+
+
+def _forward_owner(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        region: Region | None = vars(self).get(_REGION)
+        if region is None or is_compiling():
+            return original(self, *args, **kwargs)
+        before = _ACTIVE.uses
+        _ACTIVE.uses = {**before, **region.uses(self)}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _ACTIVE.uses = before
+
+    return forward
+
+
+def _forward_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, input: Tensor) -> Any:
+        use = _ACTIVE.uses.get(id(self))
+        if use is None or is_compiling():
+            return original(self, input)
+        weight, bias, dims = use.weights
+        use.applied = input.dim() == dims  # else the norm takes another dimension for the channels
+        if not use.applied:
+            return original(self, input)
+        if isinstance(self, nn.Linear):
+            return nn.functional.linear(input, weight, bias)
+        return self._conv_forward(input, weight, bias)
+
+    return forward
+
+
+def _forward_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, input: Tensor) -> Any:
+        use = _ACTIVE.uses.get(id(self))
+        folded = use is not None and use.applied and not is_compiling()
+        return input if folded else original(self, input)
+
+    return forward
+
+
+@functools.cache
+def _changed(original: Any, forward: Any) -> type[nn.Module]:
+    """Make a subclass with another forward; copies and pickles of its instances are of the original class."""
+
+    def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
+        reduced: tuple[Any, ...] = original.__reduce_ex__(self, max(protocol, 2))
+        if hasattr(original, "_simplegraph_original"):  # a wrapped module says itself what is to be wrapped again
+            return reduced
+        return object.__new__, (original,), *reduced[2:]
+
+    members = {"forward": forward(original.forward), "__reduce_ex__": reduce, "_simplegraph_plain": original}
+    changed: type[nn.Module] = subclass(original, members)
+    return changed
+
+
+def _change(module: Any, forward: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    kind: Any = type(module)
+    module.__class__ = _changed(kind, forward)
+
+
+def install(owners: Sequence[tuple[nn.Module, Sequence[Fold]]], memory: FoldedMemory) -> None:
+    """Use folded weights in the forwards of these owners."""
+    for owner, folds in owners:
+        vars(owner).update({_REGION: Region(folds, memory), _MEMORY: memory})
+        _change(owner, _forward_owner)
+        for fold in folds:
+            _change(fold.layer, _forward_layer)
+            _change(fold.norm, _forward_norm)
+
+
+def is_installed(module: nn.Module) -> bool:
+    """True if the module's forward, or that of a module in it, uses folded weights."""
+    return any(vars(each).get(_REGION) is not None for each in module.modules())
+
+
+def uninstall(root: nn.Module) -> None:
+    """Give every module its own class again; where that was changed once more since, what is left does nothing."""
+    for module in root.modules():
+        attributes = vars(module)
+        for name in (_REGION, _MEMORY):
+            attributes.pop(name, None)
+        plain = vars(type(module)).get("_simplegraph_plain")
+        if plain is not None:
+            module.__class__ = plain
+    tell_graphs(root)
+
+
+def tell_graphs(root: nn.Module) -> None:
+    """Let graphs of these modules look again at what they captured."""
+    Changes.note([id(vars(module)) for module in root.modules()])

@@ -1,0 +1,84 @@
+"""The one table of what `optimize` may do, and of the classes whose forward is known to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+BATCH_NORM, CHANNELS_LAST = "batch_norm", "channels_last"
+REWRITES: Mapping[str, str] = MappingProxyType(
+    {
+        BATCH_NORM: "norm folded into the convolution or linear layer before it",
+        CHANNELS_LAST: "weights of 2-d convolutions stored in torch.channels_last",
+    }
+)
+
+
+class KnownClass(NamedTuple):
+    """What the forward of a class is known to do.
+
+    Attributes:
+        pairs: names of a child and of the norm that directly follows it and alone reads its output.
+        any_format: True if it runs with any memory format of its 4-d tensors: it views none.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = ()
+    any_format: bool = False
+
+
+_STEM = KnownClass((("conv1", "bn1"),), any_format=True)
+_BASIC = KnownClass((("conv1", "bn1"), ("conv2", "bn2")), any_format=True)
+_BOTTLENECK = KnownClass((("conv1", "bn1"), ("conv2", "bn2"), ("conv3", "bn3")), any_format=True)
+_CONV_BN = KnownClass((("conv", "bn"),), any_format=True)
+_NAMED = KnownClass((("convolution", "normalization"),), any_format=True)
+
+# By full name, so that no library is imported. A subclass is another class: it may have another forward.
+KNOWN_CLASSES: Mapping[str, KnownClass] = MappingProxyType(
+    {
+        "torchvision.models.resnet.ResNet": _STEM,
+        "torchvision.models.resnet.BasicBlock": _BASIC,
+        "torchvision.models.resnet.Bottleneck": _BOTTLENECK,
+        "torchvision.models.googlenet.BasicConv2d": _CONV_BN,
+        "torchvision.models.inception.BasicConv2d": _CONV_BN,
+        "timm.models.resnet.ResNet": _STEM,
+        "timm.models.resnet.BasicBlock": _BASIC,
+        "timm.models.resnet.Bottleneck": _BOTTLENECK,
+        "transformers.models.resnet.modeling_resnet.ResNetConvLayer": _NAMED,
+        "transformers.models.resnet.modeling_resnet.ResNetShortCut": _NAMED,
+    }
+)
+
+
+def known_class(module: nn.Module) -> KnownClass | None:
+    """Return what is known of a module's forward; None if its class is unknown or its forward was replaced."""
+    kind: Any = type(module)
+    if "forward" in vars(module) or kind.forward.__module__ != kind.__module__:
+        return None
+    return KNOWN_CLASSES.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """True if calls of the module run its children one after another, and nothing else."""
+    kind: Any = type(module)
+    return (
+        isinstance(module, nn.Sequential)
+        and "forward" not in vars(module)
+        and kind.forward is nn.Sequential.forward
+        and kind.__iter__ is nn.Sequential.__iter__
+    )
+
+
+def runs_any_format(module: nn.Module) -> bool:
+    """True if every class in the module is known to run with any memory format."""
+    return all(map(_any_format, module.modules()))
+
+
+def _any_format(module: nn.Module) -> bool:
+    known = known_class(module)
+    if known is not None:
+        return known.any_format
+    # torch's own layers take any format: those that reshape, such as Flatten, copy where they must.
+    return is_sequential(module) or (type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module))

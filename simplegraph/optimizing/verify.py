@@ -1,0 +1,95 @@
+"""Compares an optimized module with itself as it was: both against float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.context import eager
+from simplegraph.errors import VerificationError
+from simplegraph.nested import flatten
+
+_MOST = 1.5  # times the error of the module as it was
+
+
+class Examples:
+    """Example inputs, and runs of a module on them: eager, without gradients, and with the same random numbers.
+
+    Args:
+        module: the module.
+        plain: the same module without graphs of its own, to be copied.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+    """
+
+    def __init__(self, module: nn.Module, plain: nn.Module, inputs: Any) -> None:
+        self._module, self._plain = module, plain
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            self._kwargs = dict(inputs)
+        else:
+            self._args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+    def run(self) -> Any:
+        """Run the module."""
+        return self._run(self._module, self._args, self._kwargs)
+
+    def reference(self) -> list[Tensor]:
+        """Return what a copy of the module returns in float64.
+
+        Raises:
+            VerificationError: the module cannot be copied, or does not run in float64.
+        """
+        try:
+            wide = copy.deepcopy(self._plain).double()
+            leaves, spec = flatten((self._args, self._kwargs))
+            args, kwargs = spec.unflatten([_wide(leaf) for leaf in leaves])
+            return numbers(self._run(wide, args, kwargs))
+        except Exception as error:
+            raise VerificationError(
+                f"optimize could not run {type(self._module).__name__} in float64 on the example inputs "
+                f"({type(error).__name__}: {error}), so there is nothing to compare with; nothing was changed. Without "
+                "example_inputs only what follows from known classes is done."
+            ) from error
+
+    def _run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        devices = {tensor.device for tensor in module.parameters() if tensor.device.type == "cuda"}
+        with eager(), torch.no_grad(), torch.random.fork_rng(list(devices)):
+            return module(*args, **kwargs)
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def numbers(result: Any) -> list[Tensor]:
+    """List copies of the floating-point tensors in a result."""
+    return [leaf.clone() for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def compare(reference: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[float, float]:
+    """Return the errors of the module as it was and of the optimized one: root mean squares, relative to the answer's.
+
+    Raises:
+        VerificationError: the optimized one's is above 1.5 times the other, and above one rounding of the outputs.
+    """
+    if not [out.shape for out in reference] == [out.shape for out in before] == [out.shape for out in after]:
+        raise VerificationError("optimize: runs on the example inputs returned tensors of different shapes.")
+    was, now = _error(reference, before), _error(reference, after)
+    rounding = max((torch.finfo(out.dtype).eps for out in before), default=0.0)
+    if not now <= max(_MOST * was, rounding):
+        raise VerificationError(
+            f"optimize: on the example inputs the optimized module's error against float64 is {now:.2e}, the module's "
+            f"own {was:.2e}; expected at most {_MOST} times that. Nothing was changed. Leave a rewrite out (skip=...)."
+        )
+    return was, now
+
+
+def _error(reference: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    total = sum(float((one.double() - other).square().sum()) for one, other in zip(found, reference, strict=True))
+    scale = sum(float(out.square().sum()) for out in reference)
+    return float((total / scale) ** 0.5) if scale else float(total**0.5)
