@@ -17,7 +17,7 @@ from simplegraph.reasons import Reason
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 num_operator_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.
-_transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
+transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
 GLOBAL_HOOKS = _modules._global_forward_hooks
 GLOBAL_PRE_HOOKS = _modules._global_forward_pre_hooks
 GLOBAL_BACKWARD_HOOKS = _modules._global_backward_hooks
@@ -141,7 +141,7 @@ def function_modes() -> tuple[Any, ...]:
 
 def hindrance() -> tuple[Reason, str] | None:
     """Return why no replay can stand for a call now, if so: somebody looks at, or changes, what runs inside."""
-    if torch.jit.is_tracing() or forward_ad._current_level >= 0 or _transform_level() is not None:  # type: ignore[attr-defined,no-untyped-call]
+    if torch.jit.is_tracing() or forward_ad._current_level >= 0 or transform_level() is not None:  # type: ignore[attr-defined,no-untyped-call]
         return Reason.TRANSFORMED, ""
     if num_operator_modes():
         return Reason.TRANSFORMED, "a TorchDispatchMode is active"

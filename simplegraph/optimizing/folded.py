@@ -136,7 +136,7 @@ class Fold:
     def weights_now(self) -> Weights | None:
         """Return the weights to use in a forward; None if the norm cannot be folded any more.
 
-        Stale ones were not folded again because a capture is under way: it records the folding, and each replay does it.
+        Weights are still stale only in a capture, which then records the folding: each replay folds.
         """
         if self.weights is None or not self.is_stale():
             return self.weights

@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from simplegraph.graph.subclass import subclass
 from simplegraph.module.changes import Changes
+from simplegraph.module.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 from simplegraph.optimizing.folded import Fold, FoldedMemory, Weights
 
 _REGION, _MEMORY = "_simplegraph_region", "_simplegraph_folded"
@@ -44,6 +47,13 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 
 
+def _observed() -> bool:
+    """True if somebody looks at, or changes, what runs inside a forward: it then runs as it was written."""
+    changes = transform_level() is not None or forward_ad._current_level >= 0
+    looks = is_compiling() or torch.jit.is_tracing() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS  # type: ignore[attr-defined,no-untyped-call]
+    return bool(changes or looks)
+
+
 class Region:
     """The folds of one owner."""
 
@@ -57,6 +67,8 @@ class Region:
 
     def uses(self, owner: nn.Module) -> dict[int, _Use]:
         """Return the folds that serve a forward of the owner, by the ids of their layers and of their norms."""
+        if _observed():
+            return {}
         serving = [fold for fold in self.folds if fold.serves(owner)]
         if any(fold.is_stale() for fold in serving):
             self.memory.refresh()
@@ -72,7 +84,7 @@ def _forward_owner(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         region: Region | None = vars(self).get(_REGION)
-        if region is None or is_compiling():
+        if region is None:
             return original(self, *args, **kwargs)
         before = _ACTIVE.uses
         _ACTIVE.uses = {**before, **region.uses(self)}
@@ -88,7 +100,7 @@ def _forward_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, input: Tensor) -> Any:
         use = _ACTIVE.uses.get(id(self))
-        if use is None or is_compiling():
+        if use is None:
             return original(self, input)
         weight, bias, dims = use.weights
         use.applied = input.dim() == dims  # else the norm takes another dimension for the channels
@@ -105,7 +117,7 @@ def _forward_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, input: Tensor) -> Any:
         use = _ACTIVE.uses.get(id(self))
-        folded = use is not None and use.applied and not is_compiling()
+        folded = use is not None and use.applied
         return input if folded else original(self, input)
 
     return forward

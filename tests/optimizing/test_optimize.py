@@ -67,7 +67,7 @@ def test_unknown_classes_are_folded_only_where_a_run_shows_it():
     assert norms_run(module, x) == 0
     close(module(x), original(x))
     was, now = handle.errors
-    assert now <= 1.5 * was
+    assert now <= max(1.5 * was, 2 * torch.finfo(torch.float32).eps)
 
 
 class UsedTwice(nn.Module):
@@ -471,6 +471,32 @@ def test_hooks_that_come_later_see_what_they_saw():
     assert torch.equal(*seen)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_hooks_on_all_modules_and_transforms_see_the_module_as_written():
+    module = stack()
+    original, x = twin(module), torch.randn(SHAPE)
+    sg.optimize(module)
+    seen = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(output))
+    module(x)
+    hook.remove()
+    assert torch.equal(seen[0], original[0](x))
+    assert torch.equal(torch.jit.trace(module, x)(x), original(x))
+    actual = torch.func.vmap(module)(x.unsqueeze(1))
+    close(actual, torch.func.vmap(original)(x.unsqueeze(1)))
+    state = new_state(module)
+    close(torch.func.functional_call(module, state, (x,)), torch.func.functional_call(original, state, (x,)))
+    close(module(x), original(x))
+    assert norms_run(module, x) == 0
+
+
+def test_a_compiler_sees_the_module_as_written():
+    module = stack()
+    original, x = twin(module), torch.randn(SHAPE)
+    sg.optimize(module)
+    close(torch.compile(module, backend="eager", fullgraph=True)(x), original(x))
+
+
 def test_breaks_that_come_later_keep_the_answer_and_remove_works():
     module = stack()
     original, x = twin(module), torch.randn(SHAPE)
@@ -496,7 +522,7 @@ def test_half_precision_is_rounded_once(dtype, norms_in_float32):
     handle = sg.optimize(module, x)
     was, now = handle.errors
     assert len(handle.changed["batch_norm"]) == 5
-    assert now <= max(1.5 * was, torch.finfo(dtype).eps)
+    assert now <= max(1.5 * was, 2 * torch.finfo(dtype).eps)
     error = (module(x).double() - wide(x.double())).norm() / wide(x.double()).norm()
     assert error < 8 * torch.finfo(dtype).eps
     conv, norm = module.conv, module.norm
@@ -548,12 +574,13 @@ def test_a_part_and_the_whole_are_not_optimized_at_once():
     assert torch.equal(module(x), original(x))
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "copy of a wrapper"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "copy of a wrapper", "pickle of a wrapper"])
 def test_copies_and_pickles_are_of_the_module_as_it_was(how):
     module = settle(Net())
     x = torch.randn(SHAPE)
     expected = module(x)
-    sg.optimize(module, x)
+    model = sg.wrap(module)
+    sg.optimize(model if how == "pickle of a wrapper" else module, x)
     if how == "deepcopy":
         other = copy.deepcopy(module)
     elif how == "pickle":
@@ -563,15 +590,39 @@ def test_copies_and_pickles_are_of_the_module_as_it_was(how):
         torch.save(module, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
+    elif how == "copy of a wrapper":
+        other = sg.unwrap(copy.deepcopy(model))
     else:
-        other = sg.unwrap(copy.deepcopy(sg.wrap(module)))
+        other = sg.unwrap(pickle.loads(pickle.dumps(model)))
+        assert norms_run(sg.unwrap(model), x) == 1  # unwrapped, the module's own pair is outside of what was optimized
+        module = model
     assert type(other) is Net
     assert [type(each) for each in other.modules()] == [type(each) for each in Net().modules()]
     close(other(x), expected)
     assert norms_run(other, x) == 5
     assert len(sg.optimize(other, x).changed["batch_norm"]) == 5
     close(other(x), expected)
-    assert norms_run(module, x) == 0
+    with sg.eager():
+        assert norms_run(module, x) == 0
+
+
+@pytest.mark.proofs
+def test_a_class_with_graphs_of_its_own_is_optimized():
+    @sg.cuda_graph(capture_sizes=[2])
+    class Graphed(Net):
+        pass
+
+    module, x = settle(Graphed()), torch.randn(SHAPE)
+    expected = module(x)
+    handle = sg.optimize(module, x)
+    for _ in range(4):
+        close(module(x), expected)
+    assert module.graph_stats.replays > 0
+    assert module.graph_report().optimizations
+    handle.remove()
+    assert type(module) is Graphed
+    for _ in range(4):
+        close(module(x), expected)
 
 
 def test_a_module_that_views_its_images_keeps_its_format():

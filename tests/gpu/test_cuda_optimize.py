@@ -1,0 +1,70 @@
+"""An optimized module on a GPU: its answers, its graphs, and weights that are loaded into them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import simplegraph as sg
+from tests.module.answers import reasons
+from tests.optimizing.models import Net, new_state, settle
+
+DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def _exact_products(monkeypatch):
+    """TF32 rounds a folded weight and the original differently."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def error(actual, expected):
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_graphs_of_an_optimized_module_answer_as_the_module_does(dtype, device):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        module = settle(Net()).to(device, dtype)
+        wide = copy.deepcopy(module).double()
+        x = torch.randn(4, 3, 16, 16, device=device, dtype=dtype)
+        handle = sg.optimize(module, x)
+        assert len(handle.changed["batch_norm"]) == 5
+        model = sg.wrap(module, capture_sizes=[2, 4])
+        for _ in range(2):
+            for rows in (4, 4, 4, 3, 3, 3, 2, 2, 2):
+                assert error(model(x[:rows]), wide(x[:rows].double())) < DTYPES[dtype]
+            captures = model.graph_stats.captures
+            state = new_state(wide)
+            wide.load_state_dict(state)
+            model.load_state_dict(state)
+            wide.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+        assert model.graph_stats.captures == captures
+        assert model.graph_stats.replays > 6
+        assert not {"capture_failed", "proof_failed"} & reasons(model).keys(), model.graph_report()
+        handle.remove()
+        for _ in range(4):
+            assert torch.equal(model(x), module(x))
+
+
+def test_the_graph_of_an_optimized_module_has_fewer_kernels_and_no_transposed_images(device):
+    with torch.no_grad():
+        module = settle(Net()).to(device, torch.float16)
+        x = torch.randn(4, 3, 32, 32, device=device, dtype=torch.float16)
+        nodes = {}
+        for optimized in (False, True):
+            if optimized:
+                sg.optimize(module, x)
+            model = sg.wrap(module, capture_sizes=[4])
+            for _ in range(4):
+                model(x)
+            (graph,) = model.graph_stats.graphs.values()
+            nodes[optimized] = graph.nodes
+            convolved = module.blocks[0](torch.randn(4, 8, 8, 8, device=device, dtype=torch.float16))
+        assert convolved.is_contiguous(memory_format=torch.channels_last)
+        assert nodes[True] < nodes[False], nodes
