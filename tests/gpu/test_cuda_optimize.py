@@ -9,7 +9,7 @@ import torch
 
 import simplegraph as sg
 from tests.module.answers import reasons
-from tests.optimizing.models import Net, new_state, settle
+from tests.optimizing.models import Net, settle
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -40,10 +40,8 @@ def test_graphs_of_an_optimized_module_answer_as_the_module_does(dtype, device):
             for rows in (4, 4, 4, 3, 3, 3, 2, 2, 2):
                 assert error(model(x[:rows]), wide(x[:rows].double())) < DTYPES[dtype]
             captures = model.graph_stats.captures
-            state = new_state(wide)
-            wide.load_state_dict(state)
-            model.load_state_dict(state)
-            wide.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+            model.load_state_dict(settle(Net()).state_dict())
+            wide.load_state_dict(model.state_dict())
         assert model.graph_stats.captures == captures
         assert model.graph_stats.replays > 6
         assert not {"capture_failed", "proof_failed"} & reasons(model).keys(), model.graph_report()
