@@ -37,7 +37,7 @@ from simplegraph.module.mixin import cuda_graph as cuda_graph
 from simplegraph.module.mixin import graph_pool as graph_pool
 from simplegraph.module.mixin import unwrap as unwrap
 from simplegraph.module.mixin import wrap as wrap
-from simplegraph.optimizing.optimize import OptimizedModule as OptimizedModule
+from simplegraph.optimizing.optimize import Optimization as Optimization
 from simplegraph.optimizing.optimize import optimize as optimize
 from simplegraph.reasons import Reason as Reason
 from simplegraph.training.step import train_step as train_step

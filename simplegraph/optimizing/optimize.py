@@ -19,7 +19,7 @@ from simplegraph.optimizing.regions import install, is_installed, tell_graphs, u
 from simplegraph.optimizing.table import BATCH_NORM, CHANNELS_LAST, REWRITES, runs_any_format
 from simplegraph.optimizing.verify import Examples, compare, numbers
 
-__all__ = ["OptimizedModule", "optimize"]
+__all__ = ["Optimization", "optimize"]
 
 _UNKNOWN_FORMAT = "classes that are not known to take any format; pass example_inputs"
 _SHOWN = 4  # names in a line
@@ -59,7 +59,7 @@ def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-class OptimizedModule:
+class Optimization:
     """Handle of a module that `optimize` rewrote: lists what was done, and `remove` undoes it.
 
     As a context manager it calls `remove` at the end. It can be dropped: the module stays as it is.
@@ -106,14 +106,14 @@ class OptimizedModule:
 
     __repr__ = __str__
 
-    def __enter__(self) -> OptimizedModule:
+    def __enter__(self) -> Optimization:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
 
 
-def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[str] = ()) -> OptimizedModule:
+def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[str] = ()) -> Optimization:
     """Rewrite a module in place so that inference takes fewer kernels; nothing is traced or compiled.
 
         handle = sg.optimize(model.eval(), images)
@@ -147,7 +147,7 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
     _restore_all(module)
     if example_inputs is None:
         found = _apply(module, known_pairs(module), skip, any_format=runs_any_format(module))
-        return OptimizedModule(module, found)
+        return Optimization(module, found)
     examples, observed = Examples(module, unwrap(module), example_inputs), ObservedRun(module)
     reference = examples.reference()
     before = numbers(observed.run(examples.run))
@@ -172,7 +172,7 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
         _restore(module)
         raise
     found.left_out |= refuted
-    return OptimizedModule(module, found)
+    return Optimization(module, found)
 
 
 def _check(module: Any, skip: Collection[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Examples:
 
     def run(self) -> Any:
         """Run the module."""
-        return self._run(self._module, self._args, self._kwargs)
+        return self._run(self._module, torch.Tensor.clone)
 
     def reference(self) -> list[Tensor]:
         """Return what a copy of the module returns in float64.
@@ -47,9 +47,8 @@ class Examples:
         """
         try:
             wide = copy.deepcopy(self._plain).double()
-            leaves, spec = flatten((self._args, self._kwargs))
-            args, kwargs = spec.unflatten([_wide(leaf) for leaf in leaves])
-            return numbers(self._run(wide, args, kwargs))
+            with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+                return numbers(self._run(wide, _wide))
         except Exception as error:
             raise VerificationError(
                 f"optimize could not run {type(self._module).__name__} in float64 on the example inputs "
@@ -57,14 +56,17 @@ class Examples:
                 "example_inputs only what follows from known classes is done."
             ) from error
 
-    def _run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, module: Any, copied: Callable[[Tensor], Tensor]) -> Any:
+        """Run a module on copies of the inputs, which a forward may write to."""
+        leaves, spec = flatten((self._args, self._kwargs))
+        args, kwargs = spec.unflatten([copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         devices = {tensor.device for tensor in module.parameters() if tensor.device.type == "cuda"}
         with eager(), torch.no_grad(), torch.random.fork_rng(list(devices)):
             return module(*args, **kwargs)
 
 
-def _wide(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
 def numbers(result: Any) -> list[Tensor]:

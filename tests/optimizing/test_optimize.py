@@ -548,6 +548,46 @@ class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.proofs
+def test_all_of_it_works_in_inference_mode():
+    module = settle(Net())
+    original, x = twin(module), torch.randn(SHAPE)
+    state = {name: tensor.clone() for name, tensor in settle(Net()).state_dict().items()}
+    with torch.inference_mode():
+        handle = sg.optimize(module, x)
+        model = sg.wrap(module, capture_sizes=[2])
+        for _ in range(4):
+            close(model(x), original(x))
+        model.load_state_dict(state)
+        original.load_state_dict(state)
+        for _ in range(4):
+            close(model(x), original(x))
+    close(model(x), original(x))
+    with torch.enable_grad():
+        image = x.clone().requires_grad_()
+        module.requires_grad_(False)(image).sum().backward()
+    assert image.grad.norm() > 0
+    with torch.inference_mode():
+        handle.remove()
+    assert torch.equal(module(x), original(x))
+    with torch.enable_grad():
+        module.requires_grad_()(x).sum().backward()
+    assert module.conv.weight.grad.norm() > 0
+
+
+def test_example_inputs_that_the_forward_writes_to_stay_as_they_are():
+    class Writes(Net):
+        def forward(self, x):
+            return super().forward(x.mul_(2))
+
+    module, x = settle(Writes()), torch.randn(SHAPE)
+    before = x.clone()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        handle = sg.optimize(module, x)
+    assert torch.equal(x, before)
+    assert handle.errors[0] > 1e-4, "autocast rounds the module's answer, and not the reference"
+
+
 def test_a_second_optimize_starts_from_the_module_itself():
     module = settle(Net())
     original, x = twin(module), torch.randn(SHAPE)
