@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import simplegraph as sg
 from simplegraph.graph import patches
+from simplegraph.graph.host.known import KnownValues
 from simplegraph.integrations.transformers import graph_encoder
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -145,7 +146,6 @@ def test_positions_that_the_forward_makes_count_as_what_they_are_at_each_length(
 
 
 def test_all_sizes_have_eagers_operators(listed: Listed, device: torch.device) -> None:
-    """Those between the largest and the smallest are captured with less to look at them."""
     model = sg.wrap(listed, capture_sizes=[2, 3, 4, 5], progress=False)
     with torch.no_grad():
         model.capture_graphs(ids(device, 5))
@@ -155,6 +155,25 @@ def test_all_sizes_have_eagers_operators(listed: Listed, device: torch.device) -
             tokens = ids(device, rows)
             torch.testing.assert_close(model(tokens), listed.model(tokens).last_hidden_state)
     assert model.graph_stats.replays == 4
+
+
+def test_sizes_are_followed_until_the_mask_is_decided(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the largest and the smallest size, which are observed, are followed to their end."""
+    run, followed = KnownValues.run, []
+
+    def counted(self: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
+        followed.append(func)
+        return run(self, func, args, kwargs)
+
+    monkeypatch.setattr(KnownValues, "run", counted)
+    counts = []
+    for sizes in ([2, 7], [2, 3, 4, 5, 6, 7]):
+        followed.clear()
+        with torch.no_grad():
+            sg.wrap(tiny.build(llama, device), capture_sizes=sizes, progress=False).capture_graphs(ids(device, 7))
+        counts.append(len(followed))
+    observed, all_sizes = counts
+    assert observed < all_sizes < 2 * observed
 
 
 def test_an_encoder_at_full_lengths_makes_no_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
