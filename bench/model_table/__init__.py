@@ -1,1 +1,1 @@
-"""The table of other people's models: the list of them, and what serves each."""
+"""The table of other people's models: the list of them, what serves each, and what it measures of every one."""

@@ -49,7 +49,8 @@ def compare(name: str, device: torch.device, tiny: bool, prompt: int, tokens: in
     agreed = []
     for at in differing:
         wanted = _logits(model, batches[at], tokens)
-        agreed += [_parting(name, *row) for row in zip(found[at], expected[at], logits[at], wanted, strict=True)]
+        rows = zip(found[at], expected[at], logits[at], wanted, strict=True)
+        agreed += [tokens_in_common(name, *row) for row in rows]
     parted = [count for count in agreed if count < tokens]
     return {"same_tokens": min([tokens, *parted]), "rows": sum(map(len, found)), "parted": len(parted)}
 
@@ -66,7 +67,7 @@ def _logits(model: Any, batch: Batch, tokens: int) -> Iterable[Tensor]:
     return torch.stack(model.generate(**batch, **settings).logits, dim=1).float().unbind()
 
 
-def _parting(name: str, found: Tensor, expected: Tensor, logits: Tensor, wanted: Tensor) -> int:
+def tokens_in_common(name: str, found: Tensor, expected: Tensor, logits: Tensor, wanted: Tensor) -> int:
     """Return the number of leading tokens that a row has in common with plain `generate`."""
     if torch.equal(found, expected):
         return len(expected)

@@ -42,12 +42,12 @@ def test_prompts_are_padded_on_the_left_and_masked() -> None:
 def test_tokens_may_part_only_where_two_are_as_likely() -> None:
     plain = torch.tensor([[0.0, 5.0, 1.0], [0.0, 5.0, 5.0001]])
     found, expected, third = torch.tensor([1, 1]), torch.tensor([1, 2]), torch.tensor([1, 0])
-    assert same_tokens._parting("llama", found, expected, plain, plain) == 1
-    assert same_tokens._parting("llama", expected, expected, plain, plain) == 2
+    assert same_tokens.tokens_in_common("llama", found, expected, plain, plain) == 1
+    assert same_tokens.tokens_in_common("llama", expected, expected, plain, plain) == 2
     with pytest.raises(RuntimeError, match="token 1 differs from plain"):
-        same_tokens._parting("llama", third, expected, plain, plain)
+        same_tokens.tokens_in_common("llama", third, expected, plain, plain)
     with pytest.raises(RuntimeError, match=r"logits differ by 0\.1"):
-        same_tokens._parting("llama", found, expected, plain + 0.1, plain)
+        same_tokens.tokens_in_common("llama", found, expected, plain + 0.1, plain)
 
 
 def test_tokens_that_graphs_get_wrong_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

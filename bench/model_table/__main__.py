@@ -1,0 +1,6 @@
+"""``python -m bench.model_table``: other people's models; see `table`."""
+
+from bench.model_table.table import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""torch's own modules, called as their documentation does."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bench.model_table.builders.model import Call, TableModel, noise, numbers
+
+
+def _width(tiny: bool) -> int:
+    return 32 if tiny else 512
+
+
+def _steps_first(tiny: bool, lengths: list[int], seed: int) -> Call:
+    """Make a sequence whose batch is its second dimension, torch's default."""
+    return (noise(8 if tiny else 64, len(lengths), _width(tiny), seed=seed),), {}
+
+
+def _attended(tiny: bool, lengths: list[int], seed: int) -> Call:
+    (sequence,), _ = _steps_first(tiny, lengths, seed)
+    return (sequence, sequence, sequence), {}
+
+
+def _masked(tiny: bool, lengths: list[int], seed: int) -> Call:
+    longest = max(lengths)
+    hidden = torch.arange(longest)[None] >= torch.tensor(lengths)[:, None]
+    return (noise(len(lengths), longest, _width(tiny), seed=seed),), {"src_key_padding_mask": hidden}
+
+
+def _bags(tiny: bool, lengths: list[int], seed: int) -> Call:
+    """Make bags of as many words as the lengths say, one after the other."""
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    return (numbers(100, sum(lengths), seed=seed), starts), {}
+
+
+def _encoder(tiny: bool) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(_width(tiny), 4, 4 * _width(tiny), dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2 if tiny else 6)
+
+
+MODELS = {
+    "torch_lstm": TableModel(lambda tiny: nn.LSTM(_width(tiny), _width(tiny), 2), _steps_first),
+    "torch_gru": TableModel(lambda tiny: nn.GRU(_width(tiny), _width(tiny), 2), _steps_first),
+    "torch_multiheadattention": TableModel(lambda tiny: nn.MultiheadAttention(_width(tiny), 4), _attended),
+    "torch_transformerencoder": TableModel(_encoder, _masked),
+    "torch_embeddingbag": TableModel(
+        lambda tiny: nn.EmbeddingBag(100, _width(tiny), mode="sum", padding_idx=0),
+        _bags,
+        {"capture_sizes": [8, 16, 32, 64, 128, 256]},  # words, which are its batch
+    ),
+}

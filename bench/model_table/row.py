@@ -1,0 +1,286 @@
+"""Measures one row of the table, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from bench.model_table import answers, builders
+from bench.model_table.builders.model import RAGGED, Call, TableModel, real_lengths
+from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, GPU_ONLY, PIPELINE, TableEntry
+from bench.model_table.serving import NEW_TOKENS, SOON, Counts, ServedModel, caller, serve
+from bench.tools.measure import Figures, few_threads, in_turn, kernel_milliseconds, seconds, step_milliseconds
+from bench.transformers_generate import same_tokens
+from simplegraph import Reason
+from simplegraph.context import eager
+from simplegraph.errors import ConfigError
+
+FULL, PIECEWISE, PARTS, EAGER = "full", "piecewise", "parts", "eager"
+MISSING, FAILED = "not measured", "failed"  # in place of a column
+BY_NAME = {entry.name: entry for entry in ENTRIES}
+PASSES = (3, 8)  # over the ragged batches: at least, and at most until none of them runs eagerly for the first time
+LONG, SHORT = 33, 1  # new tokens of the generations whose difference is the time of a decode step
+TOLD = 400  # characters of a reason's details that are kept
+
+
+def measure_row(name: str, kind: str, tiny: bool, gpu: int = 0) -> Figures:
+    """Measure one entry.
+
+    Args:
+        name: the entry's.
+        kind: type of the device.
+        tiny: the tiny shape.
+        gpu: which of the visible GPUs, if the process has not used one yet.
+    """
+    entry = BY_NAME[name]
+    if missing := _missing(entry):
+        return {"column": MISSING, "reason": f"{missing} is not installed"}
+    if tiny and entry.builder == GPU_ONLY:
+        return {"column": MISSING, "reason": "has no tiny shape"}
+    if kind == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[gpu % len(visible)] if visible[0] else str(gpu)
+    device = torch.device(kind)
+    started = time.perf_counter()
+    with _quiet(), few_threads(device), _grad_off(entry):
+        try:
+            row = _Row(entry, builders.find(entry), device, tiny)
+        except ModuleNotFoundError as error:  # of a package that the entry's own needs
+            return {"column": MISSING, "reason": str(error)}
+        figures = row.measure()
+    return figures | {"seconds": round(time.perf_counter() - started, 2)}
+
+
+def _missing(entry: TableEntry) -> str:
+    """Name the package that is not installed, or ""."""
+    needed = {entry.package.replace("-", "_")} | ({"transformers"} if entry.category == "peft" else set())
+    return next((name for name in sorted(needed) if importlib.util.find_spec(name) is None), "")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what libraries warn of out of the progress: the row has what graphs have to say."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _grad_off(entry: TableEntry) -> Iterator[None]:
+    """Turn gradients off as users do; diffusers' pipelines do it themselves."""
+    with contextlib.nullcontext() if entry.integration == PIPELINE else torch.no_grad():
+        yield
+
+
+class _Row:
+    """One entry's model, its calls and eager's answers to them."""
+
+    def __init__(self, entry: TableEntry, table_model: TableModel, device: torch.device, tiny: bool) -> None:
+        self.entry, self.made, self.device, self.tiny = entry, table_model, device, tiny
+        self.model = self._build(torch.float32)
+        self.calls = [[self._call(lengths, seed) for lengths in RAGGED] for seed in (1, 2)]
+
+    def _build(self, dtype: torch.dtype) -> Any:
+        torch.manual_seed(0)
+        with self.device:
+            model = self.made.build(self.tiny)
+        if hasattr(model, "set_progress_bar_config"):
+            model.set_progress_bar_config(disable=True)
+        parts = [model] if isinstance(model, torch.nn.Module) else model.components.values()
+        for part in parts:  # as `from_pretrained` gives them
+            if isinstance(part, torch.nn.Module):
+                part.eval()
+        model = model.to(self.device, dtype) or model
+        if self.entry.integration == GENERATION and self.tiny:
+            for parameter in model.parameters():  # large enough that tokens vary
+                if parameter.dim() > 1:
+                    parameter.mul_(4)
+        return model
+
+    def _call(self, lengths: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Call:
+        call = self.made.call(self.tiny, list(lengths) if self.tiny else real_lengths(lengths), seed)
+
+        def placed(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.to(self.device, dtype if leaf.is_floating_point() else leaf.dtype)
+
+        found: Call = pytree.tree_map(placed, call)
+        return found
+
+    def measure(self) -> Figures:
+        plain = caller(self.entry, self.model)
+        expected = [[answers.clone(self._run(plain, call)) for call in calls] for calls in self.calls]
+        again = [answers.clone(self._run(plain, call)) for call in self.calls[0]]
+        figures: Figures = {"repeats": self._repeats(again, expected[0])}
+        settings: Any = {"tiny": self.tiny, "part": self.made.part, "settings": self.made.settings}
+        try:
+            with serve(self.entry, self.model, **settings) as served:
+                figures |= self._compare(served, expected)
+        except ConfigError as error:
+            refusal = {"reason": "refused", "detail": str(error)[:TOLD], "answers": "equal"}
+            return figures | {"column": EAGER, "replayed": 0.0} | refusal
+        if self.made.part:
+            figures["part"] = self.made.part
+        if self.device.type == "cuda" and "wrong" not in figures:
+            figures |= self._timed(settings)
+        return figures
+
+    def _run(self, function: Callable[..., Any], call: Call) -> Any:
+        torch.manual_seed(5)
+        args, kwargs = call
+        return function(*args, **kwargs)
+
+    def _repeats(self, again: list[list[Any]], expected: list[list[Any]]) -> bool:
+        """True if eager answers a call twice alike, from the same random numbers."""
+        try:
+            for found, wanted in zip(again, expected, strict=True):
+                answers.difference(found, wanted)
+        except answers.WrongAnswer:
+            return False
+        return True
+
+    def _compare(self, served: ServedModel, expected: list[list[list[Any]]]) -> Figures:
+        """Call it over the ragged batches until its graphs serve them, and compare every answer."""
+        apart, wrong = 0.0, ""
+        for number in range(PASSES[1]):
+            before = served.counts()
+            for call, wanted in zip(self.calls[number % 2], expected[number % 2], strict=True):
+                found = self._run(served.call, call)
+                try:
+                    apart = max(apart, answers.difference(found, wanted, self._visible(call)))
+                except answers.WrongAnswer as error:
+                    if not self._parts_where_alike(served, call, wanted):
+                        wrong = wrong or f"pass {number}, {len(self._rows(call))} rows: {error}"
+            last = served.counts().since(before)
+            if number >= PASSES[0] - 1 and not set(last.eager) & SOON:
+                break
+        figures = _column(served, last, self._steps()) | {"answers": "differ" if wrong else "equal", "apart": apart}
+        return figures | ({"wrong": wrong} if wrong else {})
+
+    def _rows(self, call: Call) -> Any:
+        return next((leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim()), ())
+
+    def _visible(self, call: Call) -> Tensor | None:
+        """Return which tokens count, of an encoder's: those that the caller's mask does not hide."""
+        mask = call[1].get("attention_mask") if self.entry.integration == ENCODER else None
+        return None if mask is None else mask.bool().cpu()
+
+    def _steps(self) -> int:
+        """Return how many replays a pass has at least, if graphs serve all of it."""
+        return len(RAGGED) * (NEW_TOKENS - 1 if self.entry.integration == GENERATION else 1)
+
+    def _parts_where_alike(self, served: ServedModel, call: Call, wanted: list[Any]) -> bool:
+        """True if tokens differ only from where eager found two of them equally likely, but for rounding."""
+        if self.entry.integration != GENERATION or self.device.type != "cuda":
+            return False
+        told: Any = {"return_dict_in_generate": True, "output_logits": True}
+        found = self._run(lambda *args, **kwargs: served.call(*args, **kwargs, **told), call)
+        with eager():
+            plain = self._run(lambda *args, **kwargs: served.call(*args, **kwargs, **told), call)
+        rows = zip(
+            found.sequences[:, -NEW_TOKENS:],
+            plain.sequences[:, -NEW_TOKENS:],
+            torch.stack(found.logits, 1).float(),
+            torch.stack(plain.logits, 1).float(),
+            strict=True,
+        )
+        try:
+            for row in rows:
+                same_tokens.tokens_in_common(self.entry.name, *row)
+        except RuntimeError:
+            return False
+        return True
+
+    # On a GPU.
+
+    def _timed(self, settings: Any) -> Figures:
+        """Measure eager, served and the kernels alone, in the precision that its users have."""
+        for dtype in (torch.bfloat16, torch.float32):
+            try:
+                del self.model
+                torch.cuda.empty_cache()
+                self.model = self._build(dtype)
+                call = self._call(RAGGED[0], 3, dtype)
+                self._run(caller(self.entry, self.model), call)
+            except Exception as error:  # not every model takes bfloat16
+                reason = f"{type(error).__name__}: {error}"
+                continue
+            return {"dtype": str(dtype).removeprefix("torch.")} | self._times(call, settings)
+        return {"untimed": reason[:TOLD]}
+
+    def _times(self, call: Call, settings: Any) -> Figures:
+        args, kwargs = call
+        if self.entry.integration == GENERATION:
+            args, kwargs = self._call(RAGGED[1], 3, next(self.model.parameters()).dtype)
+
+            def tokens(function: Callable[..., Any], count: int) -> Callable[[], Any]:
+                return lambda: function(*args, **kwargs, max_new_tokens=count, min_new_tokens=count)
+
+            def milliseconds(function: Callable[..., Any]) -> float:
+                times = [
+                    min(seconds(tokens(function, count), self.device) for _ in range(4)) for count in (LONG, SHORT)
+                ]
+                return (times[0] - times[1]) / (LONG - SHORT) * 1e3
+
+            plain_ms = milliseconds(caller(self.entry, self.model))
+            with serve(self.entry, self.model, **settings) as served:
+                for _ in range(3):
+                    tokens(served.call, LONG)()
+                served_ms = milliseconds(served.call)
+                kernels = [kernel_milliseconds(tokens(served.call, count), 1) for count in (LONG, SHORT)]
+            kernel_ms = (kernels[0] - kernels[1]) / (LONG - SHORT)
+        elif self.entry.integration == PIPELINE:
+            plain = caller(self.entry, self.model)
+            plain(*args, **kwargs)
+            plain_ms = step_milliseconds(lambda: plain(*args, **kwargs), self.device, warmup=1, steps=5)
+            with serve(self.entry, self.model, **settings) as served:
+                for _ in range(4):
+                    served.call(*args, **kwargs)
+                served_ms = step_milliseconds(lambda: served.call(*args, **kwargs), self.device, warmup=1, steps=5)
+                kernel_ms = kernel_milliseconds(lambda: served.call(*args, **kwargs), 2)
+        else:
+            with serve(self.entry, self.model, **settings) as served:
+                for _ in range(5):
+                    served.call(*args, **kwargs)
+
+                def plainly() -> Any:
+                    with eager():
+                        return served.call(*args, **kwargs)
+
+                calls = {"plain": plainly, "served": lambda: served.call(*args, **kwargs)}
+                if self.entry.integration != ENCODER:  # the module itself is unchanged
+                    calls["plain"] = lambda: self.model(*args, **kwargs)
+                times = in_turn(calls, self.device, rounds=3, steps=20)
+                plain_ms, served_ms = times["plain"], times["served"]
+                kernel_ms = kernel_milliseconds(calls["served"])
+        return {"eager_ms": plain_ms, "ms": served_ms, "kernel_ms": kernel_ms}
+
+
+def _column(served: ServedModel, last: Counts, steps: int) -> Figures:
+    """Say how the last pass over the batches ran, and if not all of it by graphs, why not."""
+    replays, eagerly = last.replays.total(), last.eager.total()
+    share = replays / (replays + eagerly) if replays + eagerly else 0.0
+    figures: Figures = {"replayed": round(share, 3), "replays": replays, "eager": {**last.eager}}
+    if not eagerly and replays >= steps:
+        return figures | {"column": PIECEWISE if last.replays["PIECEWISE"] else FULL}
+    reason = max(last.eager, key=lambda each: (each not in SOON, last.eager[each]), default=None)
+    if reason is None:
+        return figures | {"column": EAGER, "reason": "uncounted", "detail": f"{replays} of {steps} steps were replayed"}
+    detail = served.explained(Reason(reason))
+    return figures | {"column": EAGER, "reason": str(reason), "detail": detail[:TOLD]}

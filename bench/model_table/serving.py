@@ -1,0 +1,119 @@
+"""Serves a model of the table as its user does: one line each of the integration that its entry names."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import simplegraph as sg
+from bench.model_table.entries import ENCODER, GENERATION, PIPELINE, WRAP, TableEntry
+from simplegraph import Reason
+from simplegraph.manager.stats import GraphStats
+
+ROWS = 4  # of the largest batch
+NEW_TOKENS = 8
+MAX_LENGTH = {True: 64, False: 320}  # of a generation, at the tiny shape and the real one
+# Reasons of the first calls of a kind, after which its graphs serve.
+SOON = {
+    Reason.FIRST_CALL,
+    Reason.WARMUP,
+    Reason.PROOF,
+    Reason.LENGTH_LEARNT,
+    Reason.BATCH_DIM_UNCONFIRMED,
+    Reason.OUTPUT_SHAPE_UNKNOWN,
+}
+
+
+@dataclasses.dataclass
+class Counts:
+    """Replays by mode, and eager calls by reason, of all graphs of a served model up to now."""
+
+    replays: collections.Counter[str]
+    eager: collections.Counter[Reason]
+
+    def since(self, before: Counts) -> Counts:
+        """Return what came after an earlier moment."""
+        return Counts(self.replays - before.replays, self.eager - before.eager)
+
+
+@dataclasses.dataclass
+class ServedModel:
+    """A model with its graphs.
+
+    Attributes:
+        call: calls it; stats: the counters of its graphs; report: what the user is told of them.
+    """
+
+    call: Callable[..., Any]
+    stats: list[GraphStats]
+    report: Callable[[], Any]
+
+    def counts(self) -> Counts:
+        """Count replays and eager calls up to now."""
+        modes: collections.Counter[str] = collections.Counter()
+        for stats in self.stats:
+            known = collections.Counter({graph.label: 0 for graph in stats.graphs.values()})
+            for graph in list(stats.graphs.values()):
+                modes[graph.mode] += graph.replays
+                known[graph.label] += graph.replays
+            modes["dropped"] += stats.replays - known.total()
+        return Counts(modes, sum((stats.eager for stats in self.stats), collections.Counter()))
+
+    def explained(self, reason: Reason) -> str:
+        """Return what the latest eager call of a reason was about, or why a capture failed."""
+        for stats in self.stats:
+            if reason is Reason.CAPTURE_FAILED and stats.failures:
+                return next(iter(stats.failures.values()))
+            if stats.details.get(reason):
+                return stats.details[reason]
+        return ""
+
+
+def caller(entry: TableEntry, model: Any) -> Callable[..., Any]:
+    """Return what a user of the model calls, graphs or not."""
+    if entry.integration == GENERATION:
+        model.generation_config.eos_token_id = None
+        greedy = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+        return lambda *args, **kwargs: model.generate(*args, **(greedy | kwargs))
+    if entry.category == "sentence-transformers":
+        name = "predict" if hasattr(model, "predict") else "encode"
+        return lambda *args, **kwargs: getattr(model, name)(*args, **kwargs)
+    return lambda *args, **kwargs: model(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def serve(
+    entry: TableEntry, model: Any, *, tiny: bool, part: str = "", settings: Mapping[str, Any] | None = None
+) -> Iterator[ServedModel]:
+    """Serve the model, or the named part of it, as its entry says."""
+    settings = dict(settings or {})
+    if entry.integration == WRAP:
+        sizes = {"capture_sizes": [1, 2, ROWS], "progress": False} | settings
+        wrapped: Any = sg.wrap(model, **sizes)
+        yield ServedModel(caller(entry, wrapped), [wrapped.graph_stats], wrapped.graph_report)
+        wrapped.reset_graphs()
+        return
+    with _graphs(entry, getattr(model, part) if part else model, tiny, settings) as graphs:
+        parts = getattr(graphs, "parts", None)
+        stats = [each.graph_stats for each in parts.values()] if parts is not None else [graphs.stats]
+        yield ServedModel(caller(entry, model), stats, graphs.report)
+
+
+def _graphs(entry: TableEntry, model: Any, tiny: bool, settings: dict[str, Any]) -> Any:
+    if entry.integration == GENERATION:
+        from simplegraph.integrations.transformers import graph_generation
+
+        sizes = {"max_batch_size": ROWS, "max_length": MAX_LENGTH[tiny]}
+        return graph_generation(model, **(sizes | settings))
+    if entry.integration == ENCODER or entry.category == "sentence-transformers":
+        from simplegraph.integrations.transformers import graph_encoder
+
+        return graph_encoder(model, **({"max_batch_size": ROWS} | settings))
+    if entry.integration == PIPELINE:
+        from simplegraph.integrations.diffusers import graph_pipeline
+
+        return graph_pipeline(model, **({"max_batch_size": 2 * ROWS} | settings))
+    raise ValueError(f"{entry.name}: {entry.integration!r} serves no model of the table.")

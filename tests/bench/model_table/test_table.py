@@ -1,0 +1,119 @@
+"""The table of other people's models: rows of a sample as the committed ones, answers eager's, limits told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.model_table import answers, table
+from bench.model_table.entries import CATEGORIES, ENTRIES, GPU_ONLY
+from bench.model_table.row import EAGER, FAILED, FULL, MISSING, PIECEWISE, measure_row
+
+FILE = Path(__file__).parents[3] / "bench" / "results" / "emulator_model_table.json"
+ROWS: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))["rows"]
+SAMPLE = [
+    "Llama",
+    "Mamba2",
+    "Jamba",
+    "T5",
+    "Whisper",
+    "Qwen2-VL",
+    "BLIP-2",
+    "DeBERTa-v3",
+    "Funnel",
+    "Llama-classifier",
+    "CLIP",
+    "DINOv2",
+    "Wav2Vec2",
+    "torch/LSTM",
+    "torch/EmbeddingBag",
+    "timm/convnext_tiny",
+    "torchvision/resnet18",
+    "diffusers/UNet2DCondition",
+    "diffusers/StableDiffusion",
+    "peft/LoRA-Llama",
+]
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_row_runs_as_the_table_says_and_answers_as_eager_does(name: str) -> None:
+    row = measure_row(name, "cpu", tiny=True)
+    if row["column"] == MISSING:
+        pytest.skip(row["reason"])
+    assert row["answers"] == "equal", row.get("wrong")
+    assert row["column"] == ROWS[name]["column"], row
+
+
+def test_the_committed_table_has_every_entry_and_no_wrong_answer() -> None:
+    assert list(ROWS) == [entry.name for entry in ENTRIES]
+    measured = {name: row for name, row in ROWS.items() if row["column"] != MISSING}
+    assert {name: row for name, row in measured.items() if row.get("answers") != "equal"} == {}
+    assert all("ms" not in row for row in ROWS.values())  # an emulator's times say nothing
+    assert all(row.get("reason") for row in measured.values() if row["column"] == EAGER)
+    assert len(measured) >= 120
+
+
+def test_the_sample_is_spread_over_the_categories() -> None:
+    known = {entry.name: entry for entry in ENTRIES}
+    assert len(set(SAMPLE)) == 20
+    assert {known[name].category for name in SAMPLE} >= {*CATEGORIES} - {"sentence-transformers"}
+    assert not [name for name in SAMPLE if known[name].builder == GPU_ONLY]
+
+
+def test_a_model_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert measure_row("timm/resnet50", "cpu", tiny=True) == {"column": MISSING, "reason": "timm is not installed"}
+
+
+def test_a_limit_that_a_row_does_not_keep_is_told() -> None:
+    row = {"column": FULL, "answers": "equal", "eager_ms": 1.0, "ms": 0.5, "kernel_ms": 0.42}
+    assert table.limits(row) == []
+    assert table.limits(row | {"ms": 1.03, "kernel_ms": 1.0}) == ["1.03 times eager"]
+    assert table.limits(row | {"ms": 0.6}) == ["kernels * 1.15 + 117 us"]
+    assert table.limits(row | {"ms": 0.6, "column": PIECEWISE}) == []
+    assert table.limits({"column": FULL, "answers": "differ"}) == ["answers differ"]
+
+
+def test_shares_are_of_the_rows_that_could_be_measured() -> None:
+    rows = {name: {"column": FULL, "answers": "equal"} for name in "abc"}
+    rows |= {"d": {"column": EAGER, "answers": "equal", "reason": "hooks"}, "e": {"column": MISSING, "reason": "-"}}
+    told = table.summary(rows)
+    assert told[:2] == ["4 of 5 rows measured: 3 full, 1 eager.", "Full 75%; with piecewise or parts 75%."]
+    assert told[-1] == "- 1 eager, hooks: d"
+
+
+def test_wrong_answers_and_crashes_fail_the_command() -> None:
+    rows = {"a": {"column": FULL, "wrong": "differs"}, "b": {"column": FAILED, "reason": "it died"}}
+    assert table.failures({"rows": rows}) == ["a: differs", "b: it died"]
+
+
+def test_an_answer_is_compared_in_all_its_parts() -> None:
+    wanted = answers.clone({"logits": torch.ones(2, 3), "kept": (torch.tensor([1, 2]), None, "x")})
+    assert (
+        answers.difference({"logits": torch.ones(2, 3) + 1e-6, "kept": [torch.tensor([1, 2]), None, "x"]}, wanted)
+        < 1e-5
+    )
+    for wrong in (
+        {"logits": torch.ones(2, 3) + 0.1, "kept": (torch.tensor([1, 2]), None, "x")},
+        {"logits": torch.ones(2, 3), "kept": (torch.tensor([1, 3]), None, "x")},
+        {"logits": torch.ones(2, 3), "kept": (torch.tensor([1, 2]), None, "y")},
+        {"logits": torch.ones(2, 4), "kept": (torch.tensor([1, 2]), None, "x")},
+        {"logits": torch.full((2, 3), torch.nan), "kept": (torch.tensor([1, 2]), None, "x")},
+        {"logits": torch.ones(2, 3)},
+    ):
+        with pytest.raises(answers.WrongAnswer):
+            answers.difference(wrong, wanted)
+
+
+def test_only_tokens_that_the_mask_shows_are_compared() -> None:
+    wanted = answers.clone(torch.ones(2, 3, 4))
+    found, visible = torch.ones(2, 3, 4), torch.tensor([[True, True, True], [True, False, False]])
+    found[1, 1] = 7
+    assert answers.difference(found, wanted, visible) == 0
+    with pytest.raises(answers.WrongAnswer):
+        answers.difference(found, wanted)
