@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ class EngineConfig:
         max_num_seqs: requests that run at once.
         max_num_tokens: tokens of a step: all its requests' prompts and decodes together.
         max_model_len: tokens of a request, prompt and output.
-        num_pages: of the KV cache, one of them for padding; page_size: tokens in a page.
+        num_pages: of the KV cache, one of them for padding; page_size: tokens in a page. Layers with a sliding window
+            have a cache of their own, with as many pages at most.
         capture_sizes: in tokens; the library's default ones up to `max_num_seqs` for decoding, and up to 512 for mixed
             steps.
         overlap: plan and launch a step before the previous one has ended.
@@ -75,19 +77,29 @@ class EngineConfig:
         )
         require(not (self.compiled and self.fused), "fused", self.fused, "None or False where compiled is True")
 
-    def cache(self, layers: int, shape: Attention, weight: Tensor) -> PagedKVCache:
-        """Make the KV cache of `layers` layers, on the weight's device and in its dtype."""
+    def cache(self, layers: Sequence[int], shape: Attention, weight: Tensor, window: int | None = None) -> PagedKVCache:
+        """Make the KV cache of some layers, on the weight's device and in its dtype.
+
+        With a window it has no more pages than all requests together can use.
+        """
+        pages = self.num_pages
+        if window is not None:
+            each = -(-(window - 1) // self.page_size) + 2
+            pages = min(pages, 1 + self.max_num_seqs * each + -(-self.max_num_tokens // self.page_size))
         return PagedKVCache(
-            layers,
-            self.num_pages,
+            len(layers),
+            pages,
             self.page_size,
             shape.num_kv_heads,
             shape.head_dim,
             dtype=weight.dtype,
             device=weight.device,
+            layers=layers,
         )
 
-    def metadata(self, max_num_tokens: int, max_model_len: int, device: torch.device) -> BatchMetadata:
+    def metadata(
+        self, max_num_tokens: int, max_model_len: int, device: torch.device, window: int | None = None
+    ) -> BatchMetadata:
         """Make the metadata of a step's requests, for attention."""
         return BatchMetadata(
             max_num_tokens=max_num_tokens,
@@ -95,7 +107,26 @@ class EngineConfig:
             max_model_len=max_model_len,
             page_size=self.page_size,
             device=device,
+            window=window,
         )
+
+    def backends(self, layers: Sequence[Attention], weight: Tensor) -> list[AttentionBackend]:
+        """Make a cache, metadata and a backend for the layers of each window; those that see all keys come first.
+
+        Raises:
+            EngineError: no backend works for one of them.
+        """
+        groups: dict[int | None, list[Attention]] = {}
+        for layer in layers:
+            whole = layer.window is None or layer.window >= self.max_model_len
+            groups.setdefault(None if whole else layer.window, []).append(layer)
+        found = []
+        for window in sorted(groups, key=lambda window: window or 0):
+            shape = groups[window][0]
+            cache = self.cache([layer.index for layer in groups[window]], shape, weight, window)
+            metadata = self.metadata(self.max_num_tokens, self.max_model_len, weight.device, window)
+            found.append(self.backend(cache, metadata, shape.num_heads))
+        return found
 
     def backend(self, cache: PagedKVCache, metadata: BatchMetadata, num_heads: int) -> AttentionBackend:
         """Make the backend that `attention` names; for "auto" the first that works on this machine.

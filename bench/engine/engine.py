@@ -58,8 +58,13 @@ class Engine:
 
     def _begin(self, llama: Llama, scheduler: type[Scheduler]) -> None:
         """Set up an engine without requests, after the config and the runner are set."""
-        pages = PageAllocator(self.config.num_pages, self.config.max_num_seqs, self.runner.metadata.max_blocks)
-        self.scheduler = scheduler(pages, self.config)
+        size, slots = self.config.page_size, self.config.max_num_seqs
+        blocks = -(-self.runner.metadata.max_model_len // size)
+        groups = [
+            PageAllocator(backend.cache.num_pages, slots, blocks, size, backend.window)
+            for backend in self.runner.backends
+        ]
+        self.scheduler = scheduler(groups, self.config)
         self._vocab_size = llama.config.vocab_size
         self._ids = itertools.count()
         self._under_way: Launched | None = None
@@ -100,13 +105,13 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens and max_tokens is {params.max_tokens}; together they may be "
                 f"{most + 1} at most (max_model_len={most})."
             )
-        pages, size = self.scheduler.pages, self.config.page_size
-        blocks = -(-(needed + self.lookahead) // size)
-        if blocks > pages.num_pages:
-            raise RequestError(
-                f"the request may need {blocks} pages of {size} tokens, the cache has {pages.num_pages}; "
-                "build the engine with more num_pages, or ask for fewer tokens."
-            )
+        for pages in self.scheduler.groups:
+            blocks = pages.most_owned(needed + self.lookahead, self.config.max_num_tokens)
+            if blocks > pages.num_pages:
+                raise RequestError(
+                    f"the request may need {blocks} pages of {self.config.page_size} tokens, the cache has "
+                    f"{pages.num_pages}; build the engine with more num_pages, or ask for fewer tokens."
+                )
         request = Request(next(self._ids), tokens, params)
         if params.seed is not None:
             request.generator = torch.Generator(self.runner.device).manual_seed(params.seed)

@@ -18,8 +18,8 @@ from bench.engine.sampling import sample, to_host
 from bench.engine.scheduler import StepPlan
 from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
-from simplegraph import BatchDescriptor, CudaGraphManager, CudaGraphMode, RankGroup
-from simplegraph.attention import attending
+from simplegraph import BatchDescriptor, CudaGraphManager, CudaGraphMode, Dispatch, RankGroup
+from simplegraph.attention import AttentionBackend, BackendGroup, attending
 
 
 class Sampled(NamedTuple):
@@ -80,7 +80,8 @@ class ModelRunner:
         ranks: the ranks that run the model together.
 
     Attributes:
-        manager: of the graphs; cache: keys and values; backend: attention.
+        manager: of the graphs; backends: attention of each group of layers; backend: all of them together.
+        metadata: that of the first group.
         observe: called with each step's plan and logits, (requests, vocab_size), which the next step may overwrite.
 
     Raises:
@@ -91,10 +92,12 @@ class ModelRunner:
         require(llama.lm_head is not None, "lm_head", None, "a model that returns logits")
         self.config, self.llama = config, llama
         weight = llama.model.embed_tokens.weight
-        self.device, shape = weight.device, llama.model.layers[0].self_attn
-        self.cache = config.cache(len(llama.model.layers), shape, weight)
-        self.metadata = config.metadata(config.max_num_tokens, config.max_model_len, self.device)
-        self.backend = config.backend(self.cache, self.metadata, shape.num_heads)
+        self.device = weight.device
+        self.backends = config.backends([layer.self_attn for layer in llama.model.layers], weight)
+        self.metadata = self.backends[0].metadata
+        self.backend: AttentionBackend | BackendGroup = self.backends[0]
+        if len(self.backends) > 1:
+            self.backend = BackendGroup({layer: one for one in self.backends for layer in one.cache.layers})
         emulated = self.device.type == "cpu" and config.mode != "NONE"
         require(not (config.compiled and emulated), "compiled", True, "False: emulated graphs cannot see compiled code")
         self.model = ServingLlama(
@@ -142,15 +145,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Launched:
         """Put a step on the device's queue."""
         batch = self.manager.dispatch(len(plan.ids), len(plan.requests), plan.uniform_query_len)
-        full = batch.mode is CudaGraphMode.FULL
-        self.metadata.set(
-            plan.query_lens,
-            plan.seq_lens,
-            plan.block_table,
-            num_tokens=batch.descriptor.num_tokens,
-            num_reqs=batch.descriptor.num_reqs if full else len(plan.requests),
-        )
-        self._inputs.load(plan)
+        self.describe(plan, batch)
         found = self.manager.run(batch, self.forward)
         count = len(plan.requests)
         logits = found.logits[:count] if isinstance(found, Sampled) else self._logits(found, count)
@@ -163,6 +158,24 @@ class ModelRunner:
             tokens = sample(logits, params, generators)
             self._last_tokens.index_copy_(0, self._inputs.slots[:count], tokens)
         return Launched(plan, *to_host(tokens))
+
+    def describe(self, plan: StepPlan, batch: Dispatch) -> None:
+        """Write a step to the device, for the attention of every group and for the model."""
+        full = batch.mode is CudaGraphMode.FULL
+        for backend, table in zip(self.backends, plan.block_tables, strict=True):
+            backend.metadata.set(
+                plan.query_lens,
+                plan.seq_lens,
+                table,
+                num_tokens=batch.descriptor.num_tokens,
+                num_reqs=batch.descriptor.num_reqs if full else len(plan.slots),
+            )
+        self._inputs.load(plan)
+
+    def repeat(self) -> None:
+        """Allow the step that was described last to run once more."""
+        for backend in self.backends:
+            backend.metadata.repeat()
 
     def _logits(self, hidden: Tensor, count: int) -> Tensor:
         return self.llama.head(hidden.index_select(0, self._inputs.last[:count]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ class StepPlan:
         slots: (num_reqs,) int64; seq_lens: (num_reqs,) int64, this step's tokens included.
         ids: (num_tokens,) int64, token ids; -1 - slot stands for the last token sampled for that slot.
         positions: (num_tokens,) int64.
-        block_table: (num_reqs, n) int32.
+        block_tables: (num_reqs, n) int32 for each group of layers.
     """
 
     requests: list[Request]
@@ -40,7 +41,7 @@ class StepPlan:
     seq_lens: Int64s
     ids: Int64s
     positions: Int64s
-    block_table: npt.NDArray[np.int32]
+    block_tables: Sequence[npt.NDArray[np.int32]]
 
     @property
     def uniform_query_len(self) -> int | None:
@@ -52,12 +53,15 @@ class Scheduler:
     """First come, first served; running requests before waiting ones; the youngest is preempted if pages run out.
 
     Args:
-        pages: the cache's pages.
+        groups: the pages of the cache of each group of layers.
         config: of the engine.
+
+    Attributes:
+        pages: those of the first group.
     """
 
-    def __init__(self, pages: PageAllocator, config: EngineConfig) -> None:
-        self.pages = pages
+    def __init__(self, groups: Sequence[PageAllocator], config: EngineConfig) -> None:
+        self.groups, self.pages = groups, groups[0]
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._page_size = config.page_size
@@ -121,10 +125,16 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request, count: int) -> bool:
-        needed = -(-(request.num_computed + count) // self._page_size)
-        if needed > request.num_pages:
-            if request.slot is None or not self.pages.grow(request.slot, request.num_pages, needed):
+        if request.slot is None:
+            return False
+        needed, owned = -(-(request.num_computed + count) // self._page_size), request.num_pages
+        for pages in self.groups:
+            pages.give_back(request.slot, request.num_computed)
+        if needed > owned:
+            if any(needed - owned > pages.num_free for pages in self.groups):
                 return False
+            for pages in self.groups:
+                pages.grow(request.slot, owned, needed)
             request.num_pages = needed
         return True
 
@@ -149,7 +159,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         if request.slot is not None:
-            self.pages.free(request.slot, request.num_pages)
+            for pages in self.groups:
+                pages.free(request.slot, request.num_pages)
             self._slots.append(request.slot)
         request.slot, request.num_pages = None, 0
 
@@ -165,8 +176,8 @@ class Scheduler:
             request.num_computed += count
             request.pending += sample
         width = max(request.num_pages for request in requests)
-        table = self.pages.table[slots, :width]
-        return StepPlan(requests, counts, samples, slots, seq_lens, ids, positions, table)
+        tables = [pages.table[slots, :width] for pages in self.groups]
+        return StepPlan(requests, counts, samples, slots, seq_lens, ids, positions, tables)
 
 
 def _token_ids(request: Request, count: int) -> list[int]:

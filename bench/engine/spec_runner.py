@@ -74,6 +74,8 @@ class SpecRunner:
     def __init__(self, llama: Llama, draft: Eagle | Eagle3, config: SpecConfig, pool: GraphPool | None = None) -> None:
         require(llama.lm_head is not None, "lm_head", None, "a model that returns logits")
         self.config, self.llama, self.draft = config, llama, draft
+        windows = {layer.self_attn.window for layer in llama.model.layers} - {None}
+        require(not windows, "sliding_window", windows, "None: rounds advance their steps on the device")
         draft.tabulate(config.max_model_len + 2 * max(config.drafts))
         weight = llama.model.embed_tokens.weight
         self.device = weight.device
@@ -84,9 +86,10 @@ class SpecRunner:
             config.metadata(tokens, config.max_model_len + 2 * most, self.device)
             for tokens in (config.max_num_tokens, config.max_num_seqs)
         )
-        self.cache = config.cache(len(llama.model.layers), shape, weight)
-        self.draft_cache = config.cache(1, small, weight)
+        self.cache = config.cache(range(len(llama.model.layers)), shape, weight)
+        self.draft_cache = config.cache(range(1), small, weight)
         self.backend = config.backend(self.cache, self.metadata, shape.num_heads)
+        self.backends = [self.backend]
         self._draft_backends = [
             config.backend(self.draft_cache, metadata, small.num_heads)
             for metadata in (self.metadata, self._decode_metadata)
@@ -125,7 +128,7 @@ class SpecRunner:
         batch = manager.dispatch(tokens, reqs)
         shape = self._padding(drafter, reqs, batch, drafter.dispatch(tokens, reqs, None))
         ahead = drafter.num_draft_tokens - 1
-        self.metadata.set(plan.query_lens, plan.seq_lens, plan.block_table, ahead=ahead, **shape)
+        self.metadata.set(plan.query_lens, plan.seq_lens, plan.block_tables[0], ahead=ahead, **shape)
         ends = last_rows(plan.query_lens)
         shifted = np.append(plan.ids[1:], 0)
         shifted[ends] = [_token_after(request) for request in plan.requests]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,15 +47,15 @@ class SpecScheduler(Scheduler):
     """Schedules prompts as the base class does, and rounds of the requests whose prompts are computed.
 
     Args:
-        pages: the cache's pages.
+        groups: the cache's pages, of one group.
         config: of the engine.
 
     Attributes:
         drafted: requests that have drafts.
     """
 
-    def __init__(self, pages: PageAllocator, config: SpecConfig) -> None:
-        super().__init__(pages, config)
+    def __init__(self, groups: Sequence[PageAllocator], config: SpecConfig) -> None:
+        super().__init__(groups, config)
         self.drafted: set[Request] = set()
         # Drafts are written after the verified tokens.
         self._ahead = max(config.drafts) - 1

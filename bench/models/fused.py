@@ -59,6 +59,7 @@ class FusedLayers:
         self._ops.rope.apply_rope_with_cos_sin_cache_inplace(
             self._rows[:tokens], q, k, layer.head_dim, self._rotary, is_neox=True
         )
+        layer.check_window(self._step)
         out = hidden.new_empty(tokens, layer.num_heads, layer.head_dim)
         parts = (part.view(tokens, -1, layer.head_dim) for part in (q, k, v))
         self._step.attend(layer, *parts, out)

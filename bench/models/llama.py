@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bench.models import attention
 from bench.models.joined import Joined
-from bench.models.llama_kinds import config_dtype, llama_kind
+from bench.models.llama_kinds import attention_window, config_dtype, llama_kind
 from bench.models.rotary import RotaryEmbedding, head_dim, rotate
 from bench.models.shard import WHOLE, Shard, normal_part
 
@@ -34,7 +34,10 @@ class CacheShape(NamedTuple):
 
 
 class LlamaStep(Protocol):
-    """Data that the layers of one forward share; cos, sin: (T, 1, head_dim), sin negated in its first half."""
+    """Data that the layers of one forward share; cos, sin: (T, 1, head_dim), sin negated in its first half.
+
+    A step whose attention knows windows has an attribute `windows` that is True.
+    """
 
     @property
     def cos(self) -> Tensor: ...
@@ -83,6 +86,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, cache: CacheShape, index: int) -> None:
         super().__init__()
         self.index = index
+        self.window = attention_window(config, index)
         self.head_dim = head_dim(config)
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         hidden, bias, kind = config.hidden_size, getattr(config, "attention_bias", False), llama_kind(config)
@@ -100,6 +104,7 @@ class Attention(nn.Module):
             self.register_buffer(name, torch.empty(*cache, self.num_kv_heads, self.head_dim), persistent=False)
 
     def forward(self, hidden: Tensor, step: LlamaStep) -> Tensor:
+        self.check_window(step)
         tokens, rotated = hidden.shape[0], self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).view(tokens, -1, self.head_dim)
         turned = rotate(self.norm(heads[:, :rotated]), step.cos, step.sin)
@@ -110,6 +115,18 @@ class Attention(nn.Module):
         out = hidden.new_empty(tokens, self.num_heads, self.head_dim)
         step.attend(self, q, k, v, out)
         return self.o_proj(out.view(tokens, -1))
+
+    def check_window(self, step: LlamaStep) -> None:
+        """Refuse a step that would attend to the whole context where the layer has a window.
+
+        Raises:
+            ValueError: it would.
+        """
+        if self.window is not None and not getattr(step, "windows", False):
+            raise ValueError(
+                f"layer {self.index} has sliding_window={self.window}; {type(step).__name__} attends to the whole "
+                "context. Serve this model with bench.engine."
+            )
 
     def norm(self, heads: Tensor) -> Tensor:
         """Norm the heads of queries and keys, (T, num_heads + num_kv_heads, head_dim), if the model does so."""
@@ -193,13 +210,26 @@ class Llama(nn.Module):
         max_batch: the largest batch, in requests.
         lm_head: True returns logits, False final hidden states.
         shard: this rank's share of the model.
+        windows: True to allow layers with sliding windows, which only `bench.engine` serves.
     """
 
     def __init__(
-        self, config: LlamaConfig, cache: CacheShape, max_batch: int, *, lm_head: bool = True, shard: Shard = WHOLE
+        self,
+        config: LlamaConfig,
+        cache: CacheShape,
+        max_batch: int,
+        *,
+        lm_head: bool = True,
+        shard: Shard = WHOLE,
+        windows: bool = False,
     ) -> None:
         super().__init__()
         llama_kind(config)  # first, since configs of other architectures lack attributes that are read below
+        if not windows and any(attention_window(config, layer) for layer in range(config.num_hidden_layers)):
+            raise ValueError(
+                "the config has windows (use_sliding_window); attention here is over the whole context. bench.engine "
+                "serves models that are built with windows=True."
+            )
         self.shard = shard
         config = self.config = shard.config(config)
         self.max_batch = max_batch
@@ -259,6 +289,7 @@ def build_llama(
     seed: int = 0,
     random_weights: bool = True,
     shard: Shard = WHOLE,
+    windows: bool = False,
 ) -> Llama:
     """Build a Llama in eval mode; weights and caches are created directly on the device.
 
@@ -270,12 +301,13 @@ def build_llama(
         seed: of the random weights and cache contents; the same seed gives the same model on the same device.
         random_weights: False leaves the weights unset, for `load_checkpoint`.
         shard: this rank's share; a seed gives the same model on any number of ranks.
+        windows: True to allow layers with sliding windows, for `bench.engine`.
 
     Raises:
         ValueError: the ranks do not divide the heads or the MLP evenly, or the config is of no Llama.
     """
     with torch.device("meta"):
-        model = Llama(config, cache, max_batch, lm_head=lm_head, shard=shard)
+        model = Llama(config, cache, max_batch, lm_head=lm_head, shard=shard, windows=windows)
     materialize(model, device, dtype or config_dtype(config))
     model.tie_weights()
     model.reset_buffers(seed)

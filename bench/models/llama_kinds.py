@@ -24,21 +24,35 @@ class LlamaKind(NamedTuple):
     qk_norm: bool = False
 
 
-KINDS = {"llama": LlamaKind(), "qwen2": LlamaKind(qkv_bias=True, o_bias=False), "qwen3": LlamaKind(qk_norm=True)}
+KINDS = {
+    "llama": LlamaKind(),
+    "qwen2": LlamaKind(qkv_bias=True, o_bias=False),
+    "qwen3": LlamaKind(qk_norm=True),
+    "mistral": LlamaKind(qkv_bias=False, o_bias=False),
+}
 
 
 def llama_kind(config: LlamaConfig) -> LlamaKind:
     """Return the kind of Llama that the config describes.
 
     Raises:
-        ValueError: the config is of no Llama, or of one with sliding-window attention.
+        ValueError: the config is of no Llama.
     """
     kind = config.model_type
     if kind not in KINDS:
         raise ValueError(f"model_type is {kind!r}; expected {', '.join(KINDS)}.")
-    if getattr(config, "use_sliding_window", False):
-        raise ValueError("use_sliding_window is true; attention here is over the whole context.")
     return KINDS[kind]
+
+
+def attention_window(config: LlamaConfig, layer: int) -> int | None:
+    """Return the keys that a token of a layer sees, its own included; None for all before it."""
+    if not getattr(config, "use_sliding_window", True):
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return window if kinds[layer] == "sliding_attention" else None
+    return window if layer >= (getattr(config, "max_window_layers", None) or 0) else None
 
 
 def load_config(folder: Path | str) -> LlamaConfig:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bench.models.llama import Llama, Tap
 from bench.models.serving_step import ServingStep
-from simplegraph.attention import AttentionBackend
+from simplegraph.attention import AttentionBackend, BackendGroup
 
 
 class ServingLlama(nn.Module):
@@ -27,7 +27,7 @@ class ServingLlama(nn.Module):
     def __init__(
         self,
         llama: Llama,
-        backend: AttentionBackend,
+        backend: AttentionBackend | BackendGroup,
         max_num_tokens: int,
         *,
         fused: bool | None = None,

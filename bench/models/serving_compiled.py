@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from bench.models.attention import unsafe_tags
 from bench.models.llama import Attention, Llama
 from bench.tools.pieces import Pieces
-from simplegraph.attention import AttentionBackend
+from simplegraph.attention import AttentionBackend, BackendGroup
 
-_backends: weakref.WeakValueDictionary[int, AttentionBackend] = weakref.WeakValueDictionary()
+_backends: weakref.WeakValueDictionary[int, AttentionBackend | BackendGroup] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -30,7 +30,7 @@ class CompiledLayers(nn.Module):
         backend: attention and the cache.
     """
 
-    def __init__(self, llama: Llama, backend: AttentionBackend) -> None:
+    def __init__(self, llama: Llama, backend: AttentionBackend | BackendGroup) -> None:
         super().__init__()
         self._layers = _Layers(llama, next(_numbers))
         self._backend = _backends[self._layers.number] = backend
@@ -65,6 +65,8 @@ class _Layers(nn.Module):
 class CompiledStep:
     """A step whose attention calls the operator; cos, sin as in `LlamaStep`."""
 
+    windows = True
+
     def __init__(self, cos: Tensor, sin: Tensor, number: int) -> None:
         self.cos, self.sin, self._number = cos, sin, number
 
@@ -83,7 +85,7 @@ def _split(traced: fx.GraphModule, example_inputs: list[object], **_: object) ->
 
 def _serving_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int, number: int) -> None:
     """Write this step's keys and values, then attend, by the backend with this number."""
-    backend = _backends[number]
+    backend = _backends[number].of_layer(layer)
     backend.cache.write(layer, k, v, backend.live.slot_mapping)
     backend.run(layer, q, out, backend.live)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench.models.fused import FusedLayers
 from bench.models.llama import Attention, LlamaDecoder, Tap
-from simplegraph.attention import AttentionBackend, attend
+from simplegraph.attention import AttentionBackend, BackendGroup, attend
 
 
 class ServingLayers(FusedLayers):
@@ -28,7 +28,11 @@ class ServingLayers(FusedLayers):
     """
 
     def __init__(
-        self, decoder: LlamaDecoder, flashinfer: ModuleType, backend: AttentionBackend, max_num_tokens: int
+        self,
+        decoder: LlamaDecoder,
+        flashinfer: ModuleType,
+        backend: AttentionBackend | BackendGroup,
+        max_num_tokens: int,
     ) -> None:
         super().__init__(decoder, flashinfer)
         self._backend = backend
@@ -37,7 +41,7 @@ class ServingLayers(FusedLayers):
         # One output for all layers: each is read before the next is written. Padding rows keep the zeros.
         shape = (max_num_tokens, first.num_heads, first.head_dim)
         self._out = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        positions = torch.arange(backend.metadata.max_model_len, device=weight.device)
+        positions = torch.arange(backend.of_layer(0).metadata.max_model_len, device=weight.device)
         cos, sin = decoder.rotary_emb(positions, torch.float32)
         half = first.head_dim // 2
         # (max_model_len, head_dim) float32: the cosines of a position, then its sines.
@@ -52,10 +56,10 @@ class ServingLayers(FusedLayers):
     def attend(self, layer: Attention, hidden: Tensor) -> Tensor:
         tokens = hidden.shape[0]
         qkv = layer.qkv_proj(hidden).view(tokens, -1, layer.head_dim)
-        cache = self._backend.cache
-        keys, values = cache.keys(layer.index), cache.values(layer.index)
+        backend = self._backend.of_layer(layer.index)
+        keys, values = backend.cache.keys(layer.index), backend.cache.values(layer.index)
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
-        slots = self._backend.live.slot_mapping
+        slots = backend.live.slot_mapping
         rotate_and_write(qkv, self._positions, self._table, keys, values, slots, layer.num_heads, norms, self._norm_eps)
         out = self._out[:tokens]
         attend(qkv[:, : layer.num_heads], None, None, layer.index, out=out)

@@ -15,6 +15,7 @@ class ServingStep(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+    windows = True
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         attend(q, k, v, layer.index, out=out)

@@ -146,27 +146,28 @@ class RepeatedStep:
         self._runner = engine.runner
         length = plan.context
         pages = -(-length // PAGE_SIZE)
-        table = 1 + torch.arange(count * pages, dtype=torch.int32).view(count, pages).numpy()
+        tables = []
+        for backend in self._runner.backends:
+            gone = max(0, length - (backend.window or length)) // PAGE_SIZE  # pages before the window
+            table = torch.zeros(count, pages, dtype=torch.int32)
+            table[:, gone:] = 1 + torch.arange(count * (pages - gone), dtype=torch.int32).view(count, -1)
+            tables.append(table.numpy())
         vocab = engine.runner.llama.config.vocab_size
         slots = torch.arange(count).numpy()
         lengths = torch.full((count,), length).numpy()
         ids = text.token_ids(count, vocab).numpy()
-        step = StepPlan([], [1] * count, [False] * count, slots, lengths, ids, lengths - 1, table)
-        self._runner._inputs.load(step)
+        step = StepPlan([], [1] * count, [False] * count, slots, lengths, ids, lengths - 1, tables)
         manager = self._runner.manager
         self.batch = manager.dispatch(count, count, 1)
-        descriptor: BatchDescriptor = self.batch.descriptor
-        self._runner.metadata.set(
-            [1] * count, lengths, table, num_tokens=descriptor.num_tokens, num_reqs=descriptor.num_reqs
-        )
+        self._runner.describe(step, self.batch)
 
     def graph(self) -> Tensor:
-        self._runner.metadata.repeat()
+        self._runner.repeat()
         tokens: Tensor = self._runner.manager.run(self.batch, self._runner.forward).tokens
         return tokens
 
     def eager(self) -> Tensor:
-        self._runner.metadata.repeat()
+        self._runner.repeat()
         rows = self.batch.descriptor.num_tokens
         hidden = self._runner.forward(CudaGraphMode.NONE, BatchDescriptor(rows, rows, 1))
         if not isinstance(hidden, Tensor):

@@ -82,7 +82,7 @@ def _engine_stages(arm: str, model: str, began: float) -> Figures:
     summary = engine.capture()
     synchronize(device)
     seconds["ready"] = time.time() - began
-    return {"seconds": seconds, "attention": engine.runner.backend.name, "captured": summary.captured}
+    return {"seconds": seconds, "attention": engine.runner.backends[0].name, "captured": summary.captured}
 
 
 def render(figures: Sequence[Figures]) -> str:
