@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -175,10 +175,6 @@ class FoldedMemory(dict[str, Tensor]):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies and pickles are of the plain module
 
-    def __iter__(self) -> Iterator[str]:
-        self.refresh()
-        return super().__iter__()
-
     def __getitem__(self, key: str) -> Tensor:
         try:
             if sum(map(_version, self._sources)) != self._seen:
@@ -186,9 +182,6 @@ class FoldedMemory(dict[str, Tensor]):
         except RuntimeError:  # an inference tensor has no version
             self.refresh()
         return super().__getitem__(key)
-
-    def keys(self) -> Any:
-        return list(iter(self))
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ from simplegraph.optimizing.folded import Fold, FoldedMemory
 from simplegraph.optimizing.layout import restore_contiguous, store_channels_last
 from simplegraph.optimizing.observed import ObservedRun
 from simplegraph.optimizing.pairs import Pair, hindrance, known_pairs, shared_modules
-from simplegraph.optimizing.regions import install, is_installed, tell_graphs, uninstall
+from simplegraph.optimizing.regions import install, is_installed, uninstall
 from simplegraph.optimizing.table import BATCH_NORM, CHANNELS_LAST, REWRITES, runs_any_format
 from simplegraph.optimizing.verify import Examples, compare, numbers
 
@@ -218,7 +218,6 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     if not any_format and CHANNELS_LAST not in skip and any(type(each) is nn.Conv2d for each in module.modules()):
         found.left_out[CHANNELS_LAST] = _UNKNOWN_FORMAT
     vars(module)[OPTIMIZED] = found
-    tell_graphs(module)
     return found
 
 

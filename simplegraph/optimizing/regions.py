@@ -18,7 +18,6 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from simplegraph.graph.subclass import subclass
-from simplegraph.module.changes import Changes
 from simplegraph.module.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 from simplegraph.optimizing.folded import Fold, FoldedMemory, Weights
 
@@ -140,7 +139,7 @@ def _changed(original: Any, forward: Any) -> type[nn.Module]:
 
 def _change(module: Any, forward: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     kind: Any = type(module)
-    module.__class__ = _changed(kind, forward)
+    module.__class__ = _changed(kind, forward)  # which graphs notice
 
 
 def install(owners: Sequence[tuple[nn.Module, Sequence[Fold]]], memory: FoldedMemory) -> None:
@@ -167,9 +166,3 @@ def uninstall(root: nn.Module) -> None:
         plain = vars(type(module)).get("_simplegraph_plain")
         if plain is not None:
             module.__class__ = plain
-    tell_graphs(root)
-
-
-def tell_graphs(root: nn.Module) -> None:
-    """Let graphs of these modules look again at what they captured."""
-    Changes.note([id(vars(module)) for module in root.modules()])

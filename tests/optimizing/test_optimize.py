@@ -301,6 +301,58 @@ def test_graphs_serve_an_optimized_module_and_are_captured_again(first):
 
 
 @pytest.mark.proofs
+def test_graphs_are_captured_again_where_classes_alone_changed():
+    module = stack()
+    original, x = twin(module), torch.randn(SHAPE)
+    model = sg.wrap(module, capture_sizes=[2])
+    for _ in range(4):
+        model(x)
+    handle = sg.optimize(module, skip=["channels_last"])
+    for _ in range(4):
+        close(model(x), original(x))
+    assert model.graph_stats.recaptures == 1
+    handle.remove()
+    for _ in range(4):
+        assert torch.equal(model(x), original(x))
+    assert model.graph_stats.recaptures == 2
+
+
+@pytest.mark.proofs
+def test_folding_is_no_part_of_a_graph_that_is_captured_after_weights_were_replaced():
+    module, x = stack(), torch.randn(SHAPE)
+    sg.optimize(module)
+    model = sg.wrap(module, capture_sizes=[2])
+    nodes = []
+    for _ in range(2):
+        for _ in range(4):
+            model(x)
+        nodes += [graph.nodes for graph in model.graph_stats.graphs.values()][-1:]
+        module.load_state_dict(new_state(module), assign=True)
+    assert nodes[0] == nodes[1]
+    assert model.graph_stats.recaptures == 1
+
+
+@pytest.mark.proofs
+def test_a_forward_that_writes_a_folded_weight_reads_what_it_wrote():
+    class Decays(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = stack()
+
+        def forward(self, x):
+            self.stack[3].weight.mul_(0.5)
+            return self.stack(x)
+
+    module = Decays().eval()
+    original, x = twin(module), torch.randn(SHAPE)
+    sg.optimize(module)
+    model = sg.wrap(module, capture_sizes=[2])
+    for _ in range(6):
+        close(model(x), original(x))
+    assert torch.equal(module.stack[3].weight, original.stack[3].weight)
+
+
+@pytest.mark.proofs
 def test_weights_loaded_into_a_captured_module_are_replayed_without_a_capture():
     module = stack()
     original, x = twin(module), torch.randn(SHAPE)
