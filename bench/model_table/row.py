@@ -21,7 +21,6 @@ from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, GPU_ONLY, PI
 from bench.model_table.serving import NEW_TOKENS, SOON, Counts, ServedModel, caller, serve
 from bench.tools.measure import Figures, few_threads, in_turn, kernel_milliseconds, seconds, step_milliseconds
 from bench.transformers_generate import same_tokens
-from simplegraph import Reason
 from simplegraph.context import eager
 from simplegraph.errors import ConfigError
 
@@ -213,8 +212,9 @@ class _Row:
         """Measure eager, served and the kernels alone, in the precision that its users have."""
         for dtype in (torch.bfloat16, torch.float32):
             try:
-                del self.model
-                torch.cuda.empty_cache()
+                self.model = None  # before the next one takes its memory
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
                 self.model = self._build(dtype)
                 call = self._call(RAGGED[0], 3, dtype)
                 self._run(caller(self.entry, self.model), call)
@@ -282,5 +282,5 @@ def _column(served: ServedModel, last: Counts, steps: int) -> Figures:
     reason = max(last.eager, key=lambda each: (each not in SOON, last.eager[each]), default=None)
     if reason is None:
         return figures | {"column": EAGER, "reason": "uncounted", "detail": f"{replays} of {steps} steps were replayed"}
-    detail = served.explained(Reason(reason))
+    detail = served.explained(reason)
     return figures | {"column": EAGER, "reason": str(reason), "detail": detail[:TOLD]}

@@ -91,7 +91,7 @@ def serve(
     """Serve the model, or the named part of it, as its entry says."""
     settings = dict(settings or {})
     if entry.integration == WRAP:
-        sizes = {"capture_sizes": [1, 2, ROWS], "progress": False} | settings
+        sizes: Any = {"capture_sizes": [1, 2, ROWS], "progress": False} | settings
         wrapped: Any = sg.wrap(model, **sizes)
         yield ServedModel(caller(entry, wrapped), [wrapped.graph_stats], wrapped.graph_report)
         wrapped.reset_graphs()

@@ -136,7 +136,7 @@ def _multimodal(name: str, real: Settings, part: str = "") -> TableModel:
 
 QWEN = {"text_config": TEXT | {"layer_types": None, "num_hidden_layers": 8}}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
-QWEN["text_config"] |= {"rope_parameters": MROPE, "head_dim": 64}  # type: ignore[operator]
+QWEN["text_config"] |= {"rope_parameters": MROPE, "head_dim": 64}
 SPEECH = TWELVE | {"d_model": 768, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}
 SPEECH |= {"encoder_attention_heads": 12, "decoder_attention_heads": 12, "num_hidden_layers": 12}
 MOONSHINE = {"hidden_size": 416, "intermediate_size": 1664, "head_dim": 52}
