@@ -36,7 +36,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"(torch|numpy|collections|contextlib)\..*|\w+"),
     ("py:class", r".*[\[ ].*"),  # a subscripted type, and the first words of a property's docstring
-    ("py:class", r"simplegraph\.(graph|manager|module|training|distributed|attention\.metadata|integrations)\..*"),
+    ("py:class", r"simplegraph\.(graph|manager|module|training|optimizing|distributed|integrations)\..*"),
+    ("py:class", r"simplegraph\.attention\.(metadata|backend)\..*"),
 ]
 
 html_theme = "furo"
