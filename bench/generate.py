@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
             seed=options.seed,
             stop_token_ids=stop_tokens(workload.config()),
         )
-        engine = Engine(workload.build(), config)
+        engine = Engine(workload.build(windows=True), config)
         engine.capture()
         outputs = engine.generate(prompts, params, progress=sys.stderr.isatty())
     except (EngineError, CheckpointError, FileNotFoundError, ValueError) as error:

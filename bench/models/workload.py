@@ -87,8 +87,12 @@ class Workload:
         config.num_hidden_layers = self.layers or config.num_hidden_layers
         return config
 
-    def build(self) -> Llama:
-        """Build the model on its device, with a checkpoint's weights if there is one, else seeded random ones."""
+    def build(self, *, windows: bool = False) -> Llama:
+        """Build the model on its device, with a checkpoint's weights if there is one, else seeded random ones.
+
+        Args:
+            windows: True to allow layers with sliding windows, for `bench.engine`.
+        """
         config, weights = self.config(), has_checkpoint(self.folder)
         cache = CacheShape(self.pages, PAGE_SIZE)
         dtype = config_dtype(config) if self.device.type == "cuda" else torch.float32
@@ -102,6 +106,7 @@ class Workload:
             seed=self.seed,
             random_weights=not weights,
             shard=self.shard,
+            windows=windows,
         )
         if weights:
             load_checkpoint(model, self.folder, self.shard)

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     model = options.model or ("8b" if on_gpu else "tiny")
     count = options.requests or (400 if on_gpu else 12)
     rate = options.rate or (40.0 if on_gpu else 20.0)
-    llama = Workload(model, (1,), device, lm_head=True, shard=shard).build()
+    llama = Workload(model, (1,), device, lm_head=True, shard=shard).build(windows=True)
     longest = None if on_gpu else 64  # an emulated step takes long enough
     arrivals = load.arrivals(count, rate, llama.config.vocab_size, seed=options.seed, longest=longest)
     results = {}

@@ -82,7 +82,7 @@ class AttentionSteps:
             dtype=plan.dtype,
             device=device,
         )
-        cache.num_layers = plan.layers
+        cache.layers = range(plan.layers)
         self.metadata = BatchMetadata(
             max_num_tokens=most, max_num_reqs=most, max_model_len=context, page_size=plan.page_size, device=device
         )

@@ -71,7 +71,7 @@ def _engine_stages(arm: str, model: str, began: float) -> Figures:
     importlib.import_module("transformers.models.llama.configuration_llama")  # which building would else import
     seconds = {"imported": time.time() - began}
     device = device_of()
-    llama = Workload(model, (1,), device, lm_head=True).build()
+    llama = Workload(model, (1,), device, lm_head=True).build(windows=True)
     synchronize(device)
     seconds["weights"] = time.time() - began
     size: Any = {"max_num_seqs": 256} if device.type == "cuda" else {"max_num_seqs": 4, "capture_sizes": (1, 4, PROMPT)}

@@ -40,6 +40,8 @@ def _inference() -> Iterator[None]:
 class Windowed(AttentionEngine):
     """Gives pages before a window back: their ids are nonsense in the table, and every page of nobody holds NaN."""
 
+    lost: list[int]
+
     def give_back(self, requests: Requests) -> Requests:
         """Return the requests without the pages of which no token of the step sees a key."""
         window = self.metadata.window or self.metadata.max_model_len

@@ -1,0 +1,167 @@
+"""Sliding windows, soft caps and sinks on a GPU: every backend beside float64, the engine's tokens in every mode."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib.util
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from simplegraph import CudaGraphMode
+from simplegraph.attention import (
+    FlashAttention2Backend,
+    FlashAttentionBackend,
+    FlashInferBackend,
+    SDPABackend,
+    TritonDecodeBackend,
+)
+from simplegraph.attention.backends.flash_attention import MODULES, problem_of
+from tests.attention.test_windows import Windowed
+
+FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
+HAS = {version: any(problem_of(name, version) is None for name in MODULES) for version in (2, 3)}
+needs_fa3 = pytest.mark.skipif(not (HAS[3] and torch.cuda.is_available()), reason="needs FlashAttention-3")
+needs_fa2 = pytest.mark.skipif(not (HAS[2] and torch.cuda.is_available()), reason="needs FlashAttention-2")
+needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer")
+
+in_graph: Any = functools.partial(FlashAttentionBackend, schedule="graph")
+in_buffer: Any = functools.partial(FlashAttentionBackend, schedule="buffer")
+on_sdpa: Any = functools.partial(TritonDecodeBackend, mixed=SDPABackend)
+FA3 = [
+    pytest.param(in_graph, marks=needs_fa3, id="FA3-graph"),
+    pytest.param(in_buffer, marks=needs_fa3, id="FA3-buffer"),
+]
+TRITON = [pytest.param(on_sdpa, id="Triton")]
+OTHERS = [
+    pytest.param(FlashAttention2Backend, marks=needs_fa2, id="FA2"),
+    pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer"),
+]
+SHAPE: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
+MISTRAL = {"num_heads": 32, **SHAPE}
+GPT_OSS: dict[str, Any] = {"num_heads": 64, **SHAPE, "head_dim": 64}
+GEMMA: dict[str, Any] = {"num_heads": 16, **SHAPE, "head_dim": 256}
+ERROR = 4e-3  # bfloat16 rounding, relative to the largest output
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    faulthandler.dump_traceback_later(240, exit=True)  # a replay that was never planned can loop for ever
+    with torch.inference_mode():
+        yield
+    torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def check(make: Any, kinds: list[str], rounds: int, query_len: int = 1, **settings: Any) -> set[CudaGraphMode]:
+    """Run steps whose pages before the window hold NaN and have no valid id; return the modes that ran."""
+    limits = {"max_reqs": 64, "max_len": 2048, "num_pages": 8000, "max_tokens": 256} | settings
+    served = Windowed(make, torch.device("cuda"), **limits)
+    served.lost = []
+    served.manager.capture(served.forward)
+    seen, errors = set(), []
+    for seed in range(rounds):
+        kind = kinds[seed % len(kinds)]
+        requests = served.requests(kind, [1, 2, 7, 8, 33, 64][seed % 6], seed, query_len)
+        ran, error = served.run_step(requests, seed)
+        seen.add(ran)
+        errors.append(error)
+    assert max(errors) <= ERROR, sorted(errors)[-5:]
+    return seen
+
+
+@pytest.mark.parametrize("window", [1, 15, 128, 1000, 10**6])
+@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize("make", [*FA3, *TRITON, *OTHERS])
+def test_decode_with_a_window_in_full_graphs(make: Any, query_len: int, window: int) -> None:
+    sizes = [query_len * count for count in (1, 2, 8, 48, 64)]
+    settings = {"mode": "FULL_DECODE_ONLY", "uniform_query_len": query_len, "decode_capture_sizes": sizes}
+    assert check(make, ["decode"], 30, query_len, window=window, **MISTRAL, **settings) == {FULL}
+
+
+@pytest.mark.parametrize("make", FA3)
+def test_mixed_batches_with_a_window_in_full_graphs(make: Any) -> None:
+    settings = {"mode": "FULL", "capture_sizes": [16, 64, 256], "max_tokens": 256}
+    assert check(make, ["mixed"], 40, window=100, **MISTRAL, **settings) == {FULL}
+
+
+@pytest.mark.parametrize("make", [*FA3, *TRITON, *OTHERS])
+def test_mixed_batches_between_segments_and_decode_in_full_graphs(make: Any) -> None:
+    settings = {"mode": "FULL_AND_PIECEWISE", "capture_sizes": [16, 64, 256], "max_len": 512}
+    assert check(make, ["decode", "mixed"], 24, window=100, **MISTRAL, **settings) == {FULL, PIECEWISE}
+
+
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("make", [*FA3, *TRITON, *OTHERS])
+def test_a_soft_cap(make: Any, window: int | None) -> None:
+    """A cap so low that it changes every score."""
+    capped = functools.partial(make, softcap=2.0, scale=0.2)
+    settings = {"mode": "FULL_DECODE_ONLY", "decode_capture_sizes": [1, 8, 64]}
+    assert check(capped, ["decode"], 18, window=window, **GEMMA, **settings) == {FULL}
+
+
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("make", [*FA3, *TRITON])
+def test_sinks(make: Any, window: int | None) -> None:
+    values = torch.linspace(-3, 4, 128, device="cuda", dtype=torch.bfloat16).view(2, 64)
+    with_sinks = functools.partial(make, sinks=dict(enumerate(values)))
+    settings = {"mode": "FULL_DECODE_ONLY", "decode_capture_sizes": [1, 8, 64]}
+    assert check(with_sinks, ["decode"], 18, window=window, **GPT_OSS, **settings) == {FULL}
+
+
+VOCAB = 997
+
+
+def generate(llama: Any, **changes: Any) -> list[list[int]]:
+    from bench.engine import Engine, EngineConfig, SamplingParams
+
+    draw = random.Random(0)
+    prompts = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 200))] for _ in range(64)]
+    settings: dict[str, Any] = {"max_num_seqs": 64, "max_num_tokens": 512, "max_model_len": 400, "num_pages": 1700}
+    engine = Engine(llama, EngineConfig(**settings | changes))
+    assert engine.capture().failed == {}
+    assert [backend.window for backend in engine.runner.backends] == [None, 50]
+    found = engine.generate(prompts, SamplingParams(max_tokens=128))
+    assert all(pages.num_free == pages.num_pages for pages in engine.scheduler.groups)
+    engine.runner.manager.reset()
+    return found
+
+
+def hybrid(dtype: torch.dtype) -> Any:
+    """A Qwen whose last two of four layers have a window of 50 keys."""
+    transformers = pytest.importorskip("transformers")
+    from bench.models.llama import CacheShape, build_llama
+
+    shape = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    shape |= {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2, "initializer_range": 0.1}
+    config = transformers.Qwen2Config(**shape)
+    return build_llama(config, CacheShape(1, 16), 512, device="cuda", dtype=dtype, seed=3, windows=True)
+
+
+def test_a_model_of_two_groups_generates_the_same_tokens_in_every_mode() -> None:
+    llama = hybrid(torch.float32)
+    expected = generate(llama, mode="NONE", overlap=False, attention="sdpa")
+    assert all(len(tokens) == 128 for tokens in expected)
+    for mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"):
+        assert generate(llama, mode=mode, attention="sdpa") == expected, mode
+    assert generate(llama, attention="triton") == expected
+    assert generate(llama, attention="sdpa", num_pages=300) == expected  # requests give way
+    assert generate(llama, mode="PIECEWISE", compiled=True, attention="sdpa") == expected
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [pytest.param("fa3", marks=needs_fa3), pytest.param("flashinfer", marks=needs_flashinfer), "triton"],
+)
+def test_a_model_of_two_groups_in_half_precision(attention: str) -> None:
+    """Fused layers too, where FlashInfer is installed: graphs give eager's tokens on the same attention."""
+    llama = hybrid(torch.bfloat16)
+    expected = generate(llama, mode="NONE", attention=attention)
+    found = generate(llama, attention=attention)
+    same = sum(one == other for one, other in zip(found, expected, strict=True))
+    assert same >= 48, f"{same} of 64 requests; rounding may decide some near ties"
