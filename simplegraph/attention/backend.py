@@ -6,7 +6,6 @@ import abc
 import contextlib
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import ClassVar, TypedDict
@@ -23,11 +22,6 @@ from simplegraph.errors import ConfigError, InputError, ReplayError
 from simplegraph.graph.breaks.marks import eager_break
 from simplegraph.graph.select import graph_device
 from simplegraph.manager.hooks import GraphHooks
-
-if sys.version_info >= (3, 11):
-    from typing import Unpack as Unpack
-else:
-    from typing_extensions import Unpack as Unpack
 
 
 class Scores(TypedDict, total=False):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend, Scores, Unpack
+from simplegraph.attention.backend import AttentionBackend, Scores
 from simplegraph.attention.backends.builds import check_arguments, missing_argument
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
@@ -24,6 +24,7 @@ from simplegraph.attention.metadata.bounds import check_counts
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import CaptureSizeError, ConfigError, InputError
+from simplegraph.manager.settings import Unpack
 
 MODULES = ("vllm_flash_attn", "vllm.vllm_flash_attn", "flash_attn_interface")
 MAX_SPLITS = 32

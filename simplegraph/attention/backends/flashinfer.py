@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend, Scores, Unpack
+from simplegraph.attention.backend import AttentionBackend, Scores
 from simplegraph.attention.backends.builds import check_arguments
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
@@ -25,6 +25,7 @@ from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, ReplayError, install_command
+from simplegraph.manager.settings import Unpack
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20
 _MOST_WORKSPACE_BYTES = 8 << 30

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend, Scores, Unpack
+from simplegraph.attention.backend import AttentionBackend, Scores
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, InputError
+from simplegraph.manager.settings import Unpack
 
 _MAX_ROWS = 64  # query tokens times the query heads that share a key head
 _MAX_SPLITS = 32
