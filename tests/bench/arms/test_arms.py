@@ -234,6 +234,8 @@ def test_our_piecewise_graphs_are_eager_to_the_bit(setup: Setup) -> None:
     arm.start(setup.batch(1), Timeline(CPU))
     comparisons = compare_with_eager(arm, setup, counts_to_compare(sorted(setup.sizes)))
     assert all(one.equal for one in comparisons if one.captured)
+    assert all(one.padded_equal for one in comparisons), "eager on the padded batch runs the kernels that graphs replay"
+    assert any(not one.captured for one in comparisons)
     assert arm.details()["segments"] == [setup.model.config.num_hidden_layers + 1]
 
 
@@ -292,6 +294,24 @@ def test_a_warm_run_without_its_cold_one_fails_with_the_reason(tmp_path: Path) -
     result = runs.measure(warm, runs.StartupPlan("tiny", (1,)), CompileCaches(tmp_path))
     assert result["status"] == "failed"
     assert "needs the cache of compiled-full (cold)" in result["error"]
+
+
+def test_a_comparison_that_is_cut_short_has_kept_the_arms_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(run: runs.Run, *_: Any) -> dict[str, Any]:
+        if run.arm == "simplegraph":
+            raise KeyboardInterrupt
+        return {"arm": run.arm, "status": "ok", "seconds": {"ready": 1.0}}
+
+    monkeypatch.setattr(runs, "measure", measured)
+    kept: list[list[str]] = []
+    chosen = [runs.Run("eager"), runs.Run("simplegraph-lazy"), runs.Run("simplegraph")]
+    with pytest.raises(KeyboardInterrupt):
+        runs.run_all(
+            chosen, runs.StartupPlan("tiny", (1,)), CompileCaches(tmp_path), lambda found: kept.append([*found])
+        )
+    assert kept == [["eager"], ["eager", "simplegraph-lazy"]]
 
 
 def test_a_process_that_dies_leaves_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
