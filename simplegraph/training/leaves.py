@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -148,34 +147,26 @@ def _set(holder: Any, key: Any, value: Tensor) -> None:
         list.__setitem__(holder, key, value)  # a tuple keeps what it has, and the autograd graph shows it
 
 
-@dataclasses.dataclass(frozen=True)
-class Reached:
-    """The leaves that an output's history ends in.
-
-    Attributes:
-        tensors: those leaves, by id.
-    """
-
-    tensors: dict[int, Tensor]
-
-    @classmethod
-    def of(cls, output: Tensor) -> Reached:
-        """Walk back through the history of an output."""
-        found: dict[int, Tensor] = {}
-        left: list[Any] = [output.grad_fn] if output.grad_fn is not None else []
-        if output.grad_fn is None and output.requires_grad:
+def leaves_reached(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """List the leaves that the histories of outputs end in, each once; an output may be one itself."""
+    found: dict[int, Tensor] = {}
+    left: list[Any] = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            left.append(output.grad_fn)
+        elif output.requires_grad:
             found[id(output)] = output
-        seen = {id(node): node for node in left}  # held, so that an id means one node
-        while left:
-            node = left.pop()
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
-                found[id(variable)] = variable
-            for following, _ in node.next_functions:
-                if following is not None and id(following) not in seen:
-                    seen[id(following)] = following
-                    left.append(following)
-        return cls(found)
+    seen = set(left)
+    while left:
+        node = left.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found[id(variable)] = variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)
+    return list(found.values())
 
 
 # Private to torch; where it is absent, such calls are replayed, and keep their memory.

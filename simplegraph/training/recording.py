@@ -23,7 +23,7 @@ from simplegraph.module.memory import held_generators
 from simplegraph.module.signature import CallReader
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import Reason
-from simplegraph.training.leaves import Leaves, Reached, StandIns
+from simplegraph.training.leaves import Leaves, StandIns, leaves_reached
 from simplegraph.training.lessons import Lessons, OutputLook
 
 
@@ -90,12 +90,12 @@ class Tape:
         self.wanting = frozenset(at for at, output in enumerate(self.outputs) if output.requires_grad)
         own = {id(target): at for at, target in enumerate(arguments.targets)}
         for output in self.outputs:
-            reached = Reached.of(output).tensors
-            strange = [tensor for key, tensor in reached.items() if key not in own]
+            reached = leaves_reached([output])
+            strange = [tensor for tensor in reached if id(tensor) not in own]
             if strange:
                 cause = f"gradients flow to {leaves.name_of(strange[0])}, which the forward does not find in its module"
                 raise HostError(cause, "Register it as a parameter, and use it from there.")
-            self.reaches.append(frozenset(own[key] for key in reached))
+            self.reaches.append(frozenset(own[id(tensor)] for tensor in reached))
         moved = arguments.held.moved()
         if moved is not None:
             cause = f"the forward gives {leaves.name_of(moved)} other memory"

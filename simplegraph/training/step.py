@@ -27,6 +27,7 @@ from simplegraph.module.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWAR
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 from simplegraph.training.gradients import Gradients, gradient_hooks
+from simplegraph.training.leaves import leaves_reached
 from simplegraph.training.optimizers import StepOptimizers
 from simplegraph.training.plan import WithGradients
 from simplegraph.training.python_state import OptimizersPython
@@ -100,7 +101,8 @@ class StepEffects:
     def note_leaves(self, result: Any, *, captured: bool) -> None:
         """Note parameters that got gradients though neither the code nor the optimizers tell of them."""
         known = set(map(id, self.gradients.parameters))
-        unknown = [leaf for leaf in _leaves_below(result) if id(leaf) not in known]
+        outputs = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+        unknown = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in known]
         if unknown and captured:
             cause = f"a parameter of shape {tuple(unknown[0].shape)} got a gradient, but nothing led to it"
             raise CaptureError(f"capturing the step failed\n  {cause}.\n  Name its module in modules=.", cause=cause)
@@ -370,23 +372,6 @@ def _fresh_autocast_cache() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
-
-
-def _leaves_below(result: Any) -> list[Tensor]:
-    """List the tensors that the autograd graph of a result ends in."""
-    leaves, _ = flatten(result)
-    left = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    seen: set[Any] = set()
-    found: dict[int, Tensor] = {}
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
-                found[id(variable)] = variable
-            left += [below for below, _ in node.next_functions if below is not None]
-    return list(found.values())
 
 
 def _detached(result: Any) -> Any:
