@@ -31,7 +31,7 @@ from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
-from simplegraph.training.leaves import HookWatch, Leaves
+from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused
 from simplegraph.training.lessons import Lessons
 from simplegraph.training.pair import Backward, GraphPair, Lane, Returned
 from simplegraph.training.recording import Recording, Tape, written_outputs
@@ -81,7 +81,8 @@ class PairBuilder:
         before = random_states(generators)
         observer, host, hooks = MemoryObserver(), HostWarmup(self.device.torch_device), HookWatch()
         limit = copy_limit(self.device.free_memory())
-        with bypassed(Reason.NESTED), binding.counted.eager_run(call.module), hooks, host.following(), observer:
+        run = binding.counted.eager_run(call.module)
+        with bypassed(Reason.NESTED), run, replicas_refused(binding), hooks, host.following(), observer:
             result = wait_collectives(invoke_watched(call, self.reader, call.args, call.kwargs, limit))
         self.table.constants.learn(key, host.copies, host.sources, met_host=host.met_host)
         binding.draws |= observer.may_draw and drew(generators, before)

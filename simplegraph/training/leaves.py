@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from simplegraph.module.args import PLAIN_TENSORS
 from simplegraph.module.survey import HeldTensor, Survey
@@ -17,6 +20,10 @@ from simplegraph.module.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWAR
 from simplegraph.reasons import CannotBind, Reason
 
 requires_grad = operator.attrgetter("requires_grad")
+_REPLICA = (
+    "DistributedDataParallel reduces gradients between ranks by hooks that no replay runs; "
+    "wrap the module in it: DistributedDataParallel(wrap(module, training=True))"
+)
 
 
 class Leaves:
@@ -184,6 +191,26 @@ def refuse_hooks(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if child._backward_hooks or child._backward_pre_hooks:
             raise CannotBind(Reason.HOOKS, f"full backward hooks on {name or 'the module'}")
+
+
+@contextlib.contextmanager
+def replicas_refused(binding: Any) -> Iterator[None]:
+    """Let no graph serve a binding's calls if the run in here calls a `DistributedDataParallel`, whatever holds it.
+
+    Autograd itself reduces its gradients between ranks. A capture that failed would leave that half done, and the next
+    forward of the module would raise.
+    """
+    thread = threading.get_ident()
+
+    def note(module: nn.Module, _: Any) -> None:
+        if isinstance(module, DistributedDataParallel) and threading.get_ident() == thread:
+            binding.unsupported = CannotBind(Reason.UNTRAINABLE, _REPLICA)
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class HookWatch(torch.overrides.TorchFunctionMode):

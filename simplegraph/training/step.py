@@ -27,7 +27,7 @@ from simplegraph.module.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWAR
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 from simplegraph.training.gradients import Gradients, gradient_hooks
-from simplegraph.training.leaves import leaves_reached
+from simplegraph.training.leaves import leaves_reached, replicas_refused
 from simplegraph.training.optimizers import StepOptimizers
 from simplegraph.training.plan import WithGradients
 from simplegraph.training.python_state import OptimizersPython
@@ -122,8 +122,10 @@ class StepEffects:
         """Surround a run that computes; `observed` if `note_read` will tell what it read."""
         self._passed = self.gradients.passed() if observed else {}
         hooks = [] if self._trained else [each.register_step_post_hook(self._note_step) for each in self.optimizers.all]
+        serving = self._serving() if observed else None
+        replicas = replicas_refused(serving) if serving else contextlib.nullcontext()
         try:
-            with self.optimizers.watched(), self.optimizers.mirrored():
+            with self.optimizers.watched(), self.optimizers.mirrored(), replicas:
                 yield
         finally:
             for hook in hooks:
