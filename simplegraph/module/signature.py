@@ -40,15 +40,22 @@ class CallReader:
         forward: the function whose parameters name the arguments.
         config: declared batch dimensions, pad rules and trusted arguments.
         known: what need not be declared.
+        exact: find no batch dimensions, as with `exact_shapes`.
 
     Attributes:
         changing: finds the numbers that are tensors in graphs; None if none are.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], config: CudaGraphConfig, known: KnownArguments = NOTHING_KNOWN
+        self,
+        forward: Callable[..., Any],
+        config: CudaGraphConfig,
+        known: KnownArguments = NOTHING_KNOWN,
+        *,
+        exact: bool = False,
     ) -> None:
         self._config, self._known = config, known
+        self._exact = exact or config.exact_shapes
         self.changing: ChangingNumbers | None = None
         self._pads = {**known.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
@@ -106,7 +113,7 @@ class CallReader:
     ) -> tuple[int, list[Arg], Signature]:
         """Find the batch size of a call, its arguments in order, and its signature; numbers that change become tensors.
 
-        Without batch dimensions (`exact_shapes`) the size is 1. `device` is where the call runs if no tensor tells.
+        Without batch dimensions (`exact`) the size is 1. `device` is where the call runs if no tensor tells.
 
         Raises:
             CannotBind: a graph cannot serve the call.
@@ -117,7 +124,7 @@ class CallReader:
         hosted = {index for index in tensors if leaves[index].is_cpu and device.type != "cpu"}
         tensors = [index for index in tensors if index not in hosted]
         self._check_tensors(leaves, names, tensors)
-        exact = self._config.exact_shapes
+        exact = self._exact
         anchor, anchor_dim = (-1, 0) if exact else self._anchor(leaves, names, tensors)
         batch = 1 if exact else leaves[anchor].shape[anchor_dim]
         if batch == 0:
@@ -193,7 +200,7 @@ class CallReader:
 
     def confirmed(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> bool:
         """True if no batch dimension of a call is a guess: each is declared, or followed two batch sizes."""
-        if self._config.exact_shapes:
+        if self._exact:
             return True
         triples = zip(leaves, names, self._shapes(leaves, spec), strict=True)
         tensors = ((leaf, name, seen) for leaf, name, seen in triples if isinstance(leaf, Tensor))

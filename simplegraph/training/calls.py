@@ -23,7 +23,7 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.call import Binding, Call, CallLayout, invoke
 from simplegraph.module.known import KnownCalls
 from simplegraph.module.replay import MISS
-from simplegraph.module.signature import device_of
+from simplegraph.module.signature import CallReader, device_of
 from simplegraph.module.state import any_requires_grad
 from simplegraph.module.torch_state import (
     GLOBAL_BACKWARD_HOOKS,
@@ -42,7 +42,6 @@ from simplegraph.training.leaves import refuse_hooks, saved_tensors_hooks
 from simplegraph.training.lessons import Lessons
 from simplegraph.training.pair import GraphPair, Lane, Ticket, apply
 from simplegraph.training.proof import ProvenTicket
-from simplegraph.training.reader import ExactReader
 
 logger = logging.getLogger("simplegraph")
 
@@ -126,7 +125,7 @@ class TrainingCalls:
         self, config: CudaGraphConfig, calls: KnownCalls, new_manager: Callable[[torch.device], CudaGraphManager]
     ) -> None:
         self._config, self._calls, self._new_manager = config, calls, new_manager
-        self._reader: ExactReader | None = None
+        self._reader: CallReader | None = None
         self._generations: dict[bool, Generation] = {}
         self._lock = threading.RLock()
         self._strikes = 0
@@ -214,7 +213,7 @@ class TrainingCalls:
 
     def _serve(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._reader is None:
-            self._reader = ExactReader(module.forward, self._config)
+            self._reader = CallReader(module.forward, self._config, exact=True)
         leaves, names, spec = self._reader.leaves(args, kwargs)
         if not any_requires_grad(leaves) and not self._module_wants(module):
             return MISS
@@ -227,10 +226,13 @@ class TrainingCalls:
         hindered = hindrance()
         if hindered is not None:
             raise CannotBind(*hindered)
+        sized = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
+        batch = leaves[sized[0]].shape[0] if sized else 1
+        if batch == 0:
+            raise CannotBind(Reason.EMPTY_BATCH, f"{names[sized[0]]} has shape {tuple(leaves[sized[0]].shape)}")
         known = self._read(generation, module, leaves, names, spec)
-        batch = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
-        dispatch = Dispatch(CudaGraphMode.FULL, BatchDescriptor(max(1, batch)), Reason.EXACT, 0)
-        call = Call(module, args, kwargs, leaves, names, max(1, batch), known.layout, dispatch)
+        dispatch = Dispatch(CudaGraphMode.FULL, BatchDescriptor(batch), Reason.EXACT, 0)
+        call = Call(module, args, kwargs, leaves, names, batch, known.layout, dispatch)
         result = self._replay(generation, known, module, args, kwargs)
         if result is not MISS:
             generation.last[:] = [known]
@@ -327,7 +329,7 @@ class TrainingCalls:
         if found is None:
             make = functools.partial(self._new_manager, device)
             lanes = [Lane(make, number) for number in range(_LANES)]
-            builder = PairBuilder(module, cast(ExactReader, self._reader), lanes)
+            builder = PairBuilder(module, cast(CallReader, self._reader), lanes)
             found = self._generations[module.training] = Generation(builder)
         return found
 

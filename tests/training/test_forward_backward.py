@@ -109,6 +109,27 @@ def test_an_input_that_wants_gradients_gets_them(device):
     assert reasons(model) == {"first_call": 2}
 
 
+def test_a_call_with_scalars_alone_goes_through_graphs_and_one_without_rows_runs_eagerly(device):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.weight * x
+
+    plain, model = twins(Scaled, device)
+    for number in range(5):
+        for each in (plain, model):
+            step(each, torch.tensor(float(number), device=device))
+        assert_same(model, plain)
+    assert reasons(model) == {"first_call": 1}
+    for each in (plain, model):
+        step(each, torch.ones(0, 3, device=device))
+    assert_same(model, plain)
+    assert reasons(model) == {"first_call": 1, "empty_batch": 1}
+
+
 def test_two_forwards_may_wait_for_their_backward_and_a_third_runs_eagerly(device):
     plain, model = captured(linear, device)
     data = [x for x, _ in batches(3, device)]
