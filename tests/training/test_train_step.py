@@ -14,7 +14,17 @@ from torch import nn
 
 import simplegraph as sg
 from simplegraph.reasons import Reason
-from tests.training.twins import Training, Twins, assert_same, batch, deterministic, small_model
+from tests.training.twins import (
+    Training,
+    Twins,
+    accumulating,
+    assert_same,
+    batch,
+    classifying,
+    deterministic,
+    scaling,
+    small_model,
+)
 
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, fused=True),
@@ -32,23 +42,8 @@ def _deterministic():
         yield
 
 
-def making(optimizer="adamw", model=small_model, *, to_none=True, clip=True):
-    def make():
-        trained = model()
-        chosen = OPTIMIZERS[optimizer](trained.parameters())
-
-        def step_fn(x, y):
-            chosen.zero_grad(set_to_none=to_none)
-            loss = F.cross_entropy(trained(x), y)
-            loss.backward()
-            if clip:
-                torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-            chosen.step()
-            return loss
-
-        return step_fn, trained, chosen
-
-    return make
+def making(optimizer="adamw", model=small_model, **more):
+    return classifying(OPTIMIZERS[optimizer], model, **more)
 
 
 @pytest.mark.proofs
@@ -87,24 +82,9 @@ def test_the_last_partial_batch_runs_eagerly_until_it_came_twice():
         assert twins.stats.captures == (1, 2, 2)[epoch]
 
 
-def accumulating():
-    trained = small_model()
-    chosen = OPTIMIZERS["adamw"](trained.parameters())
-
-    def step_fn(x, y, last):
-        loss = F.cross_entropy(trained(x), y) / 2
-        loss.backward()
-        if last:
-            chosen.step()
-            chosen.zero_grad()
-        return loss
-
-    return step_fn, trained, chosen
-
-
 @pytest.mark.proofs
 def test_accumulated_gradients_are_the_sum_of_both_batches():
-    twins = Twins(accumulating)
+    twins = Twins(accumulating(OPTIMIZERS["adamw"]))
     for number in range(16):
         twins.run(*batch(number), number % 2 == 1)
     assert twins.stats.replays >= 10
@@ -135,7 +115,7 @@ def test_accumulation_over_three_batches_never_adds_one_twice():
 
 
 def test_gradients_may_be_dropped_or_changed_between_steps():
-    twins = Twins(accumulating)
+    twins = Twins(accumulating(OPTIMIZERS["adamw"]))
     for number in range(6):
         twins.run(*batch(number), False)
     for number in range(8):
@@ -160,7 +140,7 @@ def test_a_shape_that_first_meets_gradients_of_a_graph_finds_them_elsewhere_late
 
 
 def test_a_backward_of_eager_between_steps_adds_to_what_the_graph_left():
-    twins = Twins(accumulating)
+    twins = Twins(accumulating(OPTIMIZERS["adamw"]))
 
     def backward(training):
         x, y = batch(99)
@@ -373,33 +353,10 @@ def test_two_optimizers_of_a_gan_step_in_turn():
     assert twins.stats.captures >= 2
 
 
-def scaling(*, unscale=True, growth=3):
-    def make():
-        trained = small_model()
-        chosen = OPTIMIZERS["adamw"](trained.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=growth)
-
-        def step_fn(x, y):
-            chosen.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = F.cross_entropy(trained(x), y)
-            scaler.scale(loss).backward()
-            if unscale:
-                scaler.unscale_(chosen)
-                torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-            scaler.step(chosen)
-            scaler.update()
-            return loss
-
-        return step_fn, trained, chosen, scaler
-
-    return make
-
-
 @pytest.mark.proofs
 @pytest.mark.parametrize("unscale", [True, False])
 def test_a_gradient_scaler_grows_and_skips_as_in_eager(unscale):
-    twins = Twins(scaling(unscale=unscale))
+    twins = Twins(scaling(OPTIMIZERS["adamw"], unscale=unscale))
     for number in range(14):
         x, y = batch(number)
         if number in (6, 10):
@@ -897,43 +854,16 @@ def test_a_scaler_with_an_optimizer_that_is_not_fused_is_refused_by_name():
 
 
 def test_a_capture_that_fails_between_a_scalers_calls_puts_the_scaler_back():
-    def make():
-        trained = small_model()
-        chosen = OPTIMIZERS["adamw"](trained.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    def read_first(scaler, loss):
+        loss.item()
+        scaler.update()
 
-        def step_fn(x, y):
-            chosen.zero_grad()
-            loss = F.cross_entropy(trained(x), y)
-            scaler.scale(loss).backward()
-            scaler.unscale_(chosen)
-            scaler.step(chosen)
-            loss.item()
-            scaler.update()
-            return loss
-
-        return step_fn, trained, chosen, scaler
-
-    said = refused(Twins(make))
+    said = refused(Twins(scaling(OPTIMIZERS["adamw"], growth=2, end=read_first)))
     assert "loss.item()" in said
 
 
 def test_a_scaler_that_is_updated_outside_is_refused():
-    def make():
-        trained = small_model()
-        chosen = OPTIMIZERS["adamw"](trained.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-
-        def step_fn(x, y):
-            chosen.zero_grad()
-            loss = F.cross_entropy(trained(x), y)
-            scaler.scale(loss).backward()
-            scaler.step(chosen)
-            return loss
-
-        return step_fn, trained, chosen, scaler
-
-    twins = Twins(make)
+    twins = Twins(scaling(OPTIMIZERS["adamw"], unscale=False, growth=2, end=lambda scaler, loss: None))
     for number in range(6):
         twins.run(*batch(number))
         twins.both(lambda training: training.scaler.update())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import simplegraph as sg
@@ -126,3 +127,90 @@ def batch(number: int, rows: int = 8, device: Any = "cpu") -> tuple[Tensor, Tens
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(rows, 6, generator=generator)
     return x.to(device), torch.randint(0, 3, (rows,), generator=generator).to(device)
+
+
+def classifying(
+    optimizer: Any,
+    model: Any = small_model,
+    device: str = "cpu",
+    *,
+    to_none: bool = True,
+    clip: bool = True,
+    cast: Any = None,
+) -> Callable[[], Any]:
+    """Make training steps of a model, whose optimizer `optimizer` makes of parameters; autocast to `cast`, if given."""
+
+    def make() -> Any:
+        trained = model().to(device)
+        chosen = optimizer(trained.parameters())
+
+        def step_fn(x: Tensor, y: Tensor) -> Tensor:
+            chosen.zero_grad(set_to_none=to_none)
+            with torch.autocast(device, cast) if cast else contextlib.nullcontext():
+                loss = F.cross_entropy(trained(x), y)
+            loss.backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+            chosen.step()
+            return loss
+
+        return step_fn, trained, chosen
+
+    return make
+
+
+def accumulating(optimizer: Any, device: str = "cpu") -> Callable[[], Any]:
+    """Make training steps that add gradients up, until a call is the `last` of a batch."""
+
+    def make() -> Any:
+        trained = small_model().to(device)
+        chosen = optimizer(trained.parameters())
+
+        def step_fn(x: Tensor, y: Tensor, last: bool) -> Tensor:
+            loss = F.cross_entropy(trained(x), y) / 2
+            loss.backward()
+            if last:
+                chosen.step()
+                chosen.zero_grad()
+            return loss
+
+        return step_fn, trained, chosen
+
+    return make
+
+
+def _update(scaler: Any, loss: Tensor) -> None:
+    scaler.update()
+
+
+def scaling(
+    optimizer: Any,
+    device: str = "cpu",
+    cast: Any = torch.bfloat16,
+    *,
+    unscale: bool = True,
+    growth: int = 3,
+    end: Any = _update,
+) -> Callable[[], Any]:
+    """Make training steps with a gradient scaler; `end(scaler, loss)` ends each."""
+
+    def make() -> Any:
+        trained = small_model().to(device)
+        chosen = optimizer(trained.parameters())
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=growth)
+
+        def step_fn(x: Tensor, y: Tensor) -> Tensor:
+            chosen.zero_grad()
+            with torch.autocast(device, cast):
+                loss = F.cross_entropy(trained(x), y)
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(chosen)
+                torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+            scaler.step(chosen)
+            end(scaler, loss)
+            return loss
+
+        return step_fn, trained, chosen, scaler
+
+    return make
