@@ -36,7 +36,7 @@ class Gradients:
     the pool, the same for all graphs; what `.grad` holds is copied there if it lies elsewhere.
 
     Attributes:
-        parameters: them.
+        parameters: those whose gradients these are.
         devices: where they are, as text.
         entry: what `.grad` of each held when `state` last looked.
     """

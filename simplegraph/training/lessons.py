@@ -1,4 +1,4 @@
-"""What eager calls under grad mode, and their backwards, showed: captures follow it."""
+"""Facts that eager calls under grad mode, and their backwards, showed: captures follow them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simplegraph.graph.modes import autocast_dtype
 
 
 class OutputLook(NamedTuple):
-    """How an output looks.
+    """The look of an output.
 
     Attributes:
         wanting: it wants gradients.
@@ -41,7 +41,7 @@ class OutputLook(NamedTuple):
 
 
 class Lessons:
-    """What eager calls of one signature, and their backwards, showed.
+    """Keeps the facts that eager calls of one signature, and their backwards, showed.
 
     Attributes:
         device_type: of the device that they ran on.

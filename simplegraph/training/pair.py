@@ -87,7 +87,7 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True)
 class Returned:
-    """How what a graph writes becomes what the caller gets.
+    """Turns what a graph writes into what the caller gets.
 
     Attributes:
         spec: how it nests.

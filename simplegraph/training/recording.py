@@ -28,7 +28,7 @@ from simplegraph.training.lessons import Lessons, OutputLook
 
 
 class Arguments:
-    """What a captured forward is passed, and how its leaves stand in for the caller's.
+    """Holds what a captured forward is passed, whose leaves stand in for the caller's.
 
     Args:
         call: the call that is captured; inputs: the static inputs of its graph.
@@ -56,7 +56,7 @@ class Arguments:
 
 @dataclasses.dataclass(eq=False)
 class Tape:
-    """What a captured forward leaves for the capture of its backward.
+    """Holds what a captured forward leaves for the capture of its backward.
 
     Attributes:
         spec: how its outputs nest; leaves: those that no graph writes.

@@ -48,7 +48,7 @@ class StepState(NamedTuple):
 
 
 class StepEffects:
-    """What a training step does beside its result.
+    """The effects of a training step beside its result.
 
     Args:
         optimizers: those that it calls.

@@ -1,4 +1,4 @@
-"""What changes between steps beside tensors, such as settings of layers and hooks: steps go on as those of eager."""
+"""Steps go on as those of eager after changes beside tensors, such as to settings of layers and to hooks."""
 
 from __future__ import annotations
 
