@@ -27,6 +27,7 @@ from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 OTHERS_TOO = "so will other sizes that this stops, see the report"  # where these were not tried
+_TRIES = 3  # eager runs of a graph that wrote to memory not known to be written; then it stays unverified
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -52,6 +53,11 @@ class CapturedGraph:
     def need_proofs(self, count: int) -> None:
         """Compare at least so many of its next calls with eager."""
         self.unproven, self.unproven_padded = max(self.unproven, count), max(self.unproven_padded, count)
+
+    def keeps_writing_elsewhere(self) -> bool:
+        """Count a run that wrote to memory not known to be written, and was not compared; True if it was the last."""
+        self.tries += 1
+        return self.tries == _TRIES
 
     def prove(self, *, padded: bool, both: bool = False, unverified: str = "") -> None:
         """Note that a call was compared with eager, or why none can be.

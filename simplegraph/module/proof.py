@@ -24,8 +24,6 @@ from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 
-# Eager runs of a graph that wrote to memory which was not known to be written; then it stays unverified.
-_TRIES = 3
 _REMEDY = (
     "simplegraph.check(module, inputs) says more. A forward that mixes rows is wrong under padding (padding=False), "
     "and Python state is frozen (state_key)."
@@ -102,8 +100,7 @@ class _CallProof:
             plan.inputs.dirty = plan.inputs.rows
         plan.graph.counters.proof_seconds += time.perf_counter() - started
         if unknown:
-            plan.graph.tries += 1
-            if plan.graph.tries == _TRIES:
+            if plan.graph.keeps_writing_elsewhere():
                 self._leave_unverified("it keeps writing to other memory")
             return self._result
         self._note(found)

@@ -31,8 +31,6 @@ from simplegraph.training.recording import written_outputs
 
 logger = logging.getLogger("simplegraph")
 
-# Eager runs of a graph that wrote to memory which was not known to be written; then it stays unverified.
-_TRIES = 3
 _REMEDY = "Python state is frozen in a graph (state_key); simplegraph.eager() keeps calls out of it."
 
 
@@ -83,7 +81,8 @@ class ProvenTicket(Ticket):
             try:
                 outputs, observer = proof.run_eager(self._run, call.batch)
                 if self._learn(proof, observer, saved):
-                    self._note_try()
+                    if plan.graph.keeps_writing_elsewhere():
+                        self._leave_unverified("it keeps writing to other memory")
                 else:
                     self._forward = proof
                     replay = functools.partial(self._replay_forward, proof, saved)
@@ -227,12 +226,6 @@ class ProvenTicket(Ticket):
         self._forward = None
         if table.config.on_capture_failure == "raise":
             raise VerificationError(f"{cause}.\n  {_REMEDY}")
-
-    def _note_try(self) -> None:
-        graph = self.pair.plan.graph
-        graph.tries += 1
-        if graph.tries == _TRIES:
-            self._leave_unverified("it keeps writing to other memory")
 
     def _leave_unverified(self, why: str) -> None:
         for graph in (self.pair.plan.graph, *(backward.graph for backward in self.pair.backwards)):
