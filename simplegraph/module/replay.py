@@ -61,19 +61,10 @@ def try_replay(
         return MISS
     if copies is None or (plan.guarded and plan.refusal(leaves) is not None):
         return MISS
-    autocast = autocast_dtype(plan.device.torch_device.type) if _ANY_AUTOCAST() else None
-    if autocast is not layout.autocast:
-        return MISS
     if _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
         return MISS
-    if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
-        return MISS
-    if TorchSettings.current is not layout.settings and TorchSettings.read() is not layout.settings:
-        return MISS
-    if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
-        return MISS
     state, is_capturing = plan.state, plan.is_capturing
-    if state_key is not None and state_key(module) != layout.state:
+    if not same_around(module, plan, layout, state_key):
         return MISS
     with plan.pool.lock:
         moved = (state.seen != state.count or state.watches_plain) and state.moved()
@@ -82,6 +73,20 @@ def try_replay(
         if plan.debug:
             return replay_checked(module, plan, leaves, copies)
         return plan.replay(leaves, copies)
+
+
+def same_around(module: Any, plan: Plan, layout: CallLayout, state_key: StateKey | None) -> bool:
+    """True if autocast, settings, modes, hooks on all modules and Python state are those of the calls of a layout."""
+    autocast = autocast_dtype(plan.device.torch_device.type) if _ANY_AUTOCAST() else None
+    if autocast is not layout.autocast:
+        return False
+    if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
+        return False
+    if TorchSettings.current is not layout.settings and TorchSettings.read() is not layout.settings:
+        return False
+    if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
+        return False
+    return state_key is None or state_key(module) == layout.state
 
 
 def replay_checked(module: Any, plan: Plan, leaves: Sequence[Any], copies: Copies) -> Any:

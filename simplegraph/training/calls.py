@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
 
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
@@ -22,19 +21,13 @@ from simplegraph.graph.modes import autocast_dtype
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.call import Binding, Call, CallLayout, invoke
 from simplegraph.module.known import KnownCalls
-from simplegraph.module.replay import MISS
+from simplegraph.module.replay import MISS, same_around
 from simplegraph.module.signature import CallReader, device_of
 from simplegraph.module.state import any_requires_grad
 from simplegraph.module.torch_state import (
     GLOBAL_BACKWARD_HOOKS,
     GLOBAL_BACKWARD_PRE_HOOKS,
-    GLOBAL_HOOKS,
-    GLOBAL_PRE_HOOKS,
-    TorchSettings,
-    function_modes,
     hindrance,
-    num_function_modes,
-    num_operator_modes,
 )
 from simplegraph.reasons import CannotBind, Reason
 from simplegraph.training.builder import PairBuilder
@@ -45,8 +38,6 @@ from simplegraph.training.proof import ProvenTicket
 
 logger = logging.getLogger("simplegraph")
 
-# Private to torch; where it is absent, every call asks for the device's own state.
-_ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _LANES = 2  # forwards that may wait for their backward at once
 _STALE_LIMIT = 3  # generations in a row that went stale before serving a replay
 
@@ -191,17 +182,9 @@ class TrainingCalls:
             return MISS
         if _wanting(leaves) != known.inputs or builder.leaves.flags() != known.flags:
             return MISS
-        autocast = autocast_dtype(plan.device.torch_device.type) if _ANY_AUTOCAST() else None
-        if autocast is not layout.autocast or (autocast and torch.is_autocast_cache_enabled() is not known.caches):
+        if layout.autocast and torch.is_autocast_cache_enabled() is not known.caches:
             return MISS
-        if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
-            return MISS
-        if TorchSettings.current is not layout.settings and TorchSettings.read() is not layout.settings:
-            return MISS
-        if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
-            return MISS
-        state_key = self._calls.state_key
-        if state_key is not None and state_key(module) != layout.state:
+        if not same_around(module, plan, layout, self._calls.state_key):
             return MISS
         with plan.pool.lock:
             if generation.stale or not lane.free or not plan.program.live or plan.is_capturing():
