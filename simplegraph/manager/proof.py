@@ -112,24 +112,22 @@ class ReplayProof:
         before, and what is computed from them is ignored.
         """
         memory = self._memory
-        tensors = memory.written_by_segments
-        before, after = (memory.seen_in(copies, tensors) for copies in (self._before, self._after))
-        start = []
-        for (name, tensor), was, now in zip(tensors, before, after, strict=True):
-            if tensor.is_floating_point():
-                kept = (was == now) | (was.isnan() & now.isnan())
-                start.append((name, tensor, kept, torch.where(kept, -was - 1, was)))
-        if not start:
+        tensors = [(name, tensor) for name, tensor in memory.written_by_segments if tensor.is_floating_point()]
+        if not tensors:
             return None
+        before, after = (memory.seen_in(copies, tensors) for copies in (self._before, self._after))
         memory.put(self._before)
-        for _, tensor, _, other in start:
-            tensor.detach().copy_(other)
+        unwritten = []
+        for (_, tensor), was, now in zip(tensors, before, after, strict=True):
+            unwritten.append((was == now) | (was.isnan() & now.isnan()))
+            tensor.detach().copy_(torch.where(unwritten[-1], -was - 1, was))
+        start = [tensor.detach().clone() for _, tensor in tensors]  # at last: views of other dtypes may share memory
         self._scrambled = True
         try:
             self._table.replay(self._played, 0, load)
         finally:
             self._scrambled = False
-        for name, tensor, kept, other in start:
+        for (name, tensor), kept, other in zip(tensors, unwritten, start, strict=True):
             same = (tensor == other) | (tensor.isnan() & other.isnan())
             if bool((kept & ~same).any()):
                 return f"{name} is written where eager does not write"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from simplegraph.manager.table import ProgramTable
 from simplegraph.module.args import ConstantArg
 from simplegraph.module.call import Call
 from simplegraph.module.functions import computes_gradients
+from simplegraph.module.inputs import overlaps_itself
 from simplegraph.module.snapshot import has_address
 from simplegraph.module.survey import Survey, held_tensors
 
@@ -43,9 +45,10 @@ class ModuleMemory:
         call, written = self._call, self._written
         inputs = [(name, leaf) for name, leaf in call.tensors if leaf.numel()]
         own = {storage_key(leaf) for _, leaf in inputs}
-        known = {key: entry for key, entry in self._held().items() if key not in own}
-        must = [entry for key, entry in known.items() if key in written]
-        others = [e for key, e in known.items() if key not in written and not isinstance(e[1], nn.Parameter)]
+        known = [entry for entry in self._held() if storage_key(entry[1]) not in own]
+        must = [entry for entry in known if storage_key(entry[1]) in written]
+        unseen = [entry for entry in known if storage_key(entry[1]) not in written]
+        others = [entry for entry in unseen if not isinstance(entry[1], nn.Parameter)]
         everything = SavedMemory(must, others, inputs)
         least = SavedMemory(must, (), [entry for entry in inputs if entry[0] in call.binding.written])
         free = self._table.device.free_memory()
@@ -57,22 +60,29 @@ class ModuleMemory:
             limit = max(0, left) if any_size else min(limit, max(0, left))
         return next((choice for choice in (everything, least) if choice.nbytes <= limit), None)
 
-    def _held(self) -> dict[int, tuple[str, Tensor]]:
-        """Find the tensors on the device that the module holds, and those that it was seen to use, by storage key."""
+    def _held(self) -> list[tuple[str, Tensor]]:
+        """List the tensors on the device that the module holds, and the memory that it was seen to write, each once."""
         device = self._table.device.torch_device
         named = [(entry.name, part) for entry in held_tensors(self._call.module) for part in parts(entry.tensor)]
-        named += [("memory from elsewhere", self._seen[key]) for key in self._written if key in self._seen]
-        found: dict[int, tuple[str, Tensor]] = {}
+        named += [("memory from elsewhere", _whole(self._seen[key])) for key in self._written if key in self._seen]
+        found: dict[Hashable, tuple[str, Tensor]] = {}
         for name, tensor in named:
             if has_address(tensor) and tensor.device == device:
-                found.setdefault(storage_key(tensor), (name, tensor))
-        return found
+                part = _whole(tensor) if overlaps_itself(tensor) else tensor
+                place = storage_key(part), part.storage_offset(), part.shape, part.stride(), part.dtype
+                found.setdefault(place, (name, part))
+        return list(found.values())
 
     def generators(self) -> tuple[torch.Generator, ...]:
         """Find the generators that the forward may draw from, the CPU's among them."""
         own = default_generator(self._table.device.torch_device)
         found = (own, torch.default_generator, *held_generators(self._call))
         return tuple({id(generator): generator for generator in found}.values())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """View all memory that a tensor is a part of, as elements like its own."""
+    return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def held_generators(call: Call) -> tuple[torch.Generator, ...]:

@@ -205,6 +205,45 @@ def test_frozen_python_state_is_found_and_the_size_runs_eagerly(device, caplog):
     assert "does not equal eager" in caplog.text
 
 
+@pytest.mark.parametrize("written", ["first", "second", "spread", "foreign"])
+def test_a_wrong_write_to_any_part_of_one_buffer_is_found(device, written):
+    step = [1.0]
+
+    flat, other = torch.zeros(3 * WIDTH, device=device), torch.zeros(2 * WIDTH, device=device)
+    parts = {"first": flat[:WIDTH], "second": flat[WIDTH:-WIDTH], "spread": flat[-WIDTH:].expand(2, WIDTH)}
+    read, parts["foreign"] = other.chunk(2)  # in a closure, which nothing watches
+
+    def count(m, x):
+        y = x * 2 + read
+        parts[written][0] += step[0]
+        return y
+
+    model = graphed(device, count)
+    model.first, model.second, model.spread = list(parts.values())[:3]
+    model.capture_graphs(rows(4, device))
+    flat.zero_()
+    other.zero_()
+    step[0] = 2.0  # between the capture and the first replay
+    for _ in range(3):
+        model(rows(4, device))
+    assert parts[written].max() == 6
+    assert model.graph_stats.replays == 0
+
+
+def test_memory_that_is_viewed_in_several_dtypes_is_padded(device):
+    def count(m, x):
+        m.part[0] += 1
+        return x * 2 + m.part[0]
+
+    model = graphed(device, count)
+    model.flat = torch.zeros(16, device=device)
+    model.half, model.part, model.whole = model.flat.view(torch.bfloat16), model.flat[4:8], model.flat.view(4, 4).t()
+    for step in range(6):
+        x = rows(3 if step > 1 else 4, device)
+        assert torch.equal(model(x), x * 2 + (step + 1))
+    assert proofs(model)[4] == "exact, padded"
+
+
 def test_configured_to_raise_a_difference_is_an_error(device):
     model = graphed(device, lambda m, x: x - x.mean(0), on_capture_failure="raise")
     model.capture_graphs(rows(8, device))
