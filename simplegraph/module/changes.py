@@ -192,6 +192,14 @@ def _owner(args: tuple[Any, ...]) -> list[int]:
     return [id(args[0])]
 
 
+def _attribute(args: tuple[Any, ...]) -> list[int]:
+    return _module(args) if id(vars(args[0])) in Changes.watched and _matters(*args) else []
+
+
+def _step(args: tuple[Any, ...]) -> list[int]:
+    return _owner(args) if args[1] == "step" else []
+
+
 def _hooks(args: tuple[Any, ...]) -> list[int]:
     return [id(args[0].hooks_dict_ref())]
 
@@ -210,6 +218,8 @@ _CHANGING: tuple[tuple[Any, tuple[str, ...], Callable[[tuple[Any, ...]], list[in
     (torch, ("resize_as_", "as_strided_"), _tensors),
     (torch._C, ("_swap_tensor_impl",), _tensors),
     (torch.UntypedStorage, ("resize_", "share_memory_"), lambda args: [args[0]._cdata]),
+    (nn.Module, ("__setattr__", "__delattr__"), _attribute),
+    (optim.Optimizer, ("__setattr__", "__delattr__"), _step),
     (nn.Module, ("register_forward_hook", "register_forward_pre_hook"), _module),
     (nn.Module, ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"), _module),
     (torch.Tensor, ("register_hook", "register_post_accumulate_grad_hook"), _owner),
@@ -233,10 +243,6 @@ def watch_tensors() -> None:
         for name in names:
             if hasattr(holder, name):
                 patches.replace(holder, name, _door(getattr(holder, name), things))
-    patches.replace(nn.Module, "__setattr__", _attribute_door(nn.Module.__setattr__))
-    patches.replace(nn.Module, "__delattr__", _attribute_door(nn.Module.__delattr__))
-    patches.replace(optim.Optimizer, "__setattr__", _step_door(optim.Optimizer.__setattr__))
-    patches.replace(optim.Optimizer, "__delattr__", _step_door(optim.Optimizer.__delattr__))
 
 
 def _door(call: Callable[..., Any], things_of: Callable[[tuple[Any, ...]], list[int]]) -> Callable[..., Any]:
@@ -251,35 +257,6 @@ def _door(call: Callable[..., Any], things_of: Callable[[tuple[Any, ...]], list[
             return call(*args, **kwargs)
         finally:
             Changes.note(things)
-
-    return counted
-
-
-def _attribute_door(call: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(call)
-    def counted(self: nn.Module, name: str, *value: Any) -> None:
-        things = (id(self.__dict__),)
-        if things[0] not in Changes.watched or not _matters(self, name, *value):
-            return call(self, name, *value)
-        Changes.note(things)
-        try:
-            call(self, name, *value)
-        finally:
-            Changes.note(things)
-
-    return counted
-
-
-def _step_door(call: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(call)
-    def counted(self: optim.Optimizer, name: str, *value: Any) -> None:
-        if name != "step" or id(self) not in Changes.watched:
-            return call(self, name, *value)
-        Changes.note((id(self),))
-        try:
-            call(self, name, *value)
-        finally:
-            Changes.note((id(self),))
 
     return counted
 
