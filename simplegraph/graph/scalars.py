@@ -1,4 +1,4 @@
-"""What of a run follows the batch size unseen: numbers that Python passes to operators, and choices among all rows.
+"""Find what follows the batch size unseen: numbers that Python passes to operators, and choices among all rows.
 
 A graph holds the numbers of the size it is for. A maximum over rows may be one of the padding's, though the padding of
 a proof is none by chance.
@@ -124,7 +124,7 @@ class NumbersSeen:
 
 
 class PaddingFault(NamedTuple):
-    """What padding would change, and what to do about it."""
+    """Says what padding would change, and what to do about it."""
 
     said: str
     remedy: str

@@ -53,7 +53,7 @@ class CaptureJob:
 
     @property
     def kind(self) -> str:
-        """What the report calls such graphs."""
+        """Name such graphs as the report does."""
         return self.part.partition(",")[0].upper() or self.mode.name
 
     @property

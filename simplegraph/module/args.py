@@ -1,4 +1,4 @@
-"""What a graph fixes about one argument of a call: of a tensor, of a constant, of a small tensor on the CPU."""
+"""Describe an argument of a call by all that a graph fixes about it: a tensor, a constant, a small CPU tensor."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class FunctionModule(nn.Module):
 
 
 class ReachedValues:
-    """What a function reaches; apart from the module, whose attributes are watched."""
+    """Holds what a function reaches; apart from the module, whose attributes are watched."""
 
     def __init__(self, name: str) -> None:
         self.name = name

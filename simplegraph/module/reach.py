@@ -69,7 +69,7 @@ class CodePlace(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """What it holds; `ABSENT` if nothing."""
+        """Return what it holds; `ABSENT` if nothing."""
         try:
             return self.holder[self.key]
         except (LookupError, ValueError):  # the latter of an empty cell

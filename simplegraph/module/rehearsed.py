@@ -26,7 +26,7 @@ from simplegraph.reasons import Reason
 
 @dataclasses.dataclass
 class RunEffects:
-    """What a run returned and did.
+    """The effects of a run: what it returned and did.
 
     Attributes:
         leaves, spec: of its outputs; outputs: these themselves, None of a rehearsal.

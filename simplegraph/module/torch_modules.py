@@ -1,4 +1,4 @@
-"""What is known of torch's own modules: batch dimensions of their arguments, and numbers that their forwards read."""
+"""Facts about torch's own modules: batch dimensions of their arguments, and numbers that their forwards read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simplegraph.graph.places import by_class
 
 @dataclasses.dataclass(frozen=True)
 class KnownArguments:
-    """What is known of a module's arguments without a declaration.
+    """Facts about a module's arguments that need no declaration.
 
     Attributes:
         dims: argument name -> number of dimensions -> batch dimension; other numbers of dimensions are not known.

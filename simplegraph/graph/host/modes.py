@@ -16,6 +16,7 @@ the device, so that it shows neither stale CPU values nor CPU random numbers, wr
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ _MOVES = {_TO_COPY, _COPY, _PIN, _WHERE, *_INDEX, *_PUT}
 _MASKS = (torch.bool, torch.uint8)
 
 
-class HostMode(OperatorMode):
+class HostMode(OperatorMode, abc.ABC):
     """Sees every operator while active, and follows the CPU tensors among its arguments and results.
 
     Where the graphs' device is the CPU, as the emulator's is, a CPU tensor says nothing: only Python data in lists
@@ -180,25 +181,25 @@ class HostMode(OperatorMode):
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_host: bool) -> None:
         """Refuse what a graph cannot hold, before it runs."""
 
+    @abc.abstractmethod
     def _lift(self, func: Any, tensor: Tensor) -> Tensor:
         """Run the operator that brings Python data, on a device that is the CPU."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return a new tensor on the device for one on the CPU."""
-        raise NotImplementedError
 
     def _pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a copy of a CPU tensor in pinned memory."""
         return func(*args, **kwargs)
 
+    @abc.abstractmethod
     def _copy_of(self, value: Tensor, device: torch.device, source: Tensor) -> Tensor:
         """Return what stands for a CPU tensor, of which `value` is made, in an operator on the device that reads it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _chosen(self, args: tuple[Any, ...], moved: tuple[Any, ...]) -> tuple[Any, ...]:
         """Choose between an operator's own arguments and those with device copies in place of CPU tensors."""
-        raise NotImplementedError
 
 
 # Private to torch; where it is absent, a number that is made on the device is refused by the capture, as a copy is.
