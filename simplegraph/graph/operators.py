@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_dispatch: Any = _python_dispatch  # typed loosely because torch leaves it untyped
+without_modes = _dispatch._disable_current_modes
+innermost_mode = _dispatch._get_current_dispatch_mode
 _Key = torch._C.DispatchKey
 _KeySet = torch._C.DispatchKeySet
 _keys_at_entry: Any = getattr(torch._C, "_RestorePythonTLSSnapshot")  # noqa: B009 - torch leaves it untyped

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
 
-from simplegraph.graph.operators import is_higher_order
+from simplegraph.graph.operators import is_higher_order, without_modes
 from simplegraph.graph.user_code import described_line, running_line
 
-_operators: Any = _python_dispatch  # typed loosely because torch leaves it untyped
 _NUMBERS = frozenset({int, float, complex})
 _NUMERIC = ("Tensor", "number", "float")  # an operator's int is a dimension, a size or an index
 _LIFTED = torch.ops.aten.lift_fresh.default
@@ -95,7 +93,7 @@ class NumbersSeen:
     def _note_data(self, tensor: Tensor) -> None:
         """Note a number that became a tensor, where reading it needs no wait for the device."""
         if tensor.dim() == 0 and tensor.is_cpu and tensor.is_floating_point():
-            with _operators._disable_current_modes():
+            with without_modes():
                 self.data.append(PassedNumbers(_LIFTED, (tensor.item(),), running_line()))
 
     def note_choice(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:

@@ -8,12 +8,10 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
-from torch.utils import _python_dispatch
 
-_operators: Any = _python_dispatch  # typed loosely because torch leaves it untyped
+from simplegraph.graph.operators import without_modes
 
 # A CPU tensor that the forward did not make is compared by its bytes at every call, up to this many; of a larger one
 # the version is, and as many bytes spread over it.
@@ -98,7 +96,7 @@ class FrozenConstants:
 
 def content(tensor: Tensor) -> Hashable:
     """Identify a CPU tensor by dtype, shape, strides and every bit of its value."""
-    with _operators._disable_current_modes():
+    with without_modes():
         raw = value_bytes(tensor)
     value = raw if len(raw) <= WATCHED_BYTES else hashlib.blake2b(raw).digest()
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), value

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _python_dispatch
 
 from simplegraph.graph.failures import current_user_location
+from simplegraph.graph.operators import without_modes
 from simplegraph.graph.tensors import storage_key
 
-_operators: Any = _python_dispatch  # typed loosely because torch leaves it untyped
 _weak: Callable[[Any], Any] = StorageWeakRef
 # Private to torch; where it is absent, what is drawn could be read unseen.
 _negative: Callable[[Tensor], Tensor] | None = getattr(torch, "_neg_view", None)
@@ -50,7 +49,7 @@ class UnreadDraws:
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw, and return a tensor that cannot be read unseen: as the negative of what its memory holds."""
         where = f"({func.overloadpacket}) at {current_user_location()}"
-        with _operators._disable_current_modes():
+        with without_modes():
             self._look(where)
             drawn = func(*args, **kwargs)
             self._last = torch.default_generator.get_state()
@@ -71,7 +70,7 @@ class UnreadDraws:
     def end(self) -> None:
         """Put the generator back, if nothing else used it."""
         if self.again:
-            with _operators._disable_current_modes():
+            with without_modes():
                 self._look(next(iter(self._drawn.values()))[1])
                 if self._interrupted is None:
                     torch.default_generator.set_state(self._first)

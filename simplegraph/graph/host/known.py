@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
 
 from simplegraph.graph.breaks.operators import ACTIVE
 from simplegraph.graph.operators import (
     OperatorMode,
     defined,
+    innermost_mode,
     is_composite,
     is_higher_order,
     strided_tensors,
+    without_modes,
     written_args,
 )
 from simplegraph.graph.tensors import storage_key
 
-_operators: Any = _python_dispatch  # typed loosely because torch leaves it untyped
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
 _FILLED = {"ones_like": 1, "new_ones": 1, "zeros_like": 0, "new_zeros": 0}  # of any tensor's shape
 # Of integers these are exact, on every device.
@@ -68,7 +68,7 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
         self._follows = False
         self._known.clear()
         self._held.clear()
-        if self._active and _operators._get_current_dispatch_mode() is self:
+        if self._active and innermost_mode() is self:
             self._active = False
             self.__exit__(None, None, None)
 
@@ -91,7 +91,7 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
         return defined(result)
 
     def _read(self, func: Any, value: Tensor) -> Any:
-        with _operators._disable_current_modes():
+        with without_modes():
             return func(value)
 
     def _value(self, tensor: Tensor) -> Tensor | None:
@@ -107,7 +107,7 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
     def _learn(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         if kind in _ARITHMETIC and (result.is_floating_point() or result.is_complex()):
             return  # devices may round otherwise
-        with _operators._disable_current_modes():
+        with without_modes():
             try:
                 value = self._computed(kind, func, args, kwargs, result)
             except (KeyError, RuntimeError):  # not known, or no operator of the CPU's

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
 
 from simplegraph.graph.breaks.operators import ACTIVE
 from simplegraph.graph.host.constants import is_watchable
@@ -33,11 +32,11 @@ from simplegraph.graph.operators import (
     is_composite,
     is_higher_order,
     strided_tensors,
+    without_modes,
     written_args,
 )
 from simplegraph.graph.tensors import storage_key
 
-_operators: Any = _python_dispatch  # typed loosely because torch leaves it untyped
 _aten: Any = torch.ops.aten
 _LIFT = _aten.lift_fresh.default
 _TO_COPY, _COPY, _PIN = _aten._to_copy.default, _aten.copy_.default, _aten._pin_memory.default
@@ -121,7 +120,7 @@ class HostMode(OperatorMode, abc.ABC):
         source = args[1] if func is _COPY else args[0]
         if not at_once or not source.is_cpu or storage_key(source) in self._made:
             return False
-        with _operators._disable_current_modes():
+        with without_modes():
             return bool(source.is_pinned())
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,7 +152,7 @@ class HostMode(OperatorMode, abc.ABC):
         found: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.is_cpu and index.dtype in _MASKS and self._is_known(index):
-                with _operators._disable_current_modes():
+                with without_modes():
                     columns = index.nonzero().unbind(1)
                 found += [self._copy_of(column, device, index) for column in columns]
             else:
@@ -165,7 +164,7 @@ class HostMode(OperatorMode, abc.ABC):
             return tensor
         value = tensor
         if tensor.dtype is not dtype:  # converted on the CPU, as torch does
-            with _operators._disable_current_modes():
+            with without_modes():
                 value = tensor.to(dtype)
         return self._copy_of(value, device, tensor)
 

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
 
 from simplegraph.graph.host.constants import LARGEST_TOTAL_BYTES, content, span
 from simplegraph.graph.host.modes import HostMode, is_list, target
+from simplegraph.graph.operators import without_modes
 from simplegraph.graph.tensors import storage_key
-
-_operators: Any = _python_dispatch  # typed loosely because torch leaves it untyped
 
 
 class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
@@ -52,7 +50,7 @@ class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
         if key in self.copies:
             return
         # No inference tensor: captures in other modes read it, too.
-        with _operators._disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        with without_modes(), torch.inference_mode(False), torch.no_grad():
             if not self._emulated and storage_key(source) not in self._made:
                 if sum(map(span, (*self.sources, source))) > LARGEST_TOTAL_BYTES:
                     return
