@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from simplegraph.graph.generators import HostRandom, put_random_states, random_states
 from simplegraph.graph.tensors import storage_key
 
 _LIMIT_BYTES = 1 << 30  # of one copy, if a tenth of what is free is not less
@@ -72,6 +74,16 @@ class SavedMemory:
         """View `tensors`, or `inputs`, as they were when they were copied."""
         storages = dict(zip(self._bytes, (copy.untyped_storage() for copy in copies), strict=True))
         return [_viewed(storages[storage_key(tensor)], tensor) for _, tensor in tensors]
+
+
+def remember(saved: SavedMemory | None, generators: Sequence[torch.Generator]) -> contextlib.ExitStack:
+    """Remember memory and random numbers as they are now; closing what is returned puts them back."""
+    undo = contextlib.ExitStack()
+    if saved is not None:
+        undo.callback(saved.put, saved.copy())
+    undo.callback(put_random_states, generators, random_states(generators))
+    undo.callback(HostRandom().put_back)
+    return undo
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

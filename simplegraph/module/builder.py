@@ -34,10 +34,11 @@ from simplegraph.module.effects import ModuleState, warning_of_eager
 from simplegraph.module.functions import FunctionModule, computes_gradients, note_read
 from simplegraph.module.inputs import InputSet
 from simplegraph.module.left import WithLeft
-from simplegraph.module.memory import ModuleMemory, Rehearsal, held_generators
+from simplegraph.module.memory import ModuleMemory, held_generators
 from simplegraph.module.outside import MemoryInUse
 from simplegraph.module.padding import learn_numbers
 from simplegraph.module.plan import Plan, make_plan
+from simplegraph.module.rehearsal import Rehearsal
 from simplegraph.module.signature import CallReader
 from simplegraph.module.snapshot import has_address, tensors_in
 from simplegraph.module.state import CapturedState

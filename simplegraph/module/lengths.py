@@ -18,7 +18,7 @@ from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.call import invoke
 from simplegraph.module.outputs import unreturnable
-from simplegraph.module.rehearsed import RunEffects, rehearsed, run_as_it_is
+from simplegraph.module.rehearsal import RunEffects, rehearse, run_as_it_is
 from simplegraph.module.signature import CallReader, device_of
 from simplegraph.module.state import any_requires_grad
 from simplegraph.nested import ATOMS, TreeSpec, flatten
@@ -304,7 +304,7 @@ class LengthBuckets:
         server.stats.name = module._get_name()
         server.stats.ran_eagerly(Reason.LENGTH_LEARNT)
         try:
-            padded = rehearsed(module, *at, device)
+            padded = rehearse(module, *at, device)
         except Exception as error:
             rule.refuse(f"from {call.length} to {call.padded}, it fails with {type(error).__name__}: {error}")
             return invoke(module, *call.at(call.length))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
 
-from simplegraph.graph.device import CAPTURE_LOCK
-from simplegraph.graph.generators import HostRandom, default_generator, put_random_states, random_states
+from simplegraph.graph.generators import default_generator
 from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.manager.table import ProgramTable
@@ -77,7 +75,7 @@ class ModuleMemory:
         """Find the generators that the forward may draw from, the CPU's among them."""
         own = default_generator(self._table.device.torch_device)
         found = (own, torch.default_generator, *held_generators(self._call))
-        return tuple({id(generator): generator for generator in found}.values())
+        return tuple(dict.fromkeys(found))
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -89,29 +87,4 @@ def held_generators(call: Call) -> tuple[torch.Generator, ...]:
     """Find the random generators that the module holds or is passed: a capture must know them beforehand."""
     passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
     drawn = [*Survey(call.module).generators.values(), *(leaf for leaf in passed if isinstance(leaf, torch.Generator))]
-    return tuple({id(generator): generator for generator in drawn}.values())
-
-
-class Rehearsal:
-    """Lets runs change no memory and no random numbers from its `begin` on; `end` puts all back."""
-
-    def __init__(self, memory: ModuleMemory) -> None:
-        self._memory = memory
-        self._undo = contextlib.ExitStack()
-        self._begun = False
-
-    def begin(self) -> None:
-        """Remember everything, once. Memory that is too much to copy keeps what the runs write."""
-        if self._begun:
-            return
-        self._begun = True
-        saved, generators = self._memory.save(), self._memory.generators()
-        if saved is not None:
-            self._undo.callback(saved.put, saved.copy())
-        self._undo.callback(put_random_states, generators, random_states(generators))
-        self._undo.callback(HostRandom().put_back)
-
-    def end(self) -> None:
-        """Put everything back, if anything was remembered."""
-        with CAPTURE_LOCK:  # a capture of another thread refuses to have its generator set
-            self._undo.close()
+    return tuple(dict.fromkeys(drawn))

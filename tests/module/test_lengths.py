@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import Reason
+from simplegraph.graph import memory
 from simplegraph.module.lengths import SizeRule
 from tests.module.answers import reasons
 
@@ -141,6 +142,30 @@ def test_a_rehearsal_leaves_state_and_random_numbers_as_one_run_does(device: tor
         torch.manual_seed(length)
         torch.testing.assert_close(found, twin(samples))
         assert (model.calls.item(), model.count) == (twin.calls.item(), twin.count)
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("held", [True, False], ids=["held", "global"])
+def test_memory_is_written_once_a_call_wherever_it_is_and_however_large(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, held: bool, large: bool
+) -> None:
+    calls = torch.zeros(8, device=device)
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = calls if held else None
+
+        def forward(self, samples: Tensor) -> Tensor:
+            calls.add_(1)
+            return samples * 2
+
+    if large:
+        monkeypatch.setattr(memory, "_LIMIT_BYTES", 4)
+    model = graphed(Counting(), device)
+    for turn, length in enumerate((40, 50, 40, 50, 64, 30), start=1):
+        model(torch.randn(4, length, device=device))
+        assert calls.tolist() == [turn] * 8
 
 
 def test_all_lengths_are_captured_upfront(device: torch.device) -> None:

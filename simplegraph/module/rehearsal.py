@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from simplegraph.context import bypassed
 from simplegraph.graph.device import CAPTURE_LOCK
-from simplegraph.graph.generators import HostRandom, default_generator, put_random_states, random_states
-from simplegraph.graph.memory import SavedMemory, copy_limit
+from simplegraph.graph.generators import default_generator, random_states
+from simplegraph.graph.memory import SavedMemory, copy_limit, remember
+from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.operators import strided_tensors, written_args
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.manager.differences import cloned, first_difference
@@ -60,7 +62,7 @@ def run_as_it_is(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return RunEffects(*flatten(outputs), outputs, _left(snapshot), drawn)
 
 
-def rehearsed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RunEffects:
+def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RunEffects:
     """Run the module on these arguments, and put back what that changed: memory, random numbers, Python's objects."""
     held: dict[int, tuple[str, Tensor]] = {}
     passed = [("an argument", tensor) for tensor in tensors_in(flatten((args, kwargs))[0])]
@@ -68,27 +70,73 @@ def rehearsed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         for part in parts(tensor):
             if has_address(part) and not isinstance(part, nn.Parameter):
                 held.setdefault(storage_key(part), (name, part))
-    saved = SavedMemory((), list(held.values()), ())
+    saved = SavedMemory((), held.values())
+    fits = saved.nbytes <= copy_limit(graph_device(device).free_memory())
     drawing = [default_generator(device), *Survey(module).generators.values()]
-    generators = _unique([*drawing, torch.default_generator])
-    with CAPTURE_LOCK, contextlib.ExitStack() as undo:
-        if saved.nbytes <= copy_limit(graph_device(device).free_memory()):
-            undo.callback(saved.put, saved.copy())
-        undo.callback(put_random_states, generators, random_states(generators))
-        undo.callback(HostRandom().put_back)
+    generators = tuple(dict.fromkeys((*drawing, torch.default_generator)))
+    with CAPTURE_LOCK, remember(saved if fits else None, generators) as undo:
         snapshot = Snapshot(module)
         undo.callback(snapshot.put_back)
-        with bypassed(Reason.NESTED):
+        with bypassed(Reason.NESTED), _WriteSaver(held if fits else (), undo):
             leaves, spec = flatten(invoke(module, args, kwargs))
         left = {name: cloned(tensors) for name, tensors in _left(snapshot).items()}
         passed_on = cloned(flatten((args, kwargs))[0])
         return RunEffects(cloned(leaves), spec, None, left, random_states(drawing), passed_on)
 
 
+class _WriteSaver(MemoryObserver):  # type: ignore[no-untyped-call]
+    """Copies memory from before the run once an operator is about to write to it.
+
+    Args:
+        saved: storage keys of memory that has been copied.
+        undo: puts the copies back.
+    """
+
+    def __init__(self, saved: Iterable[int], undo: contextlib.ExitStack) -> None:
+        super().__init__()
+        self._saved, self._undo = set(saved), undo
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator when what it writes to is copied."""
+        for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
+            if storage_key(tensor) not in self._saved and not self.made(tensor):
+                self._saved.add(storage_key(tensor))
+                memory = SavedMemory([("", tensor)])
+                self._undo.callback(memory.put, memory.copy())
+        return super().run(func, args, kwargs)
+
+
+class RewoundMemory(Protocol):
+    """Memory and random generators that runs may change."""
+
+    def save(self) -> SavedMemory | None:
+        """Prepare to copy the memory; None if it is too much."""
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """Find the generators."""
+
+
+class Rehearsal:
+    """Lets runs change no memory and no random numbers from its `begin` on; `end` puts all back."""
+
+    def __init__(self, memory: RewoundMemory) -> None:
+        self._memory = memory
+        self._undo = contextlib.ExitStack()
+        self._begun = False
+
+    def begin(self) -> None:
+        """Remember everything, once. Memory that is too much to copy keeps what the runs write."""
+        if self._begun:
+            return
+        self._begun = True
+        self._undo.enter_context(remember(self._memory.save(), self._memory.generators()))
+
+    def end(self) -> None:
+        """Put everything back, if anything was remembered."""
+        with CAPTURE_LOCK:  # a capture of another thread refuses to have its generator set
+            self._undo.close()
+
+
 def _left(snapshot: Snapshot) -> dict[str, list[Tensor]]:
     found = ((change.name, list(tensors_in(change.value))) for change in snapshot.changes())
     return {name: tensors for name, tensors in found if tensors}
-
-
-def _unique(generators: Sequence[torch.Generator]) -> list[torch.Generator]:
-    return list({id(generator): generator for generator in generators}.values())
