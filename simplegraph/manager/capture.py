@@ -29,7 +29,7 @@ from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.stopwatch import Stopwatch
 from simplegraph.graph.tensors import wait_collectives
-from simplegraph.graph.tracing import answering, decisions
+from simplegraph.graph.transformers_masks import answering, decisions
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key, joined_labels
 from simplegraph.manager.progress import CaptureBar, capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable

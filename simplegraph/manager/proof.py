@@ -19,7 +19,7 @@ from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import wait_collectives
-from simplegraph.graph.tracing import answering
+from simplegraph.graph.transformers_masks import answering
 from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters

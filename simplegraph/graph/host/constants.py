@@ -38,7 +38,7 @@ class FrozenConstants:
 
     Attributes:
         met_host: True once a warmup met a CPU tensor; None before the first warmup.
-        decisions: most that a warmup took by a tensor's values unless it is traced; see `simplegraph.graph.tracing`.
+        decisions: the most by a tensor's values in a warmup; see `simplegraph.graph.transformers_masks`.
     """
 
     def __init__(self) -> None:
