@@ -19,7 +19,7 @@ from simplegraph.manager.stats import GraphStats
 from simplegraph.module.call import invoke
 from simplegraph.module.outputs import unreturnable
 from simplegraph.module.rehearsal import RunEffects, rehearse, run_as_it_is
-from simplegraph.module.signature import CallReader, device_of
+from simplegraph.module.signature import CallReader, device_of, prefixes
 from simplegraph.module.state import any_requires_grad
 from simplegraph.nested import ATOMS, TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
@@ -320,9 +320,7 @@ class LengthBuckets:
 
 
 def _declared(declared: Mapping[str, Any], name: str) -> Any:
-    steps = name.split(".")
-    prefixes = (".".join(steps[:end]) for end in range(len(steps), 0, -1))
-    return next((declared[prefix] for prefix in prefixes if prefix in declared), None)
+    return next((declared[prefix] for prefix in prefixes(name) if prefix in declared), None)
 
 
 def _grown_dims(leaf: Any, other: Any) -> Sequence[int]:

@@ -27,19 +27,14 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _LOCALS = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-_BETWEEN = frozenset(
-    {"CACHE", "PUSH_NULL", "EXTENDED_ARG", "COPY", "DUP_TOP", "DUP_TOP_TWO"}
-)  # a copy is for ``self.count += 1``
-_STORES = frozenset({"STORE_ATTR"})
+# Between a name and its attributes; a copy is for ``self.count += 1``.
+_BETWEEN = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "COPY", "DUP_TOP", "DUP_TOP_TWO"})
 _CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple)  # and no class of the user's, whose items may be computed
 _NAME_STORES = {"STORE_GLOBAL": "LOAD_GLOBAL", "STORE_DEREF": "LOAD_DEREF"}
 _WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # what they hold is looked for in other ways
-
-
-# What attributes are not looked up of.
-_ENDS = (*ATOMS, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
-_ENDS = tuple(kind for kind in _ENDS if kind is not type)
+# Attributes of these are not looked up; of a class they are.
+_ENDS = tuple({*ATOMS, *_FUNCTIONS, types.BuiltinFunctionType} - {type})
 
 
 class Item(NamedTuple):
@@ -104,7 +99,6 @@ class _Reach:
 
     def _look_into(self, function: Any, name: str) -> None:
         """Look into a callable; `name` is what messages call the object that it belongs to."""
-        bound: dict[str, Any] = {}
         if isinstance(function, functools.partial):
             for key, value in (*enumerate(function.args), *function.keywords.items()):
                 holder = function.args if isinstance(key, int) else function.keywords
@@ -130,9 +124,9 @@ class _Reach:
             if isinstance(inner, types.FunctionType):
                 self._left.append((inner if bound_to is ABSENT else types.MethodType(inner, bound_to), name))
             return
-        if bound_to is not ABSENT and function.__code__.co_argcount:
-            bound[function.__code__.co_varnames[0]] = bound_to
-        self._read_code(function, function.__code__, _locals_of(function, bound))
+        code = function.__code__
+        owner = {} if bound_to is ABSENT else dict.fromkeys(code.co_varnames[: code.co_argcount][:1], bound_to)
+        self._read_code(function, code, _locals_of(function, owner))
 
     def _read_code(self, function: types.FunctionType, code: types.CodeType, local: Mapping[str, CodePlace]) -> None:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -141,9 +135,7 @@ class _Reach:
             if load in _LOCALS or root in local:
                 place = local.get(root)
             elif load != "LOAD_GLOBAL" and root in cells:
-                place = CodePlace(root, CellItem(cells[root]), 0)
-                known = self.places.get((id(cells[root]), 0))
-                place = known or place
+                place = self.places.get((id(cells[root]), 0)) or CodePlace(root, CellItem(cells[root]), 0)
             elif load in ("LOAD_GLOBAL", "LOAD_NAME") and root in function.__globals__:
                 place = CodePlace(root, function.__globals__, root)
             if place is not None:
@@ -244,7 +236,7 @@ def _read_chains(code: types.CodeType, aliases: dict[str, list[Chain]]) -> Itera
         if root and name in _CONSTANTS:
             key = Item(value)
             continue
-        if root and name in _ATTRIBUTES | _STORES:
+        if root and (name in _ATTRIBUTES or name == "STORE_ATTR"):
             attributes.append(str(value))
             if name in _ATTRIBUTES:
                 continue
@@ -331,11 +323,11 @@ class _ClassItems:
 class _Slots:
     """Gives an object with slots the ways of a container."""
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self.thing, key, value)
-
     def __init__(self, thing: Any) -> None:
         self.thing = thing
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self.thing, key, value)
 
     def __getitem__(self, key: str) -> Any:
         try:

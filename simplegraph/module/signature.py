@@ -167,7 +167,7 @@ class CallReader:
     def _declared(self, name: str, tensor: Tensor) -> tuple[bool, BatchDim]:
         """Look up if, and as what, the batch dimension of an argument is declared; a prefix declares all below it."""
         declared = self._config.batch_dims
-        for prefix in _prefixes(name):
+        for prefix in prefixes(name):
             if prefix in declared:
                 return True, declared[prefix]
         known = self._known.dims.get(name.split(".")[0], {})
@@ -236,7 +236,7 @@ class CallReader:
     def _tensor(self, name: str, tensor: Tensor, batch_dim: BatchDim) -> TensorArg:
         shape = tuple(-1 if dim == batch_dim else size for dim, size in enumerate(tensor.shape))
         rules = self._pads
-        declared = next((prefix for prefix in _prefixes(name) if prefix in rules), None)
+        declared = next((prefix for prefix in prefixes(name) if prefix in rules), None)
         pad: PadRule = "zero" if declared is None else rules[declared]
         address = tensor.data_ptr() if batch_dim == "reference" else None
         return TensorArg(
@@ -254,7 +254,7 @@ class CallReader:
 
     def _constant(self, name: str, value: Any) -> ConstantArg:
         kind: type[Any] = type(value)
-        if any(prefix in self._config.trusted_args for prefix in _prefixes(name)):
+        if any(prefix in self._config.trusted_args for prefix in prefixes(name)):
             return ConstantArg(name, kind, ById(value), value)
         if dataclasses.is_dataclass(value) and not _is_frozen(kind):  # type: ignore[arg-type]
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__} with more than its fields")
@@ -291,8 +291,8 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
-def _prefixes(name: str) -> Iterator[str]:
-    """``states.0.x``, ``states.0``, ``states``."""
+def prefixes(name: str) -> Iterator[str]:
+    """Yield the names that declare an argument: ``states.0.x``, ``states.0``, ``states``."""
     parts = name.split(".")
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
