@@ -38,7 +38,7 @@ class FrozenConstants:
 
     Attributes:
         met_host: True once a warmup met a CPU tensor; None before the first warmup.
-        decisions: the most by a tensor's values in a warmup; see `simplegraph.graph.transformers_masks`.
+        decisions: the most that depended on a tensor in one warmup; see `simplegraph.graph.transformers_masks`.
     """
 
     def __init__(self) -> None:
