@@ -19,6 +19,7 @@ from simplegraph.graph.operators import (
     drops_in_cudnn,
     is_composite,
     may_draw,
+    multiplies_groups,
     strided_tensors,
     written_args,
 )
@@ -49,6 +50,7 @@ class MemoryObserver(OperatorMode):
         passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
         written: storage keys of external memory that an operator wrote to.
         may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
+        rounds_by_group: True if an operator multiplies rows in groups, whose sizes decide how it rounds.
         unseen: the kind of the device, if the capture recorded work of no operator, such as Triton's.
         refused: why the run cannot be captured, if it uses an operator that a capture would break for good.
         left: storage key -> which eager break made that memory and did not return it.
@@ -65,7 +67,7 @@ class MemoryObserver(OperatorMode):
         self.external: dict[int, Tensor] = {}
         self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
-        self.may_draw = False
+        self.may_draw = self.rounds_by_group = False
         self.refused: HostError | None = None
         self.left: dict[int, int] = {}
         self.found: dict[int, str] = {}
@@ -130,6 +132,7 @@ class MemoryObserver(OperatorMode):
         if drops_in_cudnn(func, args) and self._made_inside is None:
             self._refuse(_CUDNN_DROPOUT)
         self.may_draw = self.may_draw or may_draw(func)
+        self.rounds_by_group = self.rounds_by_group or multiplies_groups(func)
         if self._device is not None:
             self._look_for_unseen(self._device)
         own, inside, external = self._own, self._made_inside, self.external

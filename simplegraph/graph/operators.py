@@ -168,6 +168,12 @@ def may_draw(func: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
+def multiplies_groups(func: Any) -> bool:
+    """True if the operator multiplies rows by one matrix per group, as experts do: a group's size decides rounding."""
+    return "grouped_mm" in func.name()
+
+
+@functools.lru_cache(maxsize=4096)
 def reads_no_value(func: Any) -> bool:
     """True if the operator returns a view of its argument, or looks at its shape, dtype and device only."""
     name = func._schema.name.partition("::")[2]

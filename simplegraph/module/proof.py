@@ -93,7 +93,7 @@ class _CallProof:
             number = learn_numbers(self._call.binding, self._table, observer.numbers)
             unknown = self._ranks.any(f"unknown memory that {self._label} writes", self._learn(proof, observer))
             if not unknown:
-                found = self._compare(proof)
+                found = self._compare(proof, observer)
                 found = (number if plan.padding else None) or found
         finally:
             proof.close()
@@ -122,7 +122,7 @@ class _CallProof:
 
     # The comparison.
 
-    def _compare(self, proof: ReplayProof) -> str | None:
+    def _compare(self, proof: ReplayProof, observer: MemoryObserver) -> str | None:
         """Say how replays differ from eager, or from each other under other padding; None if they do not."""
         try:
             again = functools.partial(self._replay, proof)
@@ -137,7 +137,7 @@ class _CallProof:
             memory = not (declared or getattr(self._call.module, "writes_padding_rows", False))
             other = self._replay(proof, repeat_rows=True)
             found = proof.beyond_noise(first, other, again, memory=memory)
-            if found is not None and getattr(self._call.module, "rounds_by_rows", False):
+            if found is not None and observer.rounds_by_group:  # padding rows are in some group, too
                 found = proof.difference(first, other, rounded=True, memory=memory)
             found = found or (proof.wrong_write(self._load) if memory else None)
             if proof.draws and not self._table.config.pad_random:

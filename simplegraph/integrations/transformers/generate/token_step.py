@@ -47,8 +47,6 @@ class TokenStep(ModelStep):
 
     def __init__(self, model: Any, *, fused_kernels: bool) -> None:
         super().__init__(model)
-        # An expert takes all of its rows at once, and their number decides how its products are rounded.
-        self.rounds_by_rows = any(name.endswith("experts") for name, _ in model.named_modules())
         self.store: CacheStore | None = None
         self.fused_kernels = fused_kernels
         self._masks = _masks_taken(model)
