@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from typing import Any
 
@@ -11,29 +10,20 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from tiny_engine import SHAPE, VOCAB, alone, engine, prompts  # noqa: E402
+
 from bench.engine import Engine, EngineConfig, EngineError, RequestError, SamplingParams  # noqa: E402
 from bench.engine.request import FinishReason  # noqa: E402
 from bench.models.llama import CacheShape, Llama, build_llama  # noqa: E402
 from simplegraph import CudaGraphMode  # noqa: E402
 
-VOCAB = 97
 MODES = ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"]
 
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
     torch.manual_seed(0)
-    settings = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        eos_token_id=None,
-    )
+    settings = transformers.LlamaConfig(**SHAPE, num_hidden_layers=2)
     return transformers.LlamaForCausalLM(settings).float().eval()
 
 
@@ -44,38 +34,10 @@ def llama(reference: Any) -> Llama:
     return model
 
 
-def engine(llama: Llama, **changes: Any) -> Engine:
-    settings: dict[str, Any] = {
-        "max_num_seqs": 6,
-        "max_num_tokens": 24,
-        "max_model_len": 64,
-        "num_pages": 100,
-        "page_size": 4,
-        "capture_sizes": (1, 2, 4, 6, 8, 16, 24),
-    }
-    built = Engine(llama, EngineConfig(**settings | changes))
-    built.capture()
-    return built
-
-
 @pytest.fixture(scope="module")
 def served(llama: Llama) -> Engine:
     """For tests that leave it idle."""
     return engine(llama)
-
-
-def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
-
-
-def alone(reference: Any, prompt: list[int], count: int) -> list[int]:
-    """The greedy tokens of transformers, one request at a time, without a cache."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        for _ in range(count):
-            ids = torch.cat([ids, reference(ids).logits[:, -1:].argmax(-1)], dim=1)
-    return ids[0, len(prompt) :].tolist()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")

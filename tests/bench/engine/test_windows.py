@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -10,7 +9,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from bench.engine import Engine, EngineConfig, EngineError, RequestError, SamplingParams  # noqa: E402
+import tiny_engine  # noqa: E402
+from tiny_engine import PAGE, alone, engine, prompts  # noqa: E402
+
+from bench.engine import Engine, EngineError, RequestError, SamplingParams  # noqa: E402
 from bench.engine.pages import PageAllocator  # noqa: E402
 from bench.engine.spec_config import SpecConfig  # noqa: E402
 from bench.engine.spec_runner import SpecRunner  # noqa: E402
@@ -18,18 +20,7 @@ from bench.models.llama import CacheShape, Llama, build_llama  # noqa: E402
 from bench.models.llama_kinds import attention_window  # noqa: E402
 from simplegraph import CudaGraphMode  # noqa: E402
 
-VOCAB, PAGE = 97, 4
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "eos_token_id": None,
-    "sliding_window": 10,
-}
+SHAPE: dict[str, Any] = tiny_engine.SHAPE | {"sliding_window": 10}
 # The first layers of the Qwen see all keys, the others a window; a Mistral's layers all have one.
 HYBRID = transformers.Qwen2Config(**SHAPE, num_hidden_layers=4, use_sliding_window=True, max_window_layers=2)
 MISTRAL = transformers.MistralConfig(**SHAPE, num_hidden_layers=2)
@@ -47,28 +38,6 @@ def both(request: pytest.FixtureRequest) -> tuple[Any, Llama]:
     assert not unknown
     assert not [name for name in missing if "cache" not in name and "inv_freq" not in name and "start" not in name]
     return reference, model
-
-
-def engine(llama: Llama, **changes: Any) -> Engine:
-    settings: dict[str, Any] = {"max_num_seqs": 6, "max_num_tokens": 24, "max_model_len": 64, "num_pages": 100}
-    settings |= {"page_size": PAGE, "capture_sizes": (1, 2, 4, 6, 8, 16, 24)}
-    built = Engine(llama, EngineConfig(**settings | changes))
-    built.capture()
-    return built
-
-
-def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
-
-
-def alone(reference: Any, prompt: list[int], count: int) -> list[int]:
-    """The greedy tokens of transformers, one request at a time, without a cache."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        for _ in range(count):
-            ids = torch.cat([ids, reference(ids).logits[:, -1:].argmax(-1)], dim=1)
-    return ids[0, len(prompt) :].tolist()
 
 
 def poison_free_pages(served: Engine) -> None:
