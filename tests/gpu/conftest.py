@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Iterator
 
 import pytest
@@ -46,3 +47,13 @@ def device_works(no_grad: None) -> Iterator[None]:
     assert not torch.cuda.is_current_stream_capturing()
     torch.rand(3, device="cuda")
     torch.cuda.synchronize()
+
+
+@pytest.fixture
+def timed_inference() -> Iterator[None]:
+    """The test runs in inference mode, and ends the process after four minutes: an unplanned replay can loop."""
+    faulthandler.dump_traceback_later(240, exit=True)
+    with torch.inference_mode():
+        yield
+    torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()

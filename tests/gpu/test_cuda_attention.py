@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
-import importlib.util
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,38 +18,15 @@ from simplegraph.attention import (
     SDPABackend,
     TritonDecodeBackend,
 )
-from simplegraph.attention.backends.flash_attention import MODULES, problem_of
 from simplegraph.attention.selftest import AttentionEngine
 from tests.attention.backends.test_lse import check_lse
+from tests.gpu import attention_backends as backends
+from tests.gpu.attention_backends import ERROR, FA3, OTHERS, in_buffer, in_graph, needs_fa3, needs_flashinfer
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
-HAS_FA3 = any(problem_of(name, 3) is None for name in MODULES) and torch.cuda.is_available()
-HAS_FA2 = any(problem_of(name, 2) is None for name in MODULES) and torch.cuda.is_available()
-HAS_FLASHINFER = importlib.util.find_spec("flashinfer") is not None
-needs_fa3 = pytest.mark.skipif(not HAS_FA3, reason="needs FlashAttention-3")
-needs_fa2 = pytest.mark.skipif(not HAS_FA2, reason="needs FlashAttention-2")
-needs_flashinfer = pytest.mark.skipif(not HAS_FLASHINFER, reason="needs FlashInfer")
-
-in_graph: Any = functools.partial(FlashAttentionBackend, schedule="graph")
-in_buffer: Any = functools.partial(FlashAttentionBackend, schedule="buffer")
-BACKENDS = [
-    pytest.param(in_graph, marks=needs_fa3, id="FA3-graph"),
-    pytest.param(in_buffer, marks=needs_fa3, id="FA3-buffer"),
-    pytest.param(FlashAttention2Backend, marks=needs_fa2, id="FA2"),
-    pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer"),
-    pytest.param(TritonDecodeBackend, id="Triton"),
-]
-SHAPE = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
-ERROR = 4e-3  # bfloat16 rounding, relative to the largest output
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    faulthandler.dump_traceback_later(240, exit=True)  # a replay that was never planned can loop for ever
-    with torch.inference_mode():
-        yield
-    torch.cuda.synchronize()
-    faulthandler.cancel_dump_traceback_later()
+BACKENDS = [*FA3, *OTHERS, pytest.param(TritonDecodeBackend, id="Triton")]
+SHAPE = {"num_heads": 32, **backends.SHAPE}
+pytestmark = pytest.mark.usefixtures("timed_inference")
 
 
 def engine(make: Any, *, max_reqs: int, max_len: int = 4096, num_pages: int = 30_000, **settings: Any) -> Any:

@@ -2,59 +2,25 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
-import importlib.util
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from simplegraph import CudaGraphMode
-from simplegraph.attention import (
-    FlashAttention2Backend,
-    FlashAttentionBackend,
-    FlashInferBackend,
-    SDPABackend,
-    TritonDecodeBackend,
-)
-from simplegraph.attention.backends.flash_attention import MODULES, problem_of
+from simplegraph.attention import SDPABackend, TritonDecodeBackend
 from tests.attention.test_windows import Windowed
+from tests.gpu.attention_backends import ERROR, FA3, OTHERS, SHAPE, needs_fa3, needs_flashinfer
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
-HAS = {version: any(problem_of(name, version) is None for name in MODULES) for version in (2, 3)}
-needs_fa3 = pytest.mark.skipif(not (HAS[3] and torch.cuda.is_available()), reason="needs FlashAttention-3")
-needs_fa2 = pytest.mark.skipif(not (HAS[2] and torch.cuda.is_available()), reason="needs FlashAttention-2")
-needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer")
-
-in_graph: Any = functools.partial(FlashAttentionBackend, schedule="graph")
-in_buffer: Any = functools.partial(FlashAttentionBackend, schedule="buffer")
 on_sdpa: Any = functools.partial(TritonDecodeBackend, mixed=SDPABackend)
-FA3 = [
-    pytest.param(in_graph, marks=needs_fa3, id="FA3-graph"),
-    pytest.param(in_buffer, marks=needs_fa3, id="FA3-buffer"),
-]
 TRITON = [pytest.param(on_sdpa, id="Triton")]
-OTHERS = [
-    pytest.param(FlashAttention2Backend, marks=needs_fa2, id="FA2"),
-    pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer"),
-]
-SHAPE: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
 MISTRAL = {"num_heads": 32, **SHAPE}
 GPT_OSS: dict[str, Any] = {"num_heads": 64, **SHAPE, "head_dim": 64}
 GEMMA: dict[str, Any] = {"num_heads": 16, **SHAPE, "head_dim": 256}
-ERROR = 4e-3  # bfloat16 rounding, relative to the largest output
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    faulthandler.dump_traceback_later(240, exit=True)  # a replay that was never planned can loop for ever
-    with torch.inference_mode():
-        yield
-    torch.cuda.synchronize()
-    faulthandler.cancel_dump_traceback_later()
+pytestmark = pytest.mark.usefixtures("timed_inference")
 
 
 def check(make: Any, kinds: list[str], rounds: int, query_len: int = 1, **settings: Any) -> set[CudaGraphMode]:

@@ -1,0 +1,31 @@
+"""Backends of attention for tests of a GPU; those whose library is not installed are skipped."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from simplegraph.attention import FlashAttention2Backend, FlashAttentionBackend, FlashInferBackend
+from simplegraph.attention.backends.flash_attention import MODULES, problem_of
+
+HAS = {version: any(problem_of(name, version) is None for name in MODULES) for version in (2, 3)}
+needs_fa3 = pytest.mark.skipif(not (HAS[3] and torch.cuda.is_available()), reason="needs FlashAttention-3")
+needs_fa2 = pytest.mark.skipif(not (HAS[2] and torch.cuda.is_available()), reason="needs FlashAttention-2")
+needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer")
+
+in_graph: Any = functools.partial(FlashAttentionBackend, schedule="graph")
+in_buffer: Any = functools.partial(FlashAttentionBackend, schedule="buffer")
+FA3 = [
+    pytest.param(in_graph, marks=needs_fa3, id="FA3-graph"),
+    pytest.param(in_buffer, marks=needs_fa3, id="FA3-buffer"),
+]
+OTHERS = [
+    pytest.param(FlashAttention2Backend, marks=needs_fa2, id="FA2"),
+    pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer"),
+]
+SHAPE: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
+ERROR = 4e-3  # bfloat16 rounding, relative to the largest output
