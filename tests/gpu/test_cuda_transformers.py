@@ -22,7 +22,7 @@ import tiny_multimodal  # noqa: E402
 import tiny_states  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
-from simplegraph.integrations.transformers import graph_encoder, graph_generation  # noqa: E402
+from simplegraph.integrations.transformers import GraphedGeneration, graph_encoder, graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.kernels.rotary import DTYPES  # noqa: E402
 from simplegraph.integrations.transformers.kernels.usable import triton_runs  # noqa: E402
 
@@ -62,22 +62,25 @@ def churn() -> None:
     torch.cuda.empty_cache()
 
 
+def check_generations(model: Any, plain: Any, graphs: GraphedGeneration, *batches: list[int]) -> None:
+    """Compare generations of batches of prompts of these lengths; each step is a replay, or counted as eager."""
+    for seed, lengths in enumerate(batches):
+        batch = tiny.prompts(lengths, CUDA, seed)
+        churn()
+        found, expected = (one.generate(**batch, **GREEDY, **LOGITS) for one in (model, plain))
+        assert torch.equal(found.sequences, expected.sequences)
+        for actual, wanted in zip(found.logits, expected.logits, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
+    assert not graphs.stats.failures
+    assert graphs.stats.replays == len(batches) * (TOKENS - 1) - sum(graphs.stats.eager.values())
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2", "mixtral", "t5"])
 def test_every_step_but_the_first_ones_is_a_replay_and_none_reads_what_others_wrote(name: str) -> None:
     plain, model = pair(name)
     with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
-        steps = 0
-        for seed, lengths in enumerate(([7, 4, 6], [5], [9, 9, 2, 3], [3, 7, 8])):
-            batch = tiny.prompts(lengths, CUDA, seed)
-            churn()
-            found, expected = model.generate(**batch, **GREEDY, **LOGITS), plain.generate(**batch, **GREEDY, **LOGITS)
-            assert torch.equal(found.sequences, expected.sequences)
-            for actual, wanted in zip(found.logits, expected.logits, strict=True):
-                torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
-            steps += TOKENS - 1
-        assert not graphs.stats.failures
+        check_generations(model, plain, graphs, [7, 4, 6], [5], [9, 9, 2, 3], [3, 7, 8])
         assert set(graphs.stats.eager) <= {Reason.FIRST_CALL, Reason.WARMUP}
-        assert graphs.stats.replays == steps - sum(graphs.stats.eager.values())
 
 
 @pytest.mark.parametrize("proven", [pytest.param(True, marks=pytest.mark.proofs), False])
@@ -86,18 +89,8 @@ def test_models_with_states_decode_by_replays(name: str, proven: bool) -> None:
     plain, model = (tiny.build(tiny_states.MODELS[name], CUDA) for _ in range(2))
     on_the_way = {Reason.FIRST_CALL, Reason.WARMUP} | ({Reason.PROOF} if proven else set())
     with graph_generation(model, max_batch_size=4, max_length=128) as graphs:
-        steps = 0
-        for seed, lengths in enumerate(([7, 4, 6], [1], [1, 5], [9, 9, 2, 3], [3, 7, 8])):
-            batch = tiny.prompts(lengths, CUDA, seed)
-            churn()
-            found, expected = model.generate(**batch, **GREEDY, **LOGITS), plain.generate(**batch, **GREEDY, **LOGITS)
-            assert torch.equal(found.sequences, expected.sequences)
-            for actual, wanted in zip(found.logits, expected.logits, strict=True):
-                torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
-            steps += TOKENS - 1
-        assert not graphs.stats.failures
+        check_generations(model, plain, graphs, [7, 4, 6], [1], [1, 5], [9, 9, 2, 3], [3, 7, 8])
         assert set(graphs.stats.eager) == on_the_way
-        assert graphs.stats.replays == steps - sum(graphs.stats.eager.values())
 
 
 @pytest.mark.parametrize("proven", [pytest.param(True, marks=pytest.mark.proofs), False])
