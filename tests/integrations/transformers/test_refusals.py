@@ -19,8 +19,10 @@ from tiny_generation import GREEDY, MODELS, TOKENS, graphed  # noqa: E402
 from simplegraph.integrations.transformers import GraphedGeneration, graph_encoder, graph_generation  # noqa: E402
 
 
-def refused(reason: Reason, model: Any, plain: Any, batch: dict[str, Any], **settings: Any) -> GraphedGeneration:
-    """Both models generate the same, no step is a replay, and the reason is counted for each generation."""
+def check_refused(
+    reason: Reason, detail: str, model: Any, plain: Any, batch: dict[str, Any], **settings: Any
+) -> GraphedGeneration:
+    """Both models generate the same, no step is a replay, and the reason is counted and reported with its detail."""
     with graphed(model) as graphs:
         for count in (1, 2):
             found, expected = (one.generate(**batch, **(GREEDY | settings)) for one in (model, plain))
@@ -28,6 +30,7 @@ def refused(reason: Reason, model: Any, plain: Any, batch: dict[str, Any], **set
             assert graphs.stats.eager[reason] == count
         assert graphs.stats.replays == 0
         assert reason.text in str(graphs.report())
+        assert detail in graphs.stats.details.get(reason, "")
         return graphs
 
 
@@ -37,11 +40,18 @@ def test_beams_that_the_model_reorders_itself(llama: Any, plain: Any, device: to
         return cache
 
     llama._reorder_cache = reorder
-    refused(Reason.DECODING_MODE, llama, plain, tiny.prompts([6, 4], device), num_beams=2)
+    check_refused(
+        Reason.DECODING_MODE,
+        "the model reorders its cache itself",
+        llama,
+        plain,
+        tiny.prompts([6, 4], device),
+        num_beams=2,
+    )
 
 
 def test_assisted_decoding(llama: Any, plain: Any, device: torch.device) -> None:
-    refused(Reason.DECODING_MODE, llama, plain, tiny.prompts([6], device), prompt_lookup_num_tokens=2)
+    check_refused(Reason.DECODING_MODE, "", llama, plain, tiny.prompts([6], device), prompt_lookup_num_tokens=2)
 
 
 def test_a_model_that_assists_another(llama: Any, plain: Any, device: torch.device) -> None:
@@ -58,8 +68,7 @@ def test_a_model_that_assists_another(llama: Any, plain: Any, device: torch.devi
     [({"cache_implementation": "static"}, "a StaticCache"), ({"use_cache": False}, "use_cache=False")],
 )
 def test_other_caches(settings: dict[str, Any], said: str, llama: Any, plain: Any, device: torch.device) -> None:
-    graphs = refused(Reason.CACHE_KIND, llama, plain, tiny.prompts([6, 4], device), **settings)
-    assert said in graphs.stats.details[Reason.CACHE_KIND]
+    check_refused(Reason.CACHE_KIND, said, llama, plain, tiny.prompts([6, 4], device), **settings)
 
 
 def test_layers_of_another_kind(llama: Any, plain: Any, device: torch.device) -> None:
@@ -83,8 +92,8 @@ def test_layers_of_another_kind(llama: Any, plain: Any, device: torch.device) ->
 @pytest.mark.parametrize("name", ["Rwkv", "MiniMax"])
 def test_states_that_generate_does_not_hold(name: str, device: torch.device) -> None:
     plain, model = (tiny.build(tiny_states.ELSEWHERE[name], device) for _ in range(2))
-    graphs = refused(Reason.CACHE_KIND, model, plain, tiny.prompts([6, 4], device))
-    assert "generate gives this model none: it keeps its states in itself" in graphs.stats.details[Reason.CACHE_KIND]
+    detail = "generate gives this model none: it keeps its states in itself"
+    check_refused(Reason.CACHE_KIND, detail, model, plain, tiny.prompts([6, 4], device))
 
 
 def test_states_on_modules_are_named_and_never_advanced_twice(device: torch.device) -> None:
@@ -120,7 +129,7 @@ def test_a_batch_that_grows_beyond_the_largest(llama: Any, plain: Any, device: t
 
 
 def test_a_prompt_longer_than_the_cache(llama: Any, plain: Any, device: torch.device) -> None:
-    refused(Reason.CACHE_FULL, llama, plain, tiny.prompts([70, 30], device))
+    check_refused(Reason.CACHE_FULL, "max_length is 64", llama, plain, tiny.prompts([70, 30], device))
 
 
 @pytest.mark.parametrize("max_length", [64, 67])
@@ -139,7 +148,7 @@ def test_a_sequence_that_outgrows_the_cache_goes_on_without_it(
 def test_training_mode(llama: Any, plain: Any, device: torch.device) -> None:
     for model in (llama, plain):
         model.train()
-    refused(Reason.TRAINING, llama, plain, tiny.prompts([6], device))
+    check_refused(Reason.TRAINING, "", llama, plain, tiny.prompts([6], device))
 
 
 def test_gradient_checkpointing_is_no_hindrance_but_for_the_hook_that_it_sets(
@@ -156,7 +165,7 @@ def test_gradient_checkpointing_is_no_hindrance_but_for_the_hook_that_it_sets(
 def test_hooks_of_submodules_fire_at_every_step(llama: Any, plain: Any, device: torch.device) -> None:
     fired = []
     handle = llama.model.layers[1].mlp.register_forward_hook(lambda *args: fired.append(1))
-    refused(Reason.HOOKS, llama, plain, tiny.prompts([6], device))
+    check_refused(Reason.HOOKS, "model.layers.1.mlp", llama, plain, tiny.prompts([6], device))
     assert len(fired) == 2 * TOKENS
     handle.remove()
 
@@ -186,19 +195,19 @@ def test_hooks_of_the_model_itself_fire_around_replays(llama: Any, device: torch
 
 def test_a_model_spread_by_a_device_map(llama: Any, plain: Any, device: torch.device) -> None:
     llama.hf_device_map = {"model": 0, "lm_head": 1}
-    refused(Reason.SPREAD_MODEL, llama, plain, tiny.prompts([6], device))
+    check_refused(Reason.SPREAD_MODEL, "device_map over 0, 1", llama, plain, tiny.prompts([6], device))
 
 
 def test_a_model_offloaded_by_accelerate(llama: Any, plain: Any, device: torch.device) -> None:
     llama.model.layers[0]._hf_hook = object()
-    refused(Reason.SPREAD_MODEL, llama, plain, tiny.prompts([6], device))
+    check_refused(Reason.SPREAD_MODEL, "an accelerate hook at model.layers.0", llama, plain, tiny.prompts([6], device))
 
 
 def test_experts_that_are_picked_in_python_are_named_with_their_line(device: torch.device) -> None:
     plain, model = (tiny.build(MODELS["mixtral"], device) for _ in range(2))
     for one in (plain, model):
         one.set_experts_implementation("eager")
-    graphs = refused(Reason.CAPTURE_FAILED, model, plain, tiny.prompts([6, 4, 5], device))
+    graphs = check_refused(Reason.CAPTURE_FAILED, "", model, plain, tiny.prompts([6, 4, 5], device))
     assert any(
         "modeling_mixtral.py" in failure and "nonzero()" in failure for failure in graphs.stats.failures.values()
     )
@@ -214,7 +223,7 @@ def test_a_model_that_takes_the_last_key_for_the_present_one(device: torch.devic
         return transformers.GPTNeoForCausalLM(config)
 
     plain, model = (tiny.build(gpt_neo, device) for _ in range(2))
-    refused(Reason.FIXED_CACHE, model, plain, tiny.prompts([6, 4, 5], device))
+    check_refused(Reason.FIXED_CACHE, "differs by up to", model, plain, tiny.prompts([6, 4, 5], device))
 
 
 def test_a_model_that_needs_its_length_in_python_is_named_with_its_line(device: torch.device) -> None:
@@ -240,7 +249,7 @@ def test_no_memory_for_the_cache(llama: Any, plain: Any, device: torch.device, m
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr("simplegraph.integrations.transformers.generate.decoder.CacheStore", full)
-    refused(Reason.CACHE_FULL, llama, plain, tiny.prompts([6, 4], device))
+    check_refused(Reason.CACHE_FULL, "lower max_batch_size or max_length", llama, plain, tiny.prompts([6, 4], device))
 
 
 @pytest.mark.parametrize("function", [graph_generation, graph_encoder])
