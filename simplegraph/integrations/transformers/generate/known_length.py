@@ -22,6 +22,12 @@ _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "eq": int.__eq__,
     "ne": int.__ne__,
 }
+# Operators on a tensor and a number -> the signs of the two in the result.
+_SUMS: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(("add", "radd", "add_"), (1, 1)),
+    **dict.fromkeys(("sub", "sub_"), (1, -1)),
+    "rsub": (-1, 1),
+}
 
 
 class _Linear(NamedTuple):
@@ -42,7 +48,7 @@ class KnownLength(TorchFunctionMode):
 
     def __init__(self, length: Tensor, least: int, most: int) -> None:
         super().__init__()
-        self._bounds = least, most
+        self._length, self._bounds = length, (least, most)
         self._known = {id(length): _Linear(length, 1, 0)}
 
     def __torch_function__(
@@ -50,28 +56,32 @@ class KnownLength(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         known = self._known.get(id(args[0])) if args else None
-        if known is None or len(args) != 2:
+        if known is None:
             return func(*args, **kwargs)
-        if func is torch.arange:
+        found = None
+        if func is torch.arange and len(args) == 2:
             found = self._range(known, args[1], kwargs)
-            return func(*args, **kwargs) if found is None else found
-        if kwargs or type(args[1]) is not int:
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "").strip("_")
-        if name in _COMPARISONS:
-            answers = {_COMPARISONS[name](known.sign * bound + known.offset, args[1]) for bound in self._bounds}
-            inside = name in ("eq", "ne") and not self._is_outside(known, args[1])
-            return func(*args) if len(answers) > 1 or inside else answers.pop()
-        return self._follow(name, known, args[1], func(*args))
+        elif len(args) == 2 and type(args[1]) is int and not kwargs:
+            found = self._answer(func, known, args[1])
+        if found is not None:
+            return found
+        result = func(*args, **kwargs)
+        if result is known.tensor and result is not self._length:  # written in place
+            del self._known[id(result)]
+        return result
 
-    def _follow(self, name: str, known: _Linear, number: int, result: Any) -> Any:
-        """Remember the result of an operator on a followed tensor and a number, if it is a sum or a difference."""
-        if name in ("add", "radd"):
-            self._known[id(result)] = _Linear(result, known.sign, known.offset + number)
-        elif name == "sub":
-            self._known[id(result)] = _Linear(result, known.sign, known.offset - number)
-        elif name in ("rsub",):
-            self._known[id(result)] = _Linear(result, -known.sign, number - known.offset)
+    def _answer(self, func: Any, known: _Linear, number: int) -> Any:
+        """Return the result of an operator on a followed tensor and a number; None if it does not follow."""
+        name = func.__name__.removeprefix("__").removesuffix("__")
+        if name in _COMPARISONS:
+            answers = {_COMPARISONS[name](known.sign * bound + known.offset, number) for bound in self._bounds}
+            inside = name in ("eq", "ne") and not self._is_outside(known, number)
+            return None if len(answers) > 1 or inside else answers.pop()
+        if name not in _SUMS:
+            return None
+        result = func(known.tensor, number)
+        sign, more = _SUMS[name]
+        self._known[id(result)] = _Linear(result, sign * known.sign, sign * known.offset + more * number)
         return result
 
     def _range(self, start: _Linear, end: Any, kwargs: Mapping[str, Any]) -> Tensor | None:

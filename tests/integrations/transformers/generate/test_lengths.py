@@ -78,6 +78,29 @@ def test_a_question_is_answered_only_if_all_lengths_agree(
         assert bool(found) == bool(ask(value))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda number: number.mul_(3),
+        lambda number: number.add_(3, alpha=4),
+        lambda number: number.clamp_(min=12),
+        lambda number: number.fill_(12),
+        lambda number: number.__iadd__(9),
+        lambda number: number.sub_(-9),
+        lambda number: number.gt_(0).add_(11),
+    ],
+)
+def test_a_number_that_a_model_writes_in_place_is_not_taken_for_what_it_was(
+    write: Callable[[torch.Tensor], object], device: torch.device
+) -> None:
+    length = torch.tensor(5, device=device)
+    with KnownLength(length, 4, 6):
+        number = length + 0
+        write(number)
+        found = number > 7
+    assert bool(found)
+
+
 def test_a_range_from_the_length_on_is_a_sum(device: torch.device) -> None:
     length = torch.tensor(5, device=device)
     with KnownLength(length, 1, 9):
