@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from simplegraph.errors import ConfigError
@@ -83,9 +82,11 @@ class GraphedEncoder(GraphedModel):
         if length > self._lengths[-1]:
             raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{length} tokens")
         padded = self._lengths[bisect.bisect_left(self._lengths, length)]
-        visible = _visible(inputs.get("attention_mask"), rows, length)
+        mask = inputs.get("attention_mask")
+        if mask is not None and mask.shape != (rows, length):  # not one of tokens
+            mask = None
         full = pad_inputs(inputs, rows, length, padded, self._pad_token)
-        unmasked = padded == length and visible is not None and not self._keeps_masks and bool(visible.all())
+        unmasked = padded == length and mask is not None and not self._keeps_masks and bool(mask.all())
         if unmasked:  # as eager goes on without a mask in which nothing is hidden, with other kernels
             del full["attention_mask"]
         elif padded == length:
@@ -94,17 +95,13 @@ class GraphedEncoder(GraphedModel):
         rule = self._rules.get(key)
         if rule is None:
             outputs = forward(**given)
+            visible = None if mask is None else mask.bool()
             rule = LengthRule.between(outputs, self._step(**full, **flags), length, padded, visible)
             self._rules[key] = rule
             self._keeps_masks |= unmasked and rule.refuses
             return outputs
         rule.check()
         return rule.cut(self._step(**full, **flags), length)
-
-
-def _visible(mask: Tensor | None, rows: int, length: int) -> Tensor | None:
-    """Return which tokens a mask shows; None if it is not one of tokens."""
-    return mask.bool() if mask is not None and mask.shape == (rows, length) else None
 
 
 def graph_encoder(
