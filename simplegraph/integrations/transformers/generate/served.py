@@ -19,7 +19,7 @@ from simplegraph.module.snapshot import Snapshot
 from simplegraph.reasons import CannotBind, Reason
 
 # Arguments that a step replaces by the store's.
-_CARRIED = frozenset(
+_REPLACED = frozenset(
     {"past_key_values", "cache_params", "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"}
 )
 
@@ -51,9 +51,8 @@ class ServedGeneration:
         self._beams = beams
         self._same_order: Any = None  # (rows,) int32, the index of each row; None if rows keep their places
         self._order: Any = None  # of the same kind: the row that each row goes on from
-        self._others: list[
-            str
-        ] = []  # kinds of cache in calls of this thread with another cache, by guidance or since the cache was replaced
+        # Kinds of cache in calls of this thread with another one: guidance makes such calls, or it was replaced.
+        self._others: list[str] = []
         self._thread = threading.get_ident()
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,7 +109,7 @@ class ServedGeneration:
     def _step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         decoder, rows = self._decoder, kwargs[self._decoder.ids_name].shape[0]
         source = {"encoder_hidden_states"} if type(self._cache) is EncoderDecoderCache else set()
-        inputs = _inputs({name: kwargs[name] for name in kwargs.keys() - _CARRIED - source}, rows, self._given)
+        inputs = _inputs({name: kwargs[name] for name in kwargs.keys() - _REPLACED - source}, rows, self._given)
         if not self._length:
             length = cached_length(self._own)
             self._store, self._source = decoder.load(self._cache, rows, length, kwargs)
