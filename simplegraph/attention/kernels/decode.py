@@ -42,6 +42,39 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(target, (result / total[:, None]).to(target.dtype.element_ty), used)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _put_part(  # type: ignore[no-untyped-def]
+    first_part, index, result, top, total, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Write a part of a sequence, for the last one to add up: (ROWS, COLUMNS), then (ROWS,) twice."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    own = first_part + index * (ROWS * COLUMNS + 2 * ROWS)
+    tl.store(own + row[:, None] * COLUMNS + column[None, :], result)
+    tl.store(own + ROWS * COLUMNS + row, top)
+    tl.store(own + ROWS * COLUMNS + ROWS + row, total)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_parts(first_part, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add up the parts of a sequence: the weighted sum of each row, its highest score and its sum of weights."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    top = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for index in range(parts):
+        part = first_part + index * (ROWS * COLUMNS + 2 * ROWS)
+        # Read from L2, which all multiprocessors share: L1 may hold stale values.
+        its_result = tl.load(part + row[:, None] * COLUMNS + column[None, :], cache_modifier=".cg")
+        its_top = tl.load(part + ROWS * COLUMNS + row, cache_modifier=".cg")
+        its_total = tl.load(part + ROWS * COLUMNS + ROWS + row, cache_modifier=".cg")
+        higher = tl.maximum(top, its_top)
+        faded, weight = tl.exp2(top - higher), tl.exp2(its_top - higher)
+        total = total * faded + its_total * weight
+        result = result * faded[:, None] + its_result * weight[:, None]
+        top = higher
+    return result, top, total
+
+
 # The first layer's launch loads the kernel for all: its sinks may lie at another alignment than theirs.
 @triton.jit(do_not_specialize=["num_splits", "sinks_ptr"])  # type: ignore[untyped-decorator]
 def _decode(  # type: ignore[no-untyped-def]
@@ -142,30 +175,13 @@ def _decode(  # type: ignore[no-untyped-def]
         _store(target, used, result, top, total, lse_target, exists, sink, WITH_LSE, WITH_SINKS)
     else:
         place = request * tl.num_programs(1) + head
-        size = ROWS * COLUMNS + 2 * ROWS
-        own = parts_ptr + (place * num_splits + split) * size
-        cell = row[:, None] * COLUMNS + column[None, :]
-        tl.store(own + cell, result)
-        tl.store(own + ROWS * COLUMNS + row, top)
-        tl.store(own + ROWS * COLUMNS + ROWS + row, total)
+        first_part = parts_ptr + place * num_splits * (ROWS * COLUMNS + 2 * ROWS)
+        _put_part(first_part, split, result, top, total, ROWS, COLUMNS)
         tl.debug_barrier()  # all threads must have stored before one counts the part as finished
         before = tl.atomic_add(arrived_ptr + place, 1)
         if before == parts - 1:
             tl.store(arrived_ptr + place, 0)  # for the next layer
-            top = tl.full((ROWS,), -1e30, tl.float32)
-            total = tl.zeros((ROWS,), tl.float32)
-            result = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for index in range(parts):
-                other = parts_ptr + (place * num_splits + index) * size
-                # Read from L2, which all multiprocessors share: L1 may hold stale values.
-                its_top = tl.load(other + ROWS * COLUMNS + row, cache_modifier=".cg")
-                its_total = tl.load(other + ROWS * COLUMNS + ROWS + row, cache_modifier=".cg")
-                its_result = tl.load(other + cell, cache_modifier=".cg")
-                higher = tl.maximum(top, its_top)
-                faded, weight = tl.exp2(top - higher), tl.exp2(its_top - higher)
-                total = total * faded + its_total * weight
-                result = result * faded[:, None] + its_result * weight[:, None]
-                top = higher
+            result, top, total = _sum_parts(first_part, parts, ROWS, COLUMNS)
             _store(target, used, result, top, total, lse_target, exists, sink, WITH_LSE, WITH_SINKS)
 
 
