@@ -111,8 +111,10 @@ class AttentionBackend(GraphHooks, abc.ABC):
                 )
         if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
             raise ConfigError(f"softcap is {self.softcap!r}; expected a number above 0, or None.")
-        for layer in self.cache.layers if self.sinks is not None else ():
-            sinks = None if self.sinks is None else self.sinks.get(layer)
+        if self.sinks is None:
+            return
+        for layer in self.cache.layers:
+            sinks = self.sinks.get(layer)
             if sinks is None or sinks.shape != (self.num_heads,) or sinks.device != self.cache.device:
                 found = "missing" if sinks is None else f"{tuple(sinks.shape)} on {sinks.device}"
                 raise ConfigError(

@@ -15,12 +15,7 @@ from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.failures import user_location
 from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
-from simplegraph.integrations.transformers.generate.token_step import (
-    SHORTEN_MASK,
-    cache_name,
-    masks_source,
-    shortening_parts,
-)
+from simplegraph.integrations.transformers.generate.token_step import SHORTEN_MASK, masks_source
 from simplegraph.integrations.transformers.kernels.usable import triton_runs
 from simplegraph.manager.differences import difference
 from simplegraph.reasons import CannotBind, Reason
@@ -64,7 +59,7 @@ class FixedCacheDecoder:
     ) -> None:
         self._step, self.stats, self.model = step, step.graph_stats, step.model
         self.ids_name = "decoder_input_ids" if step.model.config.is_encoder_decoder else "input_ids"
-        self.cache_name, self._shortening = cache_name(step.model), shortening_parts(step.model)
+        self.cache_name = step.cache_name
         self.trusted = self.stays_eager = False
         self._progress = 0
         # The store needs rows for the largest padded batch, and sizes may also come from the environment.
@@ -113,8 +108,9 @@ class FixedCacheDecoder:
 
     def _short_mask(self, mask: Any, length: int) -> Any:
         """Shorten a mask of an encoder's inputs as the model does, to the `length` of the outputs."""
-        if self._shortening and isinstance(mask, Tensor) and mask.shape[1:] != (length,):
-            return getattr(self._shortening[0], SHORTEN_MASK)(length, mask)
+        shortening = self._step.shortening
+        if shortening and isinstance(mask, Tensor) and mask.shape[1:] != (length,):
+            return getattr(shortening[0], SHORTEN_MASK)(length, mask)
         return mask
 
     def step(self, length: int, source: int, inputs: StepInputs, order: Tensor | None) -> Tensor:

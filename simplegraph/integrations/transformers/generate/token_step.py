@@ -41,6 +41,8 @@ class TokenStep(ModelStep):
 
     Attributes:
         store: the store to decode from; None until a generation brings its cache.
+        cache_name: name of the model's argument and output that holds its cache.
+        shortening: parts of the model that make the mask of an encoder's outputs from the longer one of its inputs.
     """
 
     writes_padding_rows = True  # to rows of the store that belong to no sequence
@@ -50,10 +52,10 @@ class TokenStep(ModelStep):
         self.store: CacheStore | None = None
         self.fused_kernels = fused_kernels
         self._masks = _masks_taken(model)
-        self._cache_name = cache_name(model)
+        self.cache_name = _cache_name(model)
         self._unmasked = unmasked_parts(model)
         self._encodes = bool(model.config.is_encoder_decoder)
-        self._shortening = shortening_parts(model)
+        self.shortening = [part for part in model.modules() if hasattr(part, SHORTEN_MASK)]
 
     def forward(
         self, span: int, source: int, order: Tensor | None, carried: Mapping[str, Tensor], **inputs: Any
@@ -85,23 +87,17 @@ class TokenStep(ModelStep):
         if self.fused_kernels:
             forwards |= norm_forwards(self.model, triton=store.triton)
             forwards |= rotary_forwards(self.model, rotation(triton=store.triton))
-        short, length = dict.fromkeys(self._shortening, _same_mask), KnownLength(store.seen, 1, max(1, span - 1))
+        short, length = dict.fromkeys(self.shortening, _same_mask), KnownLength(store.seen, 1, max(1, span - 1))
         with grouped_heads(), override_forwards(forwards), override_forwards(short, SHORTEN_MASK), length:
-            outputs = self.run_model(**(inputs | {self._cache_name: view.cache, "return_dict": True}))
+            outputs = self.run_model(**(inputs | {self.cache_name: view.cache, "return_dict": True}))
         store.check_states(view)
         logits: Tensor = outputs.logits
         return logits
 
 
-def cache_name(model: Any) -> str:
-    """Return the name of the model's argument and output that holds its cache."""
+def _cache_name(model: Any) -> str:
     names = inspect.signature(type(model).forward).parameters
     return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
-
-
-def shortening_parts(model: Any) -> list[nn.Module]:
-    """Return the parts of a model that make the mask of an encoder's outputs from the longer one of its inputs."""
-    return [part for part in model.modules() if hasattr(part, SHORTEN_MASK)]
 
 
 def _same_mask(length: int, mask: Tensor, **_: Any) -> Tensor:
