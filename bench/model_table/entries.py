@@ -1,15 +1,12 @@
 """The models of the table, by category, listed before any of them is measured.
 
-An entry names the model, the package that it comes from, the builder of its tiny shape, and what serves it. A model
-without a tiny shape that a CPU can run in a test is marked by `GPU_ONLY`.
+An entry names the model, what serves it, and if it has a tiny shape that a CPU can run in a test.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-
-GPU_ONLY = "gpu only"
 
 # What serves a model.
 GENERATION, ENCODER, WRAP, PIPELINE = "graph_generation", "graph_encoder", "wrap", "graph_pipeline"
@@ -21,27 +18,26 @@ class TableEntry:
     """One row of the table.
 
     Attributes:
-        name: the row's name, and that of its tiny builder.
-        category: of `CATEGORIES`; package: what must be installed.
+        name: the row's name, unique; after a package and a slash if the model is not one of transformers.
+        category: of `CATEGORIES`.
         integration: what serves the model: `graph_generation`, `graph_encoder`, `wrap` or `graph_pipeline`.
-        builder: name of the function that builds its tiny shape, or `GPU_ONLY`.
+        has_tiny_shape: False for a model that is measured on a GPU alone.
     """
 
     name: str
     category: str
-    package: str
     integration: str
-    builder: str
+    has_tiny_shape: bool = True
 
+    @property
+    def package(self) -> str:
+        """The package that has the model."""
+        return self.name.split("/")[0] if "/" in self.name else "transformers"
 
-def _entries(category: str, package: str, integration: str, names: str, gpu_only: str = "") -> list[TableEntry]:
-    """List models with a tiny shape, then those without one; a package of "" is the part of a name before its slash."""
-    return [
-        TableEntry(name, category, package or name.split("/")[0], integration, builder)
-        for known, tiny in ((names, True), (gpu_only, False))
-        for name in known.split()
-        for builder in (re.sub(r"\W", "_", name).lower() if tiny else GPU_ONLY,)
-    ]
+    @property
+    def builder(self) -> str:
+        """The name of its builder in `builders`."""
+        return re.sub(r"\W", "_", self.name).lower()
 
 
 _DECODERS = """
@@ -90,24 +86,28 @@ _SENTENCES = """
     sentence-transformers/MiniLM sentence-transformers/mpnet sentence-transformers/e5 sentence-transformers/CrossEncoder
 """
 
-ENTRIES: tuple[TableEntry, ...] = tuple(
-    entry
-    for entries in (
-        _entries("transformers", "transformers", GENERATION, _DECODERS),
-        _entries("transformers", "transformers", GENERATION, _STATES, "Mamba-130M Jamba-1B-shape Llama-1B-shape"),
-        _entries("transformers", "transformers", GENERATION, _SEQUENCE_TO_SEQUENCE),
-        _entries("transformers", "transformers", GENERATION, _VISION_LANGUAGE),
-        _entries("transformers", "transformers", ENCODER, _TEXT_ENCODERS),
-        _entries("transformers", "transformers", WRAP, _VISION),
-        _entries("torch", "", WRAP, _MODULES),
-        _entries("timm", "timm", WRAP, _TIMM),
-        _entries("torchvision", "torchvision", WRAP, _TORCHVISION),
-        _entries("diffusers", "diffusers", WRAP, _DENOISERS),
-        _entries("diffusers", "diffusers", PIPELINE, _PIPELINES),
-        _entries("audio", "transformers", WRAP, _AUDIO),
-        _entries("audio", "", WRAP, _AUDIO_PACKAGES),
-        _entries("peft", "peft", WRAP, _PEFT),
-        _entries("sentence-transformers", "sentence-transformers", PIPELINE, _SENTENCES),
-    )
-    for entry in entries
+_GPU_ONLY = "Mamba-130M Jamba-1B-shape Llama-1B-shape"
+
+_NAMES = (
+    ("transformers", GENERATION, _DECODERS),
+    ("transformers", GENERATION, _STATES + _GPU_ONLY),
+    ("transformers", GENERATION, _SEQUENCE_TO_SEQUENCE),
+    ("transformers", GENERATION, _VISION_LANGUAGE),
+    ("transformers", ENCODER, _TEXT_ENCODERS),
+    ("transformers", WRAP, _VISION),
+    ("torch", WRAP, _MODULES),
+    ("timm", WRAP, _TIMM),
+    ("torchvision", WRAP, _TORCHVISION),
+    ("diffusers", WRAP, _DENOISERS),
+    ("diffusers", PIPELINE, _PIPELINES),
+    ("audio", WRAP, _AUDIO),
+    ("audio", WRAP, _AUDIO_PACKAGES),
+    ("peft", WRAP, _PEFT),
+    ("sentence-transformers", PIPELINE, _SENTENCES),
+)
+
+ENTRIES = tuple(
+    TableEntry(name, category, integration, has_tiny_shape=name not in _GPU_ONLY.split())
+    for category, integration, names in _NAMES
+    for name in names.split()
 )

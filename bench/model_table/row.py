@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from bench.model_table import answers, builders
 from bench.model_table.builders.model import RAGGED, Call, TableModel, real_lengths
-from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, GPU_ONLY, PIPELINE, TableEntry
+from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, PIPELINE, TableEntry
 from bench.model_table.serving import NEW_TOKENS, SOON, Counts, ServedModel, caller, serve
 from bench.tools.measure import Figures, few_threads, in_turn, kernel_milliseconds, seconds, step_milliseconds
 from bench.transformers_generate import same_tokens
@@ -44,7 +44,7 @@ def measure_row(name: str, kind: str, tiny: bool, gpu: int = 0) -> Figures:
     entry = BY_NAME[name]
     if missing := _missing(entry):
         return {"column": MISSING, "reason": f"{missing} is not installed"}
-    if tiny and entry.builder == GPU_ONLY:
+    if tiny and not entry.has_tiny_shape:
         return {"column": MISSING, "reason": "has no tiny shape"}
     if kind == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

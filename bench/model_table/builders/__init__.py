@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,9 +35,8 @@ def find(entry: TableEntry) -> TableModel:
     Raises:
         KeyError: no home has a builder of that name.
     """
-    name = re.sub(r"\W", "_", entry.name).lower()
     for home in _HOMES[entry.category]:
         models: dict[str, TableModel] = importlib.import_module(f"bench.model_table.builders.{home}").MODELS
-        if name in models:
-            return models[name]
-    raise KeyError(f"none of {', '.join(_HOMES[entry.category])} builds {name}")
+        if entry.builder in models:
+            return models[entry.builder]
+    raise KeyError(f"none of {', '.join(_HOMES[entry.category])} builds {entry.builder}")
