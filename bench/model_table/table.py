@@ -62,7 +62,7 @@ def default_plan(device: torch.device) -> TablePlan:
 
 def measure(plan: TablePlan, device: torch.device) -> Figures:
     """Measure every entry in a fresh process."""
-    fresh.preload("bench.model_table.preloaded", _starts, device.type)
+    fresh.preload("bench.model_table.preloaded", device.type)
     settings = dataclasses.asdict(plan) | {"json": None}
     known = _known(plan)
     figures: Figures = {"plan": settings, "device": device.type, "rows": known}
@@ -79,10 +79,6 @@ def measure(plan: TablePlan, device: torch.device) -> Figures:
                 plan.json.write_text(json.dumps(figures | {"environment": environment.describe()}, indent=2))
     figures["rows"] = {name: known[name] for name in NAMES if name in known}
     return figures
-
-
-def _starts(kind: str) -> None:
-    torch.zeros(1, device=kind)
 
 
 def _known(plan: TablePlan) -> dict[str, Figures]:

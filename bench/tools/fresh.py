@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -25,15 +28,31 @@ class ProcessFailed(RuntimeError):
         self.reason = reason or told
 
 
-def preload(module: str, works: Callable[..., object], *args: Any) -> None:
-    """Import a module once for all later processes; not, if `works` then fails in one: it may have started a GPU."""
+def preload(module: str, device: str) -> None:
+    """Import a module once for all later processes; not if they then cannot use the device."""
     stop_server()
     _PRELOADED.append(module)
     try:
-        call(works, *args, seconds=_PRELOAD_SECONDS)
+        call(_use, device, seconds=_PRELOAD_SECONDS)
     except (ProcessFailed, TimeoutError, OSError):
         _PRELOADED.remove(module)
         stop_server()
+
+
+def _use(device: str) -> None:
+    import torch
+
+    torch.zeros(1, device=device)
+
+
+def import_installed(*modules: str) -> None:
+    """Import those of the modules that can be imported: for a module that is preloaded."""
+    # Asked at import whether there is a GPU, torch would otherwise start CUDA, which no forked process can use then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for module in modules:
+        # Not installed, or built for another torch: what needs it says so.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
 
 
 def stop_server() -> None:

@@ -57,10 +57,6 @@ def default_plan(device: torch.device) -> TrainingPlan:
     return TrainingPlan(installed, QUICK, tiny, tuple(name for name in SHAPES_OF if name in installed))
 
 
-def _reach(device: torch.device) -> None:
-    torch.zeros(1, device=device)
-
-
 def pairs(plan: TrainingPlan) -> list[tuple[str, str]]:
     """List the workloads and arms to measure; the ones for forward and backward alone leave whole steps out."""
     return [
@@ -72,7 +68,7 @@ def pairs(plan: TrainingPlan) -> list[tuple[str, str]]:
 
 def measure(plan: TrainingPlan, device: torch.device) -> Figures:
     """Measure every workload and arm, and the memory of eight shapes; compiled arms come last."""
-    fresh.preload("bench.training.preloaded", _reach, device)
+    fresh.preload("bench.training.preloaded", str(device))
     figures: Figures = {"plan": dataclasses.asdict(plan), "device": device.type}
     steps = figures["workloads"] = {name: {} for name in plan.workloads}
     shapes = figures["shapes"] = {
@@ -111,9 +107,7 @@ def _measured(
     more = () if turn is None else (turn,)
     try:
         found: Figures = fresh.call(run, name, arm, device, plan.tiny, *more, seconds=plan.timeout)
-    except TimeoutError as error:
-        found = {"failed": str(error)}
-    except fresh.ProcessFailed as error:
+    except (TimeoutError, fresh.ProcessFailed) as error:
         found = {"failed": str(error)}
     say(f"{name}, {arm}: {told(found)}")
     return found

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure in this process, quicker than in fresh ones."""
     monkeypatch.setattr(fresh, "call", lambda function, *args, seconds: function(*args))
-    monkeypatch.setattr(fresh, "preload", lambda module, works, *args: works(*args))
+    monkeypatch.setattr(fresh, "preload", lambda module, device: None)
     monkeypatch.setattr(one_run, "TIMED_STEPS", (2, 2))
 
 
@@ -141,16 +141,18 @@ def test_a_run_writes_every_figure_and_leaves_whole_steps_out_where_they_do_not_
 
 
 def test_what_is_preloaded_stays_unless_a_process_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise fresh.ProcessFailed("cannot start CUDA in a forked process")
+    def answer(function: Any, device: str, seconds: float) -> None:
+        if device == "cuda":
+            raise fresh.ProcessFailed("cannot start CUDA in a forked process")
+        function(device)
 
     servers: list[list[str]] = []
     monkeypatch.setattr(fresh, "_PRELOADED", ["torch"])
-    monkeypatch.setattr(fresh, "call", lambda function, *args, seconds: function(*args))
+    monkeypatch.setattr(fresh, "call", answer)
     monkeypatch.setattr(fresh, "stop_server", lambda: servers.append(list(fresh._PRELOADED)))
-    fresh.preload("one", int)
+    fresh.preload("one", "cpu")
     assert fresh._PRELOADED == ["torch", "one"]
-    fresh.preload("two", refuse)
+    fresh.preload("two", "cuda")
     assert fresh._PRELOADED == ["torch", "one"]
     assert servers[-1] == ["torch", "one"]  # none goes on that has imported it
 
