@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 import simplegraph as sg
-from bench.arms.base import NotAvailable, require_cuda
-from bench.tools import compiler
+from bench.arms.libraries import load_compiler, load_cuda, load_nothing, load_tensordict
 from bench.training.workloads import Step, Task
-from simplegraph.errors import install_command
 
 WARMUP = 3  # eager steps of the graphs made by hand; torch's own recipe
-
-
-def _nothing(device: torch.device) -> None:
-    return None
 
 
 def _unknown(task: Task, step: Step) -> int | None:
@@ -42,7 +36,7 @@ class TrainingArm:
 
     make: Callable[[Task], Step]
     capturable: bool = True
-    load: Callable[[torch.device], None] = _nothing
+    load: Callable[[torch.device], None] = load_nothing
     replays: Callable[[Task, Step], int | None] = _unknown
     compiles: bool = False
     ours: bool = False
@@ -119,14 +113,6 @@ def _graphed_callables(task: Task) -> Step:
     return task.step
 
 
-def _load_tensordict(device: torch.device) -> None:
-    require_cuda(device, "it")
-    try:
-        import tensordict.nn  # noqa: F401
-    except ImportError as error:
-        raise NotAvailable(f"needs tensordict ({error}); {install_command('bench-models')}") from error
-
-
 def _tensordict(task: Task) -> Step:
     from tensordict.nn import CudaGraphModule
 
@@ -134,27 +120,18 @@ def _tensordict(task: Task) -> Step:
     return graphed
 
 
-def _load_compiler(device: torch.device) -> None:
-    require_cuda(device, "it")
-    compiler.load_cold()
-
-
 def _compiled(task: Task) -> Step:
     task.call = torch.compile(task.model, mode="reduce-overhead")
     return task.step
-
-
-def _on_gpu(device: torch.device) -> None:
-    require_cuda(device, "it")
 
 
 ARMS: dict[str, TrainingArm] = {
     "eager": TrainingArm(_eager, capturable=False, ours=True),
     "eager-capturable": TrainingArm(_eager, ours=True),
     "train-step": TrainingArm(_train_step, capturable=False, replays=_replayed_steps, ours=True, whole=True),
-    "hand-made": TrainingArm(HandMade, load=_on_gpu, replays=lambda task, step: step.replays, whole=True),
+    "hand-made": TrainingArm(HandMade, load=load_cuda, replays=lambda task, step: step.replays, whole=True),
     "forward-backward": TrainingArm(_forward_backward, capturable=False, replays=_replayed_calls, ours=True),
-    "make-graphed-callables": TrainingArm(_graphed_callables, capturable=False, load=_on_gpu),
-    "tensordict-cudagraph": TrainingArm(_tensordict, load=_load_tensordict, whole=True),
-    "compiled-reduce-overhead": TrainingArm(_compiled, capturable=False, load=_load_compiler, compiles=True),
+    "make-graphed-callables": TrainingArm(_graphed_callables, capturable=False, load=load_cuda),
+    "tensordict-cudagraph": TrainingArm(_tensordict, load=load_tensordict, whole=True),
+    "compiled-reduce-overhead": TrainingArm(_compiled, capturable=False, load=load_compiler, compiles=True),
 }
