@@ -98,10 +98,10 @@ def _first_steps(task: Task, arm: str, batches: list[Any]) -> tuple[Step, Figure
         losses.append(float(loss))
         if first_replay is None and ARMS[arm].replays(task, step):
             first_replay = index
-    return step, {"calls": ends, "losses": losses, "first_replay": first_replay, "steady": steady(ends)}
+    return step, {"calls": ends, "losses": losses, "first_replay": first_replay, "steady": first_steady(ends)}
 
 
-def steady(ends: list[float]) -> int:
+def first_steady(ends: list[float]) -> int:
     """Return the index of the first step from which on none takes more than `STEADY` times the last ones' median."""
     took = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
     usual = sorted(took[-3:])[1]

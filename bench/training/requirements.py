@@ -11,7 +11,7 @@ GIB = 1024  # in MiB
 ROUNDING = 0.05  # allowed for losses: kernels that add in any order, and what a few steps make of it
 
 
-def told(found: Figures) -> str:
+def describe(found: Figures) -> str:
     """Describe one run in a line, or why it has no figures."""
     if "failed" in found:
         return "failed: " + found["failed"].strip().splitlines()[-1]
@@ -53,7 +53,7 @@ def render(figures: Figures) -> str:
             if "ms" in found:
                 lines.append([name, arm, *_cells(found, arms)])
             else:
-                notes.append(f"{name}, {arm}: {told(found)}")
+                notes.append(f"{name}, {arm}: {describe(found)}")
     parts = [] if figures["device"] == "cuda" else [NOT_SPEED]
     parts += [grid(measured(lines)), "\n".join(notes), grid(_requirements(figures))]
     return "\n\n".join(part for part in parts if part)

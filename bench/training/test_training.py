@@ -13,7 +13,7 @@ import torch
 from bench.tools.measure import Figures, device_of
 from bench.tools.options import changed, from_environment, names
 from bench.training import training_steps
-from bench.training.requirements import render, told
+from bench.training.requirements import describe, render
 from bench.training.step_arms import ARMS
 from bench.training.workloads import WORKLOADS
 
@@ -35,6 +35,6 @@ __all__ = ["measure", "render"]
 def test_training(workload: str, arm: str, figures: Figures, record_seconds: Callable[..., None]) -> None:
     found = figures["workloads"][workload][arm]
     if "ms" not in found and not ("failed" in found and ARMS[arm].ours):
-        pytest.skip(told(found))
+        pytest.skip(describe(found))
     assert "failed" not in found, found["failed"]
     record_seconds([found["ms"] / 1e3], found)

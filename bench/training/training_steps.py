@@ -21,7 +21,7 @@ from bench.tools import command, fresh
 from bench.tools.measure import Figures, say
 from bench.tools.options import add_names, count
 from bench.training.one_run import Turn, run_arm, run_shapes
-from bench.training.requirements import ROUNDING, SAME, difference, render, told
+from bench.training.requirements import ROUNDING, SAME, describe, difference, render
 from bench.training.step_arms import ARMS
 from bench.training.workloads import WORKLOADS, available
 
@@ -109,7 +109,7 @@ def _measured(
         found: Figures = fresh.call(run, name, arm, device, plan.tiny, *more, seconds=plan.timeout)
     except (TimeoutError, fresh.ProcessFailed) as error:
         found = {"failed": str(error)}
-    say(f"{name}, {arm}: {told(found)}")
+    say(f"{name}, {arm}: {describe(found)}")
     return found
 
 

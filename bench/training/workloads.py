@@ -1,4 +1,4 @@
-"""What is trained, by name: a model, its batches, its loss and its optimizer, at a real shape or a tiny one."""
+"""The workloads, by name: a model, its batches, its loss and its optimizer, at a real shape or a tiny one."""
 
 from __future__ import annotations
 

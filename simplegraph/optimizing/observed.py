@@ -42,7 +42,7 @@ class _Uses(OperatorMode):
 
 
 class ObservedRun:
-    """What one run of a module shows of its layers and norms. All outputs of layers live until it ends.
+    """Finds the pairs of layers and norms that one run of a module shows. All outputs of layers live until it ends.
 
     Args:
         root: the module.

@@ -26,7 +26,7 @@ _SHOWN = 4  # names in a line
 
 
 class _Rewrites:
-    """What was done to a module: kept among its attributes, for reports; copies and pickles of the module have none."""
+    """Lists the rewrites of a module: kept among its attributes, for reports; copies and pickles of it have none."""
 
     __slots__ = ("changed", "left_out", "memory", "verified")
 
@@ -74,12 +74,12 @@ class Optimization:
 
     @property
     def changed(self) -> dict[str, list[str]]:
-        """What was done, by rewrite: the layers and norms that were folded, the weights in channels_last."""
+        """The changed parts, by rewrite: layers and norms that were folded, weights in channels_last."""
         return {name: list(names) for name, names in self._rewrites.changed.items()}
 
     @property
     def left_out(self) -> dict[str, str]:
-        """What could have been done and was not, with the reason."""
+        """The reason for each rewrite that was left out, by the name of the rewrite or of the pair."""
         return dict(self._rewrites.left_out)
 
     @property

@@ -18,7 +18,7 @@ REWRITES: Mapping[str, str] = MappingProxyType(
 
 
 class KnownClass(NamedTuple):
-    """What the forward of a class is known to do.
+    """Known properties of a class's forward.
 
     Attributes:
         pairs: names of a child and of the norm that directly follows it and alone reads its output.

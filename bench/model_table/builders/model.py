@@ -1,4 +1,4 @@
-"""What a row of the table is made of: a model at a tiny and a real shape, and calls of it over ragged batches."""
+"""The parts of a row of the table: a model at a tiny and a real shape, and calls of it over ragged batches."""
 
 from __future__ import annotations
 

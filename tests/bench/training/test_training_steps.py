@@ -54,9 +54,9 @@ def test_frozen_weights_stay_and_the_target_network_follows() -> None:
 
 
 def test_steady_is_the_first_step_after_the_last_slow_one() -> None:
-    assert one_run.steady([5.0, 9.0, 9.1, 9.2, 9.3, 9.4]) == 2
-    assert one_run.steady([0.1, 0.2, 3.0, 3.1, 3.2, 3.3]) == 3
-    assert one_run.steady([0.1, 0.2, 0.3, 0.4]) == 0
+    assert one_run.first_steady([5.0, 9.0, 9.1, 9.2, 9.3, 9.4]) == 2
+    assert one_run.first_steady([0.1, 0.2, 3.0, 3.1, 3.2, 3.3]) == 3
+    assert one_run.first_steady([0.1, 0.2, 0.3, 0.4]) == 0
 
 
 def test_an_arm_of_ours_that_never_replays_fails(monkeypatch: pytest.MonkeyPatch) -> None:
