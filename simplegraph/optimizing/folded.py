@@ -57,7 +57,7 @@ class Fold:
         channels_last: True stores the folded weight of a 2-d convolution in that format.
     """
 
-    __slots__ = ("_before", "channels_last", "dims", "layer", "norm", "paths", "weights")
+    __slots__ = ("_before", "_eps", "channels_last", "dims", "layer", "norm", "paths", "weights")
 
     def __init__(self, layer: Any, norm: Any, paths: tuple[Sequence[str], Sequence[str]], channels_last: bool) -> None:
         self.layer, self.norm, self.paths = layer, norm, paths
@@ -65,6 +65,7 @@ class Fold:
         self.channels_last = channels_last and self.dims == 4
         self.weights: Weights | None = None
         self._before: list[_Source] = []
+        self._eps: float | None = None
 
     def serves(self, owner: nn.Module) -> bool:
         """True if a forward of the owner may use the folded weights: for inference, as it was when they were folded."""
@@ -76,16 +77,17 @@ class Fold:
         return all(_at(owner, path) is module for path, module in zip(self.paths, (layer, norm), strict=True))
 
     def is_stale(self) -> bool:
-        """True if a tensor that is folded was written, moved or replaced since."""
+        """True if a tensor that is folded was written, moved or replaced since, or the norm's `eps`."""
         now = watched(self.layer, self.norm)
-        return len(now) != len(self._before) or not all(
-            before.is_still(tensor) for before, tensor in zip(self._before, now, strict=True)
-        )
+        if len(now) != len(self._before) or self.norm.eps != self._eps:
+            return True
+        return not all(before.is_still(tensor) for before, tensor in zip(self._before, now, strict=True))
 
     def note(self) -> bool:
         """Remember the tensors that are folded now; False if they cannot be, and then nothing is."""
         possible = not hindrance(self.layer, self.norm)
         self._before = [_Source(tensor) for tensor in watched(self.layer, self.norm)] if possible else []
+        self._eps = self.norm.eps
         self.weights = self.weights if possible else None
         return possible
 

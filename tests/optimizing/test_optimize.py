@@ -220,6 +220,7 @@ CHANGES = {
     "norm weight": lambda m: m[1].weight.mul_(-1),
     "norm bias": lambda m: m[1].bias.add_(1),
     "mean": lambda m: m[1].running_mean.add_(1),
+    "eps": lambda m: setattr(m[1], "eps", 0.5),
     "variance": lambda m: m[4].running_var.mul_(3),
     "data": lambda m: setattr(m[3].weight, "data", torch.ones_like(m[3].weight)),
     "parameter": lambda m: setattr(m[3], "weight", nn.Parameter(torch.ones_like(m[3].weight), requires_grad=False)),
