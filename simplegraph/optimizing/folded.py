@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from simplegraph.graph.modes import outside_modes
 from simplegraph.graph.select import graph_device
-from simplegraph.optimizing.pairs import KINDS, hindrance, hooked, plain_class, sources, watched
+from simplegraph.optimizing.pairs import KINDS, hindrance, hooked, is_changed, plain_class, sources, watched
 
 _ALIGNMENT = 256  # bytes, as the allocator gives them: kernels read aligned weights faster
 _version = operator.attrgetter("_version")
@@ -71,6 +71,8 @@ class Fold:
         """True if a forward of the owner may use the folded weights: for inference, as it was when they were folded."""
         layer, norm = self.layer, self.norm
         if layer.training or norm.training or hooked(layer) or hooked(norm):
+            return False
+        if not is_changed(norm):  # it would run what is folded into the layer once more
             return False
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources(layer, norm)):
             return False

@@ -44,6 +44,11 @@ def plain_class(module: nn.Module) -> type:
     return kind
 
 
+def is_changed(module: nn.Module) -> bool:
+    """True if this room changed the module's class, and nobody gave it another since."""
+    return hasattr(type(module), "_simplegraph_plain")
+
+
 def known_pairs(root: nn.Module) -> list[Pair]:
     """List the pairs that follow from classes alone: neighbours in an `nn.Sequential`, and rows of the table."""
     return [

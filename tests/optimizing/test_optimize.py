@@ -214,6 +214,11 @@ def test_the_state_dict_stays_the_originals_and_is_loaded_into_folded_weights():
     assert torch.equal(module(x), original(x))
 
 
+class Shifted(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
 CHANGES = {
     "conv weight": lambda m: m[0].weight.mul_(2),
     "conv bias": lambda m: m[0].bias.add_(1),
@@ -228,6 +233,7 @@ CHANGES = {
     "part": lambda m: m[1].load_state_dict(new_state(m[1])),
     "double": lambda m: m.double().float(),
     "another norm": lambda m: m.__setitem__(1, nn.Identity()),
+    "another class": lambda m: setattr(m[1], "__class__", Shifted),
     "another layer": lambda m: m.__setitem__(0, nn.Identity()),
     "inserted": lambda m: m.insert(1, nn.ReLU()),
     "appended": lambda m: m.append(nn.ReLU()),
