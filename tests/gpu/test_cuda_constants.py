@@ -170,6 +170,8 @@ def test_pinned_memory_is_read_at_every_replay() -> None:
         model.pinned.fill_(value)
         right(model, calls=2)
         torch.cuda.synchronize()
+    assert model.graph_stats.replays >= 4  # those of the last two values at least
+    assert model.graph_stats.recaptures == 0
 
 
 @pytest.mark.parametrize(

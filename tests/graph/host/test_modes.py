@@ -197,7 +197,10 @@ def test_draws_between_which_the_generator_is_set_are_refused(change: Any) -> No
 
 
 def test_random_numbers_of_the_device_are_not() -> None:
-    captured(lambda x: (torch.rand(3, device=x.device), torch.rand_like(x), x.uniform_()))
+    state = torch.get_rng_state()
+    capture = captured(lambda x: (torch.rand(3, device=x.device), torch.rand_like(x), x.uniform_()))
+    assert not capture.reads
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_memory_of_before_is_not_written() -> None:
