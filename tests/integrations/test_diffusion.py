@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny_denoisers as tiny
 import torch
 
 import simplegraph as sg
@@ -12,37 +13,15 @@ from simplegraph import Reason
 
 diffusers = pytest.importorskip("diffusers")
 
-TOKENS, WIDTH = 5, 12
+TOKENS = 5
 
 
 def unet() -> Any:
-    return diffusers.UNet2DConditionModel(
-        sample_size=16,
-        in_channels=4,
-        out_channels=4,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=WIDTH,
-        attention_head_dim=4,
-    )
+    return diffusers.UNet2DConditionModel(**tiny.CONDITIONED)
 
 
 def dit() -> Any:
-    return diffusers.DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=4,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        sample_size=8,
-        patch_size=2,
-        num_embeds_ada_norm=100,
-        norm_type="ada_norm_zero",
-        norm_elementwise_affine=False,
-    )
+    return diffusers.DiTTransformer2DModel(**tiny.DIT)
 
 
 def graphed(module: Any, device: torch.device, **settings: Any) -> Any:
@@ -53,7 +32,7 @@ def unet_call(device: torch.device, rows: int = 2, resolution: int = 16, step: i
     return {
         "sample": torch.randn(rows, 4, resolution, resolution, device=device),
         "timestep": torch.tensor(step, device=device),
-        "encoder_hidden_states": torch.randn(rows, TOKENS, WIDTH, device=device),
+        "encoder_hidden_states": torch.randn(rows, TOKENS, tiny.WIDTH, device=device),
     }
 
 
@@ -106,7 +85,7 @@ def test_guidance_in_two_calls(device: torch.device, outputs: str) -> None:
     model = graphed(unet(), device, outputs=outputs)
     assert_serves(model, device)
     given = unet_call(device)
-    prompt, empty = (torch.randn(2, TOKENS, WIDTH, device=device) for _ in range(2))
+    prompt, empty = (torch.randn(2, TOKENS, tiny.WIDTH, device=device) for _ in range(2))
     expected = [sg.unwrap(model)(**given | {"encoder_hidden_states": text}).sample for text in (prompt, empty)]
     replays = model.graph_stats.replays
     found = [model(**given | {"encoder_hidden_states": text}).sample for text in (prompt, empty)]
@@ -213,16 +192,7 @@ def test_a_unet_with_lora_scaled_per_call(device: torch.device) -> None:
 
 @torch.inference_mode()
 def test_a_pipeline_with_a_wrapped_unet_makes_the_same_image(device: torch.device) -> None:
-    model = diffusers.UNet2DModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-    )
-    module = model.to(device).eval()
+    module = diffusers.UNet2DModel(**(tiny.PLAIN | {"sample_size": 8})).to(device).eval()
     wrapped = sg.wrap(module, capture_sizes=[2], progress=False)
     images = []
     for denoiser in (module, wrapped):

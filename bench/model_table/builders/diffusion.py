@@ -6,17 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tiny_denoisers import CONDITIONED, DIT, PLAIN
 
 from bench.model_table.builders.model import Call, Settings, TableModel, noise, numbers
 
-SMALL = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
-CROSS = SMALL | {
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 12,
-    "attention_head_dim": 4,
-}
-ATTENDED = CROSS | {
+ATTENDED = CONDITIONED | {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
     "transformer_layers_per_block": (1, 2),
@@ -39,9 +33,6 @@ XL = {
     "use_linear_projection": True,
 }
 STABLE = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
-DIT = {"num_attention_heads": 2, "attention_head_dim": 4, "in_channels": 4, "out_channels": 8, "num_layers": 2}
-DIT |= {"sample_size": 8, "patch_size": 2, "num_embeds_ada_norm": 100, "norm_type": "ada_norm_zero"}
-DIT |= {"norm_elementwise_affine": False}
 DIT_XL = DIT | {"num_attention_heads": 16, "attention_head_dim": 72, "num_layers": 28, "sample_size": 32}
 PIXART = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "caption_channels": 12}
 PIXART |= {"cross_attention_dim": 16}
@@ -159,7 +150,7 @@ def _stable(tiny: bool) -> Any:
         vae=_model("AutoencoderKL", AUTO, KL)(tiny),
         text_encoder=_words(tiny),
         tokenizer=None,
-        unet=_model("UNet2DConditionModel", CROSS, STABLE)(tiny),
+        unet=_model("UNet2DConditionModel", CONDITIONED, STABLE)(tiny),
         scheduler=diffusers.DDIMScheduler(),
         safety_checker=None,
         feature_extractor=None,
@@ -228,16 +219,16 @@ def _unprompted(tiny: bool, lengths: list[int], seed: int) -> Call:
     return (), {"batch_size": len(lengths)} | settings
 
 
-PLAIN = SMALL | {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "attention_head_dim": 4}
-PLAIN |= {"up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
 PLAIN_REAL = {"sample_size": 64}
-CONTROL = {name: value for name, value in CROSS.items() if name not in ("sample_size", "up_block_types")}
+CONTROL = {name: value for name, value in CONDITIONED.items() if name not in ("sample_size", "up_block_types")}
 CONTROL |= {"conditioning_embedding_out_channels": (4, 8, 8, 8)}
 VQ = AUTO | {"sample_size": 16, "num_vq_embeddings": 16}
 
 MODELS = {
     "diffusers_unet2d": TableModel(_model("UNet2DModel", PLAIN, PLAIN_REAL), _latents(16, 64, channels=3)),
-    "diffusers_unet2dcondition": TableModel(_model("UNet2DConditionModel", CROSS, STABLE), _latents(16, 64, (12, 768))),
+    "diffusers_unet2dcondition": TableModel(
+        _model("UNet2DConditionModel", CONDITIONED, STABLE), _latents(16, 64, (12, 768))
+    ),
     "diffusers_sdxl_unet": TableModel(_model("UNet2DConditionModel", ATTENDED, XL), _xl),
     "diffusers_dit": TableModel(_model("DiTTransformer2DModel", DIT, DIT_XL), _labelled),
     "diffusers_pixart": TableModel(
