@@ -28,7 +28,7 @@ def combine(results: Sequence[Result]) -> Result:
     bad = next((result for result in results if result["status"] != "ok"), None)
     if bad is not None:
         return bad
-    combined = medians(list(results))
+    combined = medians(results)
     return combined | {"rounds": [result["seconds"] for result in results]}
 
 

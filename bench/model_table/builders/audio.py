@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from bench.model_table.builders.model import Call, Settings, TableModel, configured, noise, numbers, tokens
+from bench.model_table.builders.model import Call, Settings, TableModel, configured, image_pairs, noise, numbers, tokens
 
 SECOND = 16000
 SPEECH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -124,16 +125,12 @@ def _positional(*shape: int) -> Callable[[bool, list[int], int], Call]:
 
 
 def _framed(tiny: bool, lengths: list[int], seed: int) -> Call:
-    import torch
-
     frames = torch.tensor([8 + 4 * (length % 5) for length in lengths])
     frames[0] = 24
     return (noise(len(lengths), 24, 16, seed=seed), frames), {}
 
 
 def _tacotron(tiny: bool, lengths: list[int], seed: int) -> Call:
-    import torch
-
     rows = len(lengths)
     return (
         numbers(30, rows, 8, seed=seed),
@@ -148,7 +145,6 @@ def _wavernn(tiny: bool, lengths: list[int], seed: int) -> Call:
 
 
 def _crepe(tiny: bool) -> nn.Module:
-    import torch
     import torchcrepe
 
     torchcrepe.load.model(torch.get_default_device() if hasattr(torch, "get_default_device") else "cpu", "tiny")
@@ -178,11 +174,6 @@ def _lpips(tiny: bool) -> nn.Module:
 
     model: nn.Module = lpips.LPIPS(net="squeeze" if tiny else "vgg", pretrained=True, pnet_rand=True, verbose=False)
     return model
-
-
-def _pairs(tiny: bool, lengths: list[int], seed: int) -> Call:
-    side = 64 if tiny else 224
-    return tuple(noise(len(lengths), 3, side, side, seed=seed + at).tanh() for at in (0, 100)), {}
 
 
 ONE_BY_ONE = {"capture_sizes": [1, 2, 3, 4]}  # its dropout is on in evaluation, too: no row may be added
@@ -234,5 +225,5 @@ MODELS = {
     "silero_vad_vad": TableModel(
         _silero, lambda tiny, lengths, seed: ((noise(len(lengths), 512, seed=seed).tanh(), 16000), {})
     ),
-    "lpips_perceptual": TableModel(_lpips, _pairs),
+    "lpips_perceptual": TableModel(_lpips, image_pairs(64, 224)),
 }

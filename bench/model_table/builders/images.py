@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bench.model_table.builders.model import Call, Settings, TableModel, noise
+from bench.model_table.builders.model import Call, Settings, TableModel, image_pairs, noise
 
 
 def _timm(name: str, side: int = 64, **small: Any) -> TableModel:
@@ -54,11 +54,6 @@ def _frames(tiny: bool, lengths: list[int], seed: int) -> Call:
     return (noise(len(lengths), 3, frames, side, side, seed=seed),), {}
 
 
-def _two_images(tiny: bool, lengths: list[int], seed: int) -> Call:
-    side = 128 if tiny else 256
-    return tuple(noise(len(lengths), 3, side, side, seed=seed + at).tanh() for at in (0, 100)), {}
-
-
 TINY_SIDE = {"min_size": 64, "max_size": 64}
 VIT = {"img_size": 32, "depth": 2, "embed_dim": 48, "num_heads": 4}
 
@@ -87,7 +82,7 @@ MODELS = {
     "torchvision_convnext_tiny": _torchvision("convnext_tiny"),
     "torchvision_deeplabv3": _torchvision("deeplabv3_mobilenet_v3_large", "segmentation"),
     "torchvision_fcn": _torchvision("fcn_resnet50", "segmentation"),
-    "torchvision_raft": _torchvision("raft_small", "optical_flow", call=_two_images),
+    "torchvision_raft": _torchvision("raft_small", "optical_flow", call=image_pairs(128, 256)),
     "torchvision_r3d_18": _torchvision("r3d_18", "video", call=_frames),
     "torchvision_fasterrcnn": _torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", "detection", TINY_SIDE, _listed),
     "torchvision_retinanet": _torchvision("retinanet_resnet50_fpn", "detection", TINY_SIDE, _listed),

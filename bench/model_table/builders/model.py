@@ -67,6 +67,16 @@ def tokens(tiny: bool, lengths: list[int], seed: int) -> Call:
     return (), {name: tensor.flip(1) for name, tensor in tiny_models.prompts(lengths, CPU, seed).items()}
 
 
+def image_pairs(tiny_side: int, real_side: int) -> Callable[[bool, list[int], int], Call]:
+    """Return what makes two images of these sides for each row, by position."""
+
+    def call(tiny: bool, lengths: list[int], seed: int) -> Call:
+        side = tiny_side if tiny else real_side
+        return tuple(noise(len(lengths), 3, side, side, seed=seed + at).tanh() for at in (0, 100)), {}
+
+    return call
+
+
 def at_least(count: int, **more: Any) -> Callable[[bool, list[int], int], Call]:
     """Return what makes texts of so many tokens at least, for encoders that fail on shorter ones, with options."""
 

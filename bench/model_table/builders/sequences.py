@@ -8,9 +8,10 @@ from typing import Any
 import tiny_lengths
 import tiny_models
 import tiny_multimodal
+import torch
 
 from bench.model_table.builders.decoders import ENDS
-from bench.model_table.builders.model import CPU, Call, Settings, TableModel, configured, prompts, resized
+from bench.model_table.builders.model import CPU, Call, Settings, TableModel, configured, noise, prompts, resized
 from bench.transformers_generate.families import FAMILIES
 
 T5, SEQUENCES = tiny_models.T5, tiny_lengths.SEQUENCES
@@ -28,8 +29,6 @@ TEXT = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 1
 
 
 def _whisper(tiny: bool, lengths: list[int], seed: int) -> Call:
-    import torch
-
     batch = tiny_models.features(len(lengths), CPU, seed)
     if not tiny:
         batch = {"input_features": torch.randn(len(lengths), 80, 3000)}
@@ -113,10 +112,6 @@ def _pix2struct(tiny: bool) -> Any:
 
 
 def _patches(tiny: bool, lengths: list[int], seed: int) -> Call:
-    import torch
-
-    from bench.model_table.builders.model import noise
-
     patches = torch.cat([torch.arange(1, 17).repeat(len(lengths), 1)[..., None]] * 2, -1).float()
     flat = torch.cat([patches, noise(len(lengths), 16, 12, seed=seed)], -1)
     mask = torch.ones(len(lengths), 16)
