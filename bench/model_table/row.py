@@ -213,8 +213,7 @@ class _Row:
         for dtype in (torch.bfloat16, torch.float32):
             try:
                 self.model = None  # before the next one takes its memory
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
                 self.model = self._build(dtype)
                 call = self._call(RAGGED[0], 3, dtype)
                 self._run(caller(self.entry, self.model), call)
