@@ -87,11 +87,19 @@ class Gradients:
         """The storage keys of the tensors at fixed addresses, which graphs read."""
         return {storage_key(tensor) for _, tensor in self._fixed.values()}
 
-    def fixed(self, index: int) -> Tensor:
+    def fix(self, used: Iterable[int]) -> None:
+        """Make the tensors at fixed addresses for the gradients that graphs read; a capture would make its own."""
+        for index in used:
+            self._fixed_of(index)
+
+    def _fixed_of(self, index: int, *, makes: bool = True) -> Tensor:
         """Return the tensor at a fixed address for the gradient of one parameter."""
         parameter = self.parameters[index]
         known = self._fixed.get(id(parameter))
         if known is None or _kind(known[1]) != _kind(parameter):  # the parameter was converted or moved
+            if not makes:
+                cause = f"a parameter of shape {tuple(parameter.shape)} was converted or moved just before"
+                raise CaptureError(f"capturing the step failed\n  {cause}.", cause=cause)
             gradient = parameter.grad
             with outside_modes():
                 made = torch.empty_like(parameter if gradient is None else gradient, requires_grad=False)
@@ -102,7 +110,7 @@ class Gradients:
         """Let the gradients that a graph reads lie where it reads them."""
         with outside_modes():
             for index in used:
-                parameter, fixed = self.parameters[index], self.fixed(index)
+                parameter, fixed = self.parameters[index], self._fixed_of(index)
                 gradient = parameter.grad
                 if gradient is not None and gradient is not fixed:
                     if gradient.data_ptr() != fixed.data_ptr():
@@ -110,11 +118,11 @@ class Gradients:
                     parameter.grad = fixed
 
     def begin_capture(self, used: Iterable[int]) -> list[Tensor | None]:
-        """Put those that the capture reads at their fixed address; return what to put back."""
+        """Put those that the capture reads at their fixed address; return what to put back. Raises CaptureError."""
         before = list(map(_grad, self.parameters))
         for index in used:
             if before[index] is not None:
-                self.parameters[index].grad = self.fixed(index)
+                self.parameters[index].grad = self._fixed_of(index, makes=False)
         return before
 
     def end_capture(self, before: Sequence[Tensor | None], used: Iterable[int]) -> list[Any]:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class Leaves:
     def __init__(self, module: nn.Module) -> None:
         survey = Survey(module)
         self._places = list(_places(survey))
+        self._recurrent = [module for module in survey.modules.values() if isinstance(module, nn.RNNBase)]
         held = {id(tensor): (name, tensor) for name, _, _, tensor in reversed(self._places)}
         self.names = [name for name, _ in held.values()]
         self.tensors = [tensor for _, tensor in held.values()]
@@ -62,6 +64,10 @@ class Leaves:
                 if other is not None and holder[key] is tensor:
                     _set(holder, key, other)
                     swapped.append((holder, key, tensor, other))
+            for module in self._recurrent:
+                for key, held, other in _flat_lists(module, stand_ins):
+                    _set(vars(module), key, other)
+                    swapped.append((vars(module), key, held, other))
             yield
         finally:
             for holder, key, tensor, other in swapped:
@@ -136,6 +142,19 @@ def _places(survey: Survey) -> Iterator[tuple[str, Callable[[], Any], Any, Tenso
         if each.links and _may_want(each.tensor):
             holder, key, _ = each.links[-1]
             yield each.name, functools.partial(_itself, holder), key, each.tensor
+
+
+def _flat_lists(module: nn.RNNBase, stand_ins: StandIns) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, value, value with stand-ins) of the lists in which torch keeps recurrent weights for cuDNN.
+
+    A forward that finds other weights than these would copy all of them to a new buffer.
+    """
+    held = vars(module).get("_flat_weights")
+    if held is not None and "_flat_weight_refs" in vars(module):
+        others = [weight if stand_ins.of(weight) is None else stand_ins.of(weight) for weight in held]
+        yield "_flat_weights", held, others
+        refs = [None if weight is None else weakref.ref(weight) for weight in others]
+        yield "_flat_weight_refs", vars(module)["_flat_weight_refs"], refs
 
 
 def _itself(holder: Any) -> Any:

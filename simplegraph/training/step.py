@@ -96,6 +96,7 @@ class StepEffects:
             if not observer.captures:
                 read = (indices for key, indices in self._passed.items() if key in observer.external)
                 self.used.update(itertools.chain.from_iterable(read))
+        self.gradients.fix(self.used)
         return self._passed.keys() - self.gradients.fixed_keys
 
     def note_leaves(self, result: Any, *, captured: bool) -> None:

@@ -58,7 +58,7 @@ class Scattered(nn.Module):
         self.words, self.head = nn.Parameter(torch.randn(16, 32)), nn.Linear(32, 1)
 
     def forward(self, index: Tensor) -> Tensor:
-        rows = torch.zeros(64, 32, device=index.device).index_add(0, index % 64, self.words[index % 16])
+        rows = torch.zeros(64, 32, device=index.device).index_add(0, index % 64, self.words[index % 16] / 64)
         out: Tensor = self.head(F.interpolate(rows[None, None], scale_factor=2.0, mode="bilinear")[0, 0, :, :32])
         return out
 
@@ -68,7 +68,7 @@ def test_where_no_kernel_is_deterministic_a_step_is_within_what_eager_differs_fr
 ) -> None:
     torch.manual_seed(0)
     model = Scattered().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
 
     def step_fn(index: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -96,6 +96,7 @@ def test_where_no_kernel_is_deterministic_a_step_is_within_what_eager_differs_fr
     ours = weights(step)
     assert step.graph_stats.replays == replays + 1
     run_to_run = max(apart(one, other) for one in eager for other in eager)
+    assert all(torch.isfinite(weight).all() for weight in ours)
     assert min(apart(ours, one) for one in eager) <= 2 * run_to_run + 1e-7
 
 

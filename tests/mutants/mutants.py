@@ -175,7 +175,7 @@ MUTANTS = [
     ),
     Mutant(
         "the replays of a proof leave their effects",
-        "module/memory.py",
+        "module/rehearsal.py",
         "            self._undo.close()\n",
         "            pass\n",
         ("tests/module/test_capture_graphs.py", "tests/module/test_proofs.py", *FAULTS),

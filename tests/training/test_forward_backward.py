@@ -67,6 +67,35 @@ def test_training_is_eagers_to_the_bit(device, name, optimizer):
     }
 
 
+class Flattening(nn.LSTM):
+    """Gives its weights one buffer when they are others than before, as torch does for cuDNN, which no CPU has."""
+
+    def flatten_parameters(self):
+        weights = getattr(self, "_flat_weights", [])
+        if weights and all(isinstance(weight, Tensor) for weight in weights):
+            flat, begin = torch.cat([weight.detach().flatten() for weight in weights]), 0
+            for weight in weights:
+                weight.data = flat[begin : begin + weight.numel()].view(weight.shape)
+                begin += weight.numel()
+
+
+@pytest.mark.proofs
+def test_recurrent_weights_keep_their_memory_when_a_capture_replaces_them(device):
+    def make():
+        made = MODELS["recurrent"]()
+        made.lstm = Flattening(2, 6, batch_first=True)
+        return made
+
+    plain, model = twins(make, device)
+    places = [weight.data_ptr() for weight in model.parameters()]
+    train(plain, OPTIMIZERS["sgd"](plain.parameters()), batches(6, device))
+    train(model, OPTIMIZERS["sgd"](model.parameters()), batches(6, device))
+    assert_same(model, plain)
+    assert reasons(model) == {"first_call": 1, "proof": 1}
+    model(batches(1, device)[0][0][:1])  # another size: eagerly first
+    assert [weight.data_ptr() for weight in model.parameters()] == places
+
+
 def test_gradients_add_up_over_several_backwards(device):
     """Torch's own graphed callables give twice the last gradient: their static memory becomes `.grad`."""
     plain, model = captured(linear, device)
