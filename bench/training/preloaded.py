@@ -4,6 +4,8 @@ from bench.tools import fresh
 
 fresh.import_installed(
     "bench.training.one_run",
+    "simplegraph.training.step",
+    "simplegraph.training.runner",
     "timm",
     "torchvision",
     "peft",

@@ -31,6 +31,7 @@ from simplegraph.module.torch_state import (
 )
 from simplegraph.reasons import CannotBind, Reason
 from simplegraph.training.builder import PairBuilder
+from simplegraph.training.handed import HandingOut
 from simplegraph.training.leaves import refuse_hooks, saved_tensors_hooks
 from simplegraph.training.lessons import Lessons
 from simplegraph.training.pair import GraphPair, Lane, Ticket, apply
@@ -311,7 +312,8 @@ class TrainingCalls:
             raise self._disabled.again()
         if found is None:
             make = functools.partial(self._new_manager, device)
-            lanes = [Lane(make, number) for number in range(_LANES)]
+            handing_out = HandingOut()
+            lanes = [Lane(make, number, handing_out) for number in range(_LANES)]
             builder = PairBuilder(module, cast(CallReader, self._reader), lanes)
             found = self._generations[module.training] = Generation(builder)
         return found

@@ -7,7 +7,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from simplegraph.manager.table import CapturedGraph
 from simplegraph.module.plan import Copies, Plan, check_places
 from simplegraph.nested import TreeSpec
 from simplegraph.reasons import CannotBind
+from simplegraph.training.handed import GraphGradients, HandingOut, alone_in_memory
 from simplegraph.training.lessons import Lessons
 
 _version = operator.attrgetter("_version")
@@ -34,14 +35,18 @@ class Lane:
     Args:
         new_manager: makes what keeps the graphs, in a pool that nothing else uses.
         number: tells it from others.
+        handing_out: the permission of all lanes to hand out gradients as they are.
 
     Attributes:
         serial: the number of forwards so far.
+        handed: the gradients that the last backward handed out as they are, until all were taken back.
     """
 
-    def __init__(self, new_manager: Callable[[], CudaGraphManager], number: int) -> None:
+    def __init__(self, new_manager: Callable[[], CudaGraphManager], number: int, handing_out: HandingOut) -> None:
         self._new_manager, self.number, self.serial = new_manager, number, 0
         self._ticket: weakref.ref[Ticket] | None = None
+        self.handing_out = handing_out
+        self.handed: GraphGradients | None = None
 
     @functools.cached_property
     def manager(self) -> CudaGraphManager:
@@ -59,9 +64,21 @@ class Lane:
 
     @property
     def free(self) -> bool:
-        """True unless what a forward left here waits for its backward."""
+        """True unless what a forward left here waits for its backward, or a gradient that lies here is in use."""
         ticket = None if self._ticket is None else self._ticket()
-        return ticket is None or ticket.done
+        return (ticket is None or ticket.done) and (self.handed is None or self._take_back(self.handed))
+
+    def _take_back(self, handed: GraphGradients) -> bool:
+        """Take back the memory of gradients, from `.grad` by a copy; True if nobody else has one of them."""
+        if not handed.unused:
+            if not self.handing_out.may_move(handed):
+                return False
+            manager = self.manager
+            with manager.pool.lock:
+                manager.table.order_streams()
+                handed.move()
+        self.handed = None
+        return True
 
     def take(self, ticket: Ticket) -> None:
         """Let a forward leave here what its backward reads."""
@@ -83,6 +100,30 @@ class Backward:
     graph: CapturedGraph
     outputs: frozenset[int]
     places: Sequence[int]
+
+
+class Route(NamedTuple):
+    """The way of a backward: its graph, what that is given, and where the gradients that eager makes, too, go.
+
+    Attributes:
+        loaded: (number of an output, buffer of its gradient); zeroed: buffers of gradients that are missing.
+        made: (place among the leaves, output of the graph) of all gradients.
+        handed: those that may be handed out as they are; copied: the others; gradients: those, None if there are none.
+    """
+
+    graph: CapturedGraph
+    loaded: Sequence[tuple[int, Tensor]]
+    zeroed: Sequence[Tensor]
+    made: Sequence[tuple[int, Tensor]]
+    handed: Sequence[tuple[int, Tensor]]
+    copied: Sequence[tuple[int, Tensor]]
+    gradients: GraphGradients | None
+
+    def load(self, grads: Sequence[Tensor | None]) -> None:
+        """Copy gradients of outputs to where the graph reads them; those that are missing count as zeros."""
+        torch._foreach_copy_([buffer for _, buffer in self.loaded], [cast(Tensor, grads[at]) for at, _ in self.loaded])
+        for buffer in self.zeroed:
+            buffer.zero_()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +182,7 @@ class GraphPair:
     read: Sequence[Tensor]
     retains: bool
     refused: CannotBind | None = None
+    _routes: dict[tuple[bool, ...], Route] = dataclasses.field(default_factory=dict)
 
     @property
     def unproven(self) -> bool:
@@ -151,28 +193,38 @@ class GraphPair:
         """List the tensors of a call that gradients flow to."""
         return [arguments[leaf] if isinstance(leaf, int) else leaf for leaf in self.leaves.values()]
 
-    def backward_for(self, grads: Sequence[Tensor | None]) -> Backward:
-        """Find the graph that takes these gradients of outputs."""
-        present = {number for number, grad in enumerate(grads) if grad is not None}
-        return next((known for known in self.backwards if known.outputs >= present), self.backwards[-1])
+    def route(self, grads: Sequence[Tensor | None]) -> Route:
+        """Find the way of a backward that is given these gradients of outputs."""
+        present = tuple([grad is not None for grad in grads])
+        known = self._routes.get(present)
+        if known is None:
+            known = self._routes[present] = self._new_route(present)
+        return known
 
-    def load(self, backward: Backward, grads: Sequence[Tensor | None]) -> None:
-        """Copy gradients of outputs to where a graph reads them; those that are missing count as zeros."""
-        targets, sources = [], []
-        for number in backward.outputs:
-            target, grad = self.gradients[number], grads[number]
-            if target is not None and grad is not None:
-                targets.append(target)
-                sources.append(grad)
-            elif target is not None:
-                target.zero_()
-        torch._foreach_copy_(targets, sources)
+    def _new_route(self, present: tuple[bool, ...]) -> Route:
+        given = {number for number, there in enumerate(present) if there}
+        backward = next((known for known in self.backwards if known.outputs >= given), self.backwards[-1])
+        buffers = {number: self.gradients[number] for number in backward.outputs}
+        reached = frozenset().union(*(self.reaches[number] for number in given))
+        outputs = {leaf: backward.graph.program.outputs[at] for at, leaf in enumerate(backward.places)}
+        order = list(self.leaves)
+        made = [(order.index(leaf), outputs[leaf]) for leaf in backward.places if leaf in reached]
+        held = [leaf for leaf in self.leaves.values() if isinstance(leaf, Tensor)]
+        alone = [] if self.retains else [(place, out) for place, out in made if self._only_handed(order[place], out)]
+        return Route(
+            backward.graph,
+            loaded=[(number, buffer) for number, buffer in buffers.items() if buffer is not None and number in given],
+            zeroed=[buffer for number, buffer in buffers.items() if buffer is not None and number not in given],
+            made=made,
+            handed=alone,
+            copied=[(place, out) for place, out in made if place not in dict(alone)],
+            gradients=GraphGradients([out for _, out in alone], held) if alone else None,
+        )
 
-    def wanted(self, backward: Backward, grads: Sequence[Tensor | None]) -> list[tuple[int, int]]:
-        """Return (number of the leaf, number of the graph's output) of gradients that eager makes, too."""
-        present = (reach for reach, grad in zip(self.reaches, grads, strict=True) if grad is not None)
-        reached = frozenset().union(*present)
-        return [(leaf, at) for at, leaf in enumerate(backward.places) if leaf in reached]
+    def _only_handed(self, leaf: int, output: Tensor) -> bool:
+        """True if a gradient of the module has memory of the graph that no other tensor has."""
+        device, pool = self.plan.device, self.plan.pool
+        return isinstance(self.leaves[leaf], Tensor) and device.in_pool(pool, output) and alone_in_memory(output)
 
 
 class Ticket:
@@ -206,31 +258,34 @@ class Ticket:
         return [output.clone() for output in pair.plan.program.outputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward; return the gradients of the leaves in memory of their own.
+        """Replay the backward; return the gradients of the leaves, in memory of their own or of the graph.
 
         Raises:
             ReplayError: what it reads is gone, or it shall be differentiated itself.
         """
         pair, manager = self.pair, self.pair.lane.manager
         self.check()
-        backward = pair.backward_for(grads)
+        route = pair.route(grads)
         with manager.pool.lock:
             if self.serial != pair.lane.serial:
                 raise ReplayError(
                     "a second backward of a forward that ran as a graph, after another forward wrote over what it "
                     "reads. Run both before the next forward, or call that module inside simplegraph.eager()."
                 )
-            manager.table.replay(backward.graph, 0, lambda _: pair.load(backward, grads))
-            found: dict[int, Tensor | None] = dict.fromkeys(pair.leaves)
-            wanted = pair.wanted(backward, grads)
-            outputs = backward.graph.program.outputs
-            # In new memory, by one call: what the caller keeps, or torch makes `.grad` of, no replay may write to.
-            if wanted:
-                made = torch._foreach_mul([outputs[at] for _, at in wanted], 1)
-                for (leaf, _), grad in zip(wanted, made, strict=True):
-                    found[leaf] = grad
+            manager.table.replay(route.graph, 0, route.load, grads)
+            found: list[Tensor | None] = [None] * len(pair.leaves)
+            copied = route.made
+            if pair.lane.handing_out.permitted and route.gradients is not None:
+                pair.lane.handed, copied = route.gradients, route.copied
+                for place, output in route.handed:
+                    found[place] = output.detach()
+            # The others in new memory, by one call: what the caller keeps, no replay may write to.
+            if copied:
+                made = torch._foreach_mul([output for _, output in copied], 1)
+                for (place, _), grad in zip(copied, made, strict=True):
+                    found[place] = grad
         self.finish(grads)
-        return list(found.values())
+        return found
 
     def check(self) -> None:
         """Refuse a backward that eager would refuse, or that no graph can do. Raises ReplayError."""

@@ -100,23 +100,22 @@ class ProvenTicket(Ticket):
             return super().backward(grads)
         pair = self.pair
         self.check()
-        backward = pair.backward_for(grads)
         first, saved = self._forward, self._memory.save()
         run = functools.partial(self._run_backward, grads)
         proves = pair.refused is None and not self.done and self.serial == pair.lane.serial
         if first is None or saved is None or not proves:
             found = run()
         else:
-            started = time.perf_counter()
+            started, graph = time.perf_counter(), pair.route(grads).graph
             with pair.lane.manager.pool.lock, CAPTURE_LOCK:
                 kept = SavedMemory(saved.tensors)  # it reads no input of the caller's
-                proof = ReplayProof(self._table, backward.graph, kept, self._memory.generators())
+                proof = ReplayProof(self._table, graph, kept, self._memory.generators())
                 try:
                     found, _ = proof.run_eager(run, self._call.batch)
                     self._prove_backward(proof, first, grads, found)
                 finally:
                     proof.close()
-            backward.graph.counters.proof_seconds += time.perf_counter() - started
+            graph.counters.proof_seconds += time.perf_counter() - started
         if not keeps_graph():
             self._eager = [], []
             self._forward = None
@@ -176,14 +175,12 @@ class ProvenTicket(Ticket):
         found: Sequence[Tensor | None],
     ) -> None:
         pair = self.pair
-        backward = pair.backward_for(grads)
-        wanted = sorted(pair.wanted(backward, grads))
-        made = {leaf for leaf, grad in zip(pair.leaves, found, strict=True) if grad is not None}
-        if made != {leaf for leaf, _ in wanted}:
-            self._verdict(backward.graph, "it makes gradients of other tensors")
+        route = pair.route(grads)
+        places = dict(route.made)
+        if {place for place, grad in enumerate(found) if grad is not None} != places.keys():
+            self._verdict(route.graph, "it makes gradients of other tensors")
             return
-        places = dict(wanted)
-        outputs = [None if leaf not in places else backward.graph.program.outputs[places[leaf]] for leaf in pair.leaves]
+        outputs = list(map(places.get, range(len(pair.leaves))))
         again = False
 
         def replay() -> Effects:
@@ -195,11 +192,11 @@ class ProvenTicket(Ticket):
                     self._replay_forward(first, saved)
                 put_random_states(self._memory.generators(), states)
             again = True
-            return proof.replay(outputs, (), lambda _: pair.load(backward, grads))
+            return proof.replay(outputs, (), lambda _: route.load(grads))
 
         buffers = zip(pair.gradients, grads, strict=True)
         alike = all(grad is None or buffer is None or grad.stride() == buffer.stride() for buffer, grad in buffers)
-        self._verdict(backward.graph, self._compared(proof, replay, alike=alike))
+        self._verdict(route.graph, self._compared(proof, replay, alike=alike))
 
     def _compared(self, proof: ReplayProof, replay: Callable[[], Effects], *, alike: bool) -> str | None:
         """Say how replays differ from eager; `alike` if eager's kernels are the graph's, so that bits count."""

@@ -334,4 +334,18 @@ MUTANTS = [
         "pass",
         NUMBERS,
     ),
+    Mutant(
+        "a gradient that somebody keeps is moved away from them",
+        "training/handed.py",
+        "if _references(leaf) != unseen:",
+        "if False:",
+        ("tests/training/test_handed_gradients.py",),
+    ),
+    Mutant(
+        "gradients that lie in a graph's memory are taken for dropped",
+        "training/handed.py",
+        "        return list(map(_use_count, self.keys)) == self._uses and",
+        "        return",
+        ("tests/training/test_handed_gradients.py",),
+    ),
 ]
