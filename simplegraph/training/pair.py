@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import operator
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import ReplayError
+from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.table import CapturedGraph
@@ -210,7 +212,12 @@ class GraphPair:
         order = list(self.leaves)
         made = [(order.index(leaf), outputs[leaf]) for leaf in backward.places if leaf in reached]
         held = [leaf for leaf in self.leaves.values() if isinstance(leaf, Tensor)]
-        alone = [] if self.retains else [(place, out) for place, out in made if self._only_handed(order[place], out)]
+        shared = collections.Counter(map(storage_key, backward.graph.program.outputs))
+        alone = [
+            (place, out)
+            for place, out in made
+            if shared[storage_key(out)] == 1 and not self.retains and self._is_handed(order[place], out)
+        ]
         return Route(
             backward.graph,
             loaded=[(number, buffer) for number, buffer in buffers.items() if buffer is not None and number in given],
@@ -221,8 +228,8 @@ class GraphPair:
             gradients=GraphGradients([out for _, out in alone], held) if alone else None,
         )
 
-    def _only_handed(self, leaf: int, output: Tensor) -> bool:
-        """True if a gradient of the module has memory of the graph that no other tensor has."""
+    def _is_handed(self, leaf: int, output: Tensor) -> bool:
+        """True if a gradient is one of the module's tensors and lies in memory that its graph writes."""
         device, pool = self.plan.device, self.plan.pool
         return isinstance(self.leaves[leaf], Tensor) and device.in_pool(pool, output) and alone_in_memory(output)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.models import assert_same, batches, mlp, twins
+from tests.training.models import WIDTH, assert_same, batches, mlp, twins
 
 SIZES = (3, 4)
 
@@ -94,6 +94,27 @@ def test_a_gradient_that_is_kept_stays_eagers(device: torch.device, keep: Callab
                     one, other = (torch.tensor(list(storage.tolist())) for storage in values[1:])
                 assert torch.equal(one, other)
     assert model.graph_stats.replays > 4  # by copies, after the first that was kept
+
+
+class Twice(nn.Module):
+    """Two parameters whose gradients are one tensor to autograd, until each `.grad` gets its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.one, self.other = (nn.Parameter(torch.ones(1, WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).sum(0, keepdim=True) + (self.one + self.other) * 2
+
+
+def test_gradients_that_one_tensor_is_do_not_share_memory(device: torch.device) -> None:
+    plain, model = twins(Twice, device)
+    for x, _ in batches(5, device):
+        both(plain, model, lambda each, x=x: step(each, x))
+        both(plain, model, lambda each: [gradient.mul_(0.5) for gradient in gradients(each)])
+        assert_same(model, plain)
+        both(plain, model, lambda each: each.zero_grad())
+    assert model.graph_stats.replays >= 6
 
 
 def test_another_thread_does_not_move_what_the_first_one_adds_to(device: torch.device) -> None:
