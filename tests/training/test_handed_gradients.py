@@ -159,7 +159,7 @@ def test_any_order_of_steps_and_of_what_is_kept(device: torch.device, seed: int)
             kept.append(tuple(both(plain, model, read)))  # type: ignore[arg-type]
 
     def later() -> None:
-        pending.append(tuple(both(plain, model, lambda each: each(x).sum())))  # type: ignore[arg-type]
+        pending.append(tuple(both(plain, model, lambda each: each(x).square().sum())))  # type: ignore[arg-type]
 
     def now() -> None:
         if pending:
@@ -181,7 +181,7 @@ def test_any_order_of_steps_and_of_what_is_kept(device: torch.device, seed: int)
     ]
 
     def differentiated(each: nn.Module) -> list[Tensor]:
-        return list(torch.autograd.grad(each(x).sum(), list(each.parameters())))
+        return list(torch.autograd.grad(each(x).square().sum(), list(each.parameters())))
 
     for number in range(40):
         torch.manual_seed(1000 * seed + number)
