@@ -123,7 +123,12 @@ class Route(NamedTuple):
 
     def load(self, grads: Sequence[Tensor | None]) -> None:
         """Copy gradients of outputs to where the graph reads them; those that are missing count as zeros."""
-        torch._foreach_copy_([buffer for _, buffer in self.loaded], [cast(Tensor, grads[at]) for at, _ in self.loaded])
+        if len(self.loaded) == 1:
+            ((number, buffer),) = self.loaded
+            buffer.copy_(cast(Tensor, grads[number]))
+        elif self.loaded:
+            buffers = [buffer for _, buffer in self.loaded]
+            torch._foreach_copy_(buffers, [cast(Tensor, grads[number]) for number, _ in self.loaded])
         for buffer in self.zeroed:
             buffer.zero_()
 

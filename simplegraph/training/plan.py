@@ -52,11 +52,10 @@ class StepPlan(Plan):
 
     @contextlib.contextmanager
     def proving(self) -> Iterator[None]:
-        """Let an eager run find the gradients where replays do; give its memory back, for the graph has its own."""
+        """Let an eager run find the gradients where replays do."""
         self._enter()
         yield
-        if not self.unproven:
-            self.device.release_cached_memory()
+        self.step.proven = not self.unproven
 
     def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
         step = self.step
@@ -71,6 +70,10 @@ class StepPlan(Plan):
         result = super().replay(leaves, copies)
         if not same:
             self._leave()
+        if step.proven:  # give back what the proof took, and eager's last gradients, among which it lies
+            step.proven = False
+            step.gradients.state()
+            self.device.release_cached_memory()
         return result
 
     def _enter(self) -> None:

@@ -59,7 +59,10 @@ class StepEffects:
         used: the indices of those that the calls served now read at their begin.
         left: what a captured run left of them.
         found: parameters that got gradients and that nothing else led to.
+        proven: a graph was proven since the last replay.
     """
+
+    proven = False
 
     def __init__(self, optimizers: StepOptimizers, scaler: Any, modules: Sequence[nn.Module]) -> None:
         self.optimizers, self.scaler, self.modules = optimizers, scaler, modules

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import simplegraph as sg
+from simplegraph.graph.select import graph_device
 
 PARTS, ROUNDS = 2, 8
 
@@ -83,3 +86,30 @@ def test_gradients_that_the_caller_keeps_are_not_overwritten(set_to_none: bool, 
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-7)
     assert step.graph_stats.replays >= PARTS * ROUNDS // 2
+
+
+@pytest.mark.proofs
+def test_what_a_proof_took_is_given_back_at_the_first_replay(device: torch.device) -> None:
+    model = _model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    counted = graph_device(device)
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = sg.train_step(step_fn, optimizers=optimizer, modules=[model])
+    released, ended = [], []
+    for x, y in _batches(device)[:6]:
+        gradients = [weakref.ref(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        step(x, y)
+        released.append(getattr(counted, "cache_releases", 0))
+        ended.append(sum(gradient() is None for gradient in gradients))
+    assert step.graph_stats.replays == 3
+    assert ended[3] == 4  # eager's gradients of the proof, as the first replay left its own
+    if device.type == "cpu":
+        # Before the capture, after the proof, and then no more.
+        assert [after - before for before, after in itertools.pairwise(released)] == [0, 1, 1, 0, 0]
