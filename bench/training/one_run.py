@@ -7,14 +7,14 @@ import dataclasses
 import gc
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from threading import BrokenBarrierError
 from typing import Any
 
 import torch
 
 from bench.arms.base import NotAvailable
-from bench.tools.measure import Figures, gpu_busy, step_milliseconds, synchronize
+from bench.tools.measure import Figures, gpu_busy, in_turn, step_milliseconds, synchronize
 from bench.tools.tables import MIB
 from bench.training.step_arms import ARMS
 from bench.training.workloads import WORKLOADS, Step, Task
@@ -27,6 +27,8 @@ STEADY = 2.0  # a first step counts as steady below this multiple of the last on
 TIMED_SECONDS = 1.0  # about how long the timed steps take
 TIMED_STEPS = (10, 50)
 PROFILED_STEPS = 10
+IN_TURN = {"cuda": 15, "cpu": 2}  # rounds in which arms take turns
+PER_TURN = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,22 @@ def _first_steps(task: Task, arm: str, batches: list[Any]) -> tuple[Step, Figure
         if first_replay is None and ARMS[arm].replays(task, step):
             first_replay = index
     return step, {"calls": ends, "losses": losses, "first_replay": first_replay, "steady": first_steady(ends)}
+
+
+def run_in_turn(name: str, arms: Sequence[str], device: torch.device, tiny: bool) -> Figures:
+    """Measure arms on one workload in one process, in turn: ms of a step. An arm that cannot run is left out."""
+    steps: dict[str, Any] = {}
+    for arm in arms:
+        try:
+            ARMS[arm].load(device)
+        except NotAvailable:
+            continue
+        task = Task(WORKLOADS[name], device, tiny, ARMS[arm].capturable)
+        batches = [task.batch() for _ in range(BATCHES)]
+        step, _ = _first_steps(task, arm, batches)
+        turns = itertools.cycle(batches)
+        steps[arm] = lambda step=step, turns=turns: step(*next(turns))
+    return {"ms": in_turn(steps, device, rounds=IN_TURN[device.type], steps=PER_TURN)}
 
 
 def first_steady(ends: list[float]) -> int:

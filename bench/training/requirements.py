@@ -17,6 +17,8 @@ def describe(found: Figures) -> str:
         return "failed: " + found["failed"].strip().splitlines()[-1]
     if "skipped" in found:
         return f"skipped: {found['skipped']}"
+    if isinstance(found.get("ms"), dict):
+        return "in turn " + ", ".join(f"{ms:.3f} ms" for ms in found["ms"].values())
     if "ms" not in found:
         return f"reserved {cell(found, 'reserved_mib', '.0f')} MiB"
     parts = [f"{found['ms']:.3f} ms a step", f"kernels {cell(found, 'kernel_ms', '.3f')} ms"]
@@ -50,6 +52,8 @@ def render(figures: Figures) -> str:
     notes = []
     for name, arms in figures["workloads"].items():
         for arm, found in arms.items():
+            if arm == "in turn":
+                continue
             if "ms" in found:
                 lines.append([name, arm, *_cells(found, arms)])
             else:
@@ -76,8 +80,8 @@ def _requirements(figures: Figures) -> list[list[str]]:
     """List every requirement with its figure, its limit and whether it holds."""
     lines = [["workload", "requirement", "found", "limit", ""]]
     for name, arms in figures["workloads"].items():
-        timed = {arm: found for arm, found in arms.items() if "ms" in found}
-        lines += [[name, *line] for line in _of_steps(timed) + _of_pairs(timed)]
+        timed = {arm: found for arm, found in arms.items() if arm != "in turn" and "ms" in found}
+        lines += [[name, *line] for line in _of_steps(timed) + _of_pairs(arms.get("in turn", {}).get("ms", {}))]
     for name, arms in figures["shapes"].items():
         lines += [[name, *line] for line in _of_shapes(arms)]
     return lines
@@ -105,7 +109,7 @@ def _of_steps(arms: Figures) -> list[list[str]]:
 def _of_pairs(arms: Figures) -> list[list[str]]:
     if PAIRS not in arms or TORCH not in arms:
         return []
-    return [_line("ms, forward-backward beside torch's", arms[PAIRS]["ms"], arms[TORCH]["ms"])]
+    return [_line("ms, forward-backward beside torch's", arms[PAIRS], arms[TORCH])]
 
 
 def _of_shapes(arms: Figures) -> list[list[str]]:

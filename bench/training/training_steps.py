@@ -2,7 +2,8 @@
 
 ``python -m bench.training``: every workload and arm in a fresh process; ``--workloads`` and ``--arms`` choose. All arms
 train the same model from the same weights on the same batches. ``eager`` has the optimizer that a user would choose,
-``eager-capturable`` the settings of the graphs. Arms that compile run only if ``--arms`` names them: all workloads at
+``eager-capturable`` the settings of the graphs. Graphs of forward and backward and torch's own are timed once more, in
+turn in one process. Arms that compile run only if ``--arms`` names them: all workloads at
 once, ``--at-once`` of them, then timed one after the other.
 """
 
@@ -20,7 +21,7 @@ import torch
 from bench.tools import command, fresh
 from bench.tools.measure import Figures, say
 from bench.tools.options import add_names, count
-from bench.training.one_run import Turn, run_arm, run_shapes
+from bench.training.one_run import Turn, run_arm, run_in_turn, run_shapes
 from bench.training.requirements import ROUNDING, SAME, describe, difference, render
 from bench.training.step_arms import ARMS
 from bench.training.workloads import WORKLOADS, available
@@ -28,6 +29,7 @@ from bench.training.workloads import WORKLOADS, available
 QUICK = tuple(name for name, arm in ARMS.items() if not arm.compiles)
 SHAPES_OF = ("mlp", "gpt2", "vit-b 64")  # whose memory with eight shapes is measured
 SHAPES_ARMS = ("eager", "train-step")
+IN_TURN_ARMS = ("forward-backward", "make-graphed-callables")  # compared in one process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,9 @@ def measure(plan: TrainingPlan, device: torch.device) -> Figures:
             steps[name][arm] = _measured(plan, run_arm, name, arm, device)
     for name, arm in itertools.product(shapes, SHAPES_ARMS):
         shapes[name][arm] = _measured(plan, run_shapes, name, arm, device)
+    if set(IN_TURN_ARMS) <= set(plan.arms):
+        for name in plan.workloads:
+            steps[name]["in turn"] = _measured(plan, run_in_turn, name, IN_TURN_ARMS, device)
     for first in range(0, len(slow), plan.at_once):
         _side_by_side(plan, slow[first : first + plan.at_once], device, steps)
     return figures
@@ -102,21 +107,28 @@ def _side_by_side(plan: TrainingPlan, some: list[tuple[str, str]], device: torch
 
 
 def _measured(
-    plan: TrainingPlan, run: Callable[..., Figures], name: str, arm: str, device: torch.device, turn: Turn | None = None
+    plan: TrainingPlan,
+    run: Callable[..., Figures],
+    name: str,
+    arm: str | tuple[str, ...],
+    device: torch.device,
+    turn: Turn | None = None,
 ) -> Figures:
     more = () if turn is None else (turn,)
     try:
         found: Figures = fresh.call(run, name, arm, device, plan.tiny, *more, seconds=plan.timeout)
     except (TimeoutError, fresh.ProcessFailed) as error:
         found = {"failed": str(error)}
-    say(f"{name}, {arm}: {describe(found)}")
+    say(f"{name}, {arm if isinstance(arm, str) else ' and '.join(arm)}: {describe(found)}")
     return found
 
 
 def failures(figures: Figures) -> list[str]:
     """List our arms that failed or trained otherwise than eager; failures of other libraries' arms are figures."""
     kinds = [*figures["workloads"].items(), *figures["shapes"].items()]
-    every = [(name, arm, found) for name, arms in kinds for arm, found in arms.items() if ARMS[arm].ours]
+    every = [
+        (name, arm, found) for name, arms in kinds for arm, found in arms.items() if arm in ARMS and ARMS[arm].ours
+    ]
     failed = [f"{arm} of {name}:\n{found['failed']}" for name, arm, found in every if "failed" in found]
     return failed + [
         f"{arm} of {name}: losses differ from eager's by up to {apart:.2g} of their value"
