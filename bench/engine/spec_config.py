@@ -21,6 +21,7 @@ class SpecConfig(EngineConfig):
         seed: of sampling.
         mean_length: for benchmarks: replaces acceptance by a given average of tokens per round, the target's own
             included, regardless of the drafts.
+        keep_logits: for measurements: keep the logits that drafts were verified by; see `SpecRunner.logits`.
 
     Raises:
         EngineError: a number is out of range.
@@ -32,6 +33,7 @@ class SpecConfig(EngineConfig):
     acceptance: str = "greedy"
     seed: int = 0
     mean_length: float | None = None
+    keep_logits: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

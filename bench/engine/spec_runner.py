@@ -66,6 +66,7 @@ class SpecRunner:
         managers: of the target's graphs, by K; drafters: by K. All share one pool.
         cache, draft_cache: keys and values.
         waited: seconds that the host has waited for tokens.
+        logits: (max_num_seqs, 1 + num_draft_tokens, vocab_size), of the last round, if the config keeps them.
 
     Raises:
         EngineError: no attention backend works on this machine, or the model has no lm_head.
@@ -103,6 +104,8 @@ class SpecRunner:
         self._generator = torch.Generator(self.device).manual_seed(config.seed)
         length = config.mean_length
         self._mean_length = None if length is None else MeanLength(length, config.max_num_seqs, self.device)
+        shape = (config.max_num_seqs if config.keep_logits else 0, most + 1, llama.config.vocab_size)
+        self.logits = torch.zeros(shape, dtype=weight.dtype, device=self.device)
         self.waited = 0.0
         self._shapes: dict[tuple[int, int], RoundShape] = {}
         self._ran: tuple[int, int] | None = None  # the last round's number, and the version of its metadata
@@ -248,6 +251,8 @@ class SpecRunner:
         query_len = count + 1
         drafts = self._inputs.ids[: reqs * query_len].view(reqs, query_len)[:, 1:]
         logits = self.llama.head(found.hidden).view(reqs, query_len, -1)
+        if self.config.keep_logits:
+            self.logits[:reqs, :query_len].copy_(logits)
         slots, noise = self._inputs.slots[:reqs], self._noise[:reqs, :query_len]
         if self._mean_length is not None:
             accepted = self._mean_length.accept(drafts, logits.argmax(dim=-1), slots)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import itertools
 import statistics
 import time
@@ -21,6 +20,7 @@ from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.spec import Acceptance, SpecEngine
 from bench.engine.spec_config import SpecConfig
 from bench.engine.spec_scheduler import RoundPlan
+from bench.engine.start import drop_graphs, start
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from bench.tools import text
@@ -108,7 +108,7 @@ def measure(
     for name in names:
         say(name)
         arm = ARMS[name]
-        engine = _started(plan, arm, target, draft)
+        engine = start(plan.config(arm), target, draft)
         for count in plan.batches:
             figures, outputs = _generation(engine, plan, count)
             found.append({"arm": name, "batch": count} | figures)
@@ -119,7 +119,7 @@ def measure(
             say(f"  batch {count}: TPOT {found[-1]['tpot_ms']:.3f} ms, a draft round {draft_ms} ms")
             if exact and tokens.setdefault(count, outputs) != outputs:
                 raise RuntimeError(f"{name}, batch {count}: the greedy tokens differ from another arm's.")
-        _reset(engine)
+        drop_graphs(engine)
     if target.model.embed_tokens.weight.is_cuda:
         _add_kernels(found, plan, target, draft)
     return found
@@ -130,32 +130,12 @@ def _add_kernels(found: list[Figures], plan: SpecPlan, target: Llama, draft: Eag
     for name in dict.fromkeys(row["arm"] for row in found):
         if ARMS[name].draft in (None, "NONE"):
             continue
-        engine = _started(plan, ARMS[name], target, draft)
+        engine = start(plan.config(ARMS[name]), target, draft)
         for row in found:
             if row["arm"] == name:
                 with _drafting(engine, plan, row["batch"]) as call:
                     row["draft_kernels_ms"] = kernel_milliseconds(call)
-        _reset(engine)
-
-
-def _started(plan: SpecPlan, arm: GraphModes, target: Llama, draft: Eagle | Eagle3) -> Engine:
-    config = plan.config(arm)
-    if isinstance(config, SpecConfig):
-        engine: Engine = SpecEngine(target, draft, config)
-        summaries = engine.capture()
-    else:
-        engine = Engine(target, config)
-        summaries = [engine.capture()]
-    for summary in summaries:
-        if summary.failed:
-            raise RuntimeError(f"not captured: {summary.failed}")
-    return engine
-
-
-def _reset(engine: Engine) -> None:
-    runner: Any = engine.runner
-    (runner.reset if isinstance(engine, SpecEngine) else runner.manager.reset)()
-    gc.collect()
+        drop_graphs(engine)
 
 
 def _requests(engine: Engine, plan: SpecPlan, count: int, output: int) -> list[Any]:

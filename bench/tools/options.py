@@ -88,6 +88,17 @@ def model(*others: str) -> Callable[[str], str]:
     return read
 
 
+def folder_or(*known: str) -> Callable[[str], str]:
+    """Return a reader of one of these names, or a folder with a config.json."""
+
+    def read(text: str) -> str:
+        if text in known or (Path(text) / "config.json").is_file():
+            return text
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {listed(known)}, and no folder with a config.json")
+
+    return read
+
+
 def add_model(parser: argparse.ArgumentParser, *others: str, **settings: Any) -> None:
     """Add ``--model``; without a default 8b on a GPU, else tiny."""
     told = f"{listed((*others, *SHAPES))}, or a folder with a config.json"

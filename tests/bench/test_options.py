@@ -53,6 +53,8 @@ REFUSED = [
     ),
     ("bench.spec_decode.__main__", "--model nope", f"'nope' is no model; {SHAPES.replace('70b', 'trained, 70b')}"),
     ("bench.spec_decode.__main__", "--k 0", "'0' is no whole number of at least 1"),
+    ("bench.accuracy.__main__", "--model tiny", "'tiny' is none of trained, and no folder with a config.json"),
+    ("bench.accuracy.__main__", "--ways foo", "'foo' is none of eager, piecewise, full, speculation-eager, "),
     ("bench.generate", "--model nope --prompt 1", SHAPES),
     ("bench.generate", "--model tiny --prompt 1 --mode FUL", "invalid choice: 'FUL'"),
 ]

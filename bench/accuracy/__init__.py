@@ -1,0 +1,1 @@
+"""Scores trained models on small texts, eagerly and through graphs: exact match, perplexity, acceptance. No times."""

@@ -1,0 +1,73 @@
+"""``python -m bench.accuracy``: scores a trained model on small texts, eagerly and through graphs, which must be equal.
+
+Without --model it scores the trained pair of `data/eagle`, whose target has seen the first text and not the second, and
+models whose weights come with their packages, where these are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from bench.accuracy import packaged
+from bench.accuracy.checkpoints import load_trained
+from bench.accuracy.scores import ScoreError, render
+from bench.accuracy.ways import WAYS, ScorePlan, measure
+from bench.engine import EngineError
+from bench.engine.config import BACKENDS
+from bench.models.checkpoint import CheckpointError
+from bench.spec_decode.pairs import KINDS, TRAINED
+from bench.tools import environment
+from bench.tools.files import OUT, save_figures
+from bench.tools.measure import device_of, few_threads
+from bench.tools.options import add_json, add_names, changed, count, folder_or, listed
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Score and print; return 1 if a score is not the eager one, or the model cannot be scored."""
+    options = _parser().parse_args(arguments)
+    device = device_of()
+    plan = changed(ScorePlan(batch=32 if device.type == "cuda" else 8), vars(options))
+    try:
+        with few_threads(device):
+            checkpoint = load_trained(options.model, options.draft, device, DTYPES.get(options.dtype))
+            found = measure(checkpoint, plan, options.ways)
+            if options.model == TRAINED:
+                found |= packaged.measure(device)
+    except (EngineError, CheckpointError, ScoreError, OSError, RuntimeError, ValueError) as error:
+        print(f"python -m bench.accuracy: {error}", file=sys.stderr)
+        return 1
+    drafts = "none" if checkpoint.draft is None else "random, so that drafts are refused"
+    if checkpoint.draft_is_trained:
+        drafts = "trained"
+    print(render(f"{options.model}, {checkpoint.dtype}, on {device.type}; draft: {drafts}", found))
+    settings = {"model": options.model, "dtype": str(checkpoint.dtype), "draft": drafts, "k": plan.num_draft_tokens}
+    save_figures(options.json, {"machine_info": environment.describe(), "load": settings, "results": found})
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.accuracy", description=__doc__)
+    told = f"{TRAINED}, or a folder with a checkpoint of transformers: config.json, safetensors, tokenizer"
+    parser.add_argument("--model", type=folder_or(TRAINED), default=TRAINED, help=told)
+    told = f"{listed(KINDS)}, trained for --model {TRAINED} only; or a folder with a checkpoint"
+    parser.add_argument("--draft", type=folder_or(*KINDS), default=KINDS[-1], help=told)
+    parser.add_argument("--k", type=count, dest="num_draft_tokens", help="tokens drafted a round; 5 by default")
+    add_names(parser, "--ways", WAYS, "all by default", default=WAYS)
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; float32, for a checkpoint on a GPU its own")
+    parser.add_argument("--questions", type=count, help="of each text, at most; 100 by default")
+    parser.add_argument("--windows", type=count, help="of each text, at most, for the perplexity; 100 by default")
+    parser.add_argument("--context", type=count, help="tokens before an answer; 64 by default")
+    parser.add_argument("--output", type=count, help="tokens of an answer; 24 by default")
+    parser.add_argument("--batch", type=count, help="requests at once; 32 on a GPU, else 8")
+    parser.add_argument("--attention", choices=("auto", *BACKENDS), help="the engine's backend")
+    add_json(parser, OUT / "accuracy.json")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
