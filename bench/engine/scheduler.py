@@ -74,10 +74,14 @@ class Scheduler:
         """True if no request is left."""
         return not self.waiting and not self.running
 
-    def schedule(self) -> StepPlan | None:
-        """Plan the next step and count its tokens as computed; None if there is nothing to compute now."""
+    def schedule(self, spent: int = 0) -> StepPlan | None:
+        """Plan the next step and count its tokens as computed; None if there is nothing to compute now.
+
+        Args:
+            spent: tokens of the step that are something else's.
+        """
         taken: list[tuple[Request, int]] = []
-        left = self._max_num_tokens
+        left = self._max_num_tokens - spent
         running = list(self.running)
         for request in running:
             count = min(request.num_left, left)

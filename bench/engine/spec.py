@@ -1,4 +1,4 @@
-"""Speculative decoding on the reference engine: prompts first, then rounds of drafting and verification.
+"""Speculative decoding on the reference engine: rounds of drafting and verification, with prompts beside them.
 
 engine = SpecEngine(model, draft, SpecConfig(num_draft_tokens=5))
 engine.capture()
@@ -17,7 +17,7 @@ from typing import Any
 from bench.engine.config import require
 from bench.engine.engine import Engine, Output
 from bench.engine.request import FinishReason, Request, RequestError, SamplingParams
-from bench.engine.scheduler import StepPlan
+from bench.engine.scheduler import Int64s, StepPlan
 from bench.engine.spec_config import SpecConfig
 from bench.engine.spec_runner import SpecRunner
 from bench.engine.spec_scheduler import RoundPlan, SpecScheduler
@@ -144,43 +144,47 @@ class SpecEngine(Engine):
         return super().add(prompt, params)
 
     def step(self) -> list[Output]:
-        """Run one step of prompts if there are any, else a round; return its tokens."""
+        """Run one round, with the prompts that there are beside it; return the tokens of both."""
         outputs = [Output(request, None, FinishReason.CANCELLED) for request in self._cancelled]
         self._cancelled = []
-        plan = self.scheduler.schedule()
+        plan, drafted = self.scheduler.schedule_step(self.num_draft_tokens)
         if plan is not None:
-            return outputs + self._prompts(plan)
-        drafted = self.scheduler.schedule_round(self.num_draft_tokens)
+            return outputs + self._prompts(plan, drafted)
         return outputs + (self._round(drafted) if drafted is not None else [])
 
-    def _prompts(self, plan: StepPlan) -> list[Output]:
+    def _prompts(self, plan: StepPlan, drafted: RoundPlan | None) -> list[Output]:
         try:
-            tokens = self.runner.wait(self.runner.launch_prompts(plan))
+            arriving, verified = self.runner.launch_prompts(plan, drafted)
+            tokens, rows = self.runner.wait(arriving), None if verified is None else self.runner.wait(verified)
         except BaseException:
             self.scheduler.undo(plan)
             raise
-        grown = [
-            (request, row.tolist())
-            for request, row, samples in zip(plan.requests, tokens, plan.samples, strict=True)
-            if samples
-        ]
-        for request, _ in grown:
-            request.pending -= 1
-            self.scheduler.drafted.add(request)
+        grown: list[tuple[Request, list[int]]] = []
+        if drafted is not None and rows is not None:
+            grown, _ = self._verified(drafted, rows)
+        for request, row, samples in zip(plan.requests, tokens, plan.samples, strict=True):
+            if samples:
+                request.pending -= 1
+                self.scheduler.drafted.add(request)
+                grown.append((request, row.tolist()))
         return self._grow(grown)
 
     def _round(self, plan: RoundPlan) -> list[Output]:
-        rows = self.runner.wait(self.runner.launch_round(plan)).tolist()
+        grown, counts = self._verified(plan, self.runner.wait(self.runner.launch_round(plan)))
+        self.scheduler.ran(plan, counts)
+        return self._grow(grown)
+
+    def _verified(self, plan: RoundPlan, rows: Int64s) -> tuple[list[tuple[Request, list[int]]], list[int]]:
+        """Count a round's tokens, and return those of each request, and how many they are."""
         grown, counts = [], []
-        for request, row in zip(plan.requests, rows, strict=True):
+        for request, row in zip(plan.requests, rows.tolist(), strict=True):
             tokens = row if row[-1] >= 0 else row[: row.index(-1)]
             count = len(tokens)
             grown.append((request, tokens))
             counts.append(count)
             request.num_computed += count
-        self.scheduler.ran(plan, counts)
         self.acceptance.count(plan.num_draft_tokens, counts)
-        return self._grow(grown)
+        return grown, counts
 
     def _grow(self, grown: list[tuple[Request, list[int]]]) -> list[Output]:
         """Append each request's new tokens, up to its end."""

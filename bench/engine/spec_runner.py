@@ -1,4 +1,4 @@
-"""Runs the steps of speculative decoding: prompts, and rounds that verify drafts and make new ones.
+"""Runs the steps of speculative decoding: rounds that verify drafts and make new ones, and prompts beside them.
 
 A round runs three graphs: the target over the last token and the drafts of every request, acceptance included; the
 draft's prefill over the same; the draft's decode steps. Accepted tokens are copied to the host while the draft runs.
@@ -22,7 +22,7 @@ from bench.engine.scheduler import Int64s, StepPlan
 from bench.engine.spec_buffers import Arriving, RoundResults, StepInputs, last_rows
 from bench.engine.spec_config import SpecConfig
 from bench.engine.spec_graphs import drafters, target_managers
-from bench.engine.spec_scheduler import RoundPlan
+from bench.engine.spec_scheduler import RoundPlan, join
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
@@ -30,6 +30,7 @@ from simplegraph import BatchDescriptor, CudaGraphMode, Dispatch
 from simplegraph.attention import attending
 from simplegraph.graph.device import GraphPool
 from simplegraph.spec_decode import (
+    Accepted,
     EagleDrafter,
     Proposals,
     advance_step,
@@ -98,6 +99,7 @@ class SpecRunner:
         self.model = ServingLlama(llama, self.backend, config.max_num_tokens, fused=config.fused)
         self.proposals = Proposals(config.max_num_seqs, most, self.device)
         self._inputs = StepInputs(config.max_num_tokens, config.max_num_seqs, self.device)
+        self._rows = torch.arange(config.max_num_tokens, device=self.device)
         self._results = RoundResults(config.max_num_seqs, most + 1, self.device)
         self._noise = torch.zeros(config.max_num_seqs, most + 1, device=self.device)
         self._temperatures = torch.zeros(config.max_num_seqs + 1, device=self.device)
@@ -124,34 +126,57 @@ class SpecRunner:
         return summaries
 
     @torch.inference_mode()
-    def launch_prompts(self, plan: StepPlan) -> Arriving:
-        """Launch a step of prompts or parts of prompts, and draft for those that are complete."""
-        count, tokens, reqs = self.config.drafts[0], len(plan.ids), len(plan.requests)
-        manager, drafter = self.managers[count], self.drafters[count]
-        batch = manager.dispatch(tokens, reqs)
+    def launch_prompts(self, plan: StepPlan, beside: RoundPlan | None) -> tuple[Arriving, Arriving | None]:
+        """Launch a step of prompts or parts of prompts, and draft for those that are complete.
+
+        Args:
+            plan: the prompts.
+            beside: a round that the same step verifies and drafts for.
+
+        Returns:
+            The prompts' tokens, and the round's.
+        """
+        first = self.config.drafts[0]
+        count, rows, drafting = first, 0, 0
+        if beside is not None:
+            count, drafting, plan = beside.num_draft_tokens, len(beside.requests), join(beside, plan)
+            rows = drafting * (count + 1)
+        tokens, reqs, drafter = len(plan.ids), len(plan.requests), self.drafters[count]
+        batch = self.managers[first].dispatch(tokens, reqs)
         shape = self._padding(drafter, reqs, batch, drafter.dispatch(tokens, reqs, None))
-        ahead = drafter.num_draft_tokens - 1
-        self.metadata.set(plan.query_lens, plan.seq_lens, plan.block_tables[0], ahead=ahead, **shape)
+        self.metadata.set(plan.query_lens, plan.seq_lens, plan.block_tables[0], ahead=count - 1, **shape)
         ends = last_rows(plan.query_lens)
         shifted = np.append(plan.ids[1:], 0)
         shifted[ends] = [_token_after(request) for request in plan.requests]
         samples = np.array(plan.samples, np.int64)
-        self._inputs.load_prompts(plan.slots, plan.ids, plan.positions, shifted, ends, samples)
-        found = manager.run(batch, self._forwards[count])
-        inputs = self._inputs
-        last, slots = inputs.last[:reqs], inputs.slots[:reqs]
-        params, generators = zip(*((one.params, one.generator) for one in plan.requests), strict=True)
-        chosen = sample(self.llama.head(found.hidden.index_select(0, last)), params, generators)
+        inputs, self._ran = self._inputs, None
+        inputs.load_prompts(plan.slots, plan.ids, plan.positions, shifted, ends, samples)
+        inputs.ids[:rows].view(drafting, count + 1)[:, 1:].copy_(self._drafts(count, drafting))
+        found = self.managers[first].run(batch, self._forwards[first])
+        last, slots, after = inputs.last[:reqs], inputs.slots[:reqs], inputs.shifted[:tokens]
+        logits = self.llama.head(found.hidden.index_select(0, torch.cat((self._rows[:rows], last[drafting:]))))
+        verified = None
+        if drafting:
+            self._draw()
+            accepted = self._verify(count, drafting, logits[:rows])
+            after[:rows].copy_(accepted.tokens.clamp(min=0).view(-1))
+            last[:drafting].copy_(self._rows[:drafting] * (count + 1) + accepted.counts)
+            verified = self._results.send(drafting, count + 1)
+        params, generators = zip(*((one.params, one.generator) for one in plan.requests[drafting:]), strict=True)
+        chosen = sample(logits[rows:], params, generators)
         if self.config.acceptance == "rejection":
             temperatures = torch.tensor([one.temperature for one in params], dtype=torch.float32, device=self.device)
-            self._temperatures.index_copy_(0, slots, temperatures)
-        after = inputs.shifted[:tokens]
-        after.index_copy_(0, last, torch.where(inputs.samples[:reqs] > 0, chosen, after.index_select(0, last)))
+            self._temperatures.index_copy_(0, slots[drafting:], temperatures)
+        known = after.index_select(0, last[drafting:])
+        after.index_copy_(0, last[drafting:], torch.where(inputs.samples[drafting:reqs] > 0, chosen, known))
         drafter.load(after, inputs.positions[:tokens], found.states[:tokens], last, slots)
         arrived, done = to_host(chosen[:, None])
-        arriving = Arriving(arrived.numpy(), done)
-        drafter.draft(tokens, reqs, None, plan.seq_lens)
-        return arriving
+        lengths = plan.seq_lens
+        if verified is not None and not drafter.chained:
+            lengths = lengths.copy()
+            lengths[:drafting] += (self.wait(verified) >= 0).sum(axis=1) - (count + 1)
+        drafter.draft(tokens, reqs, None, lengths)
+        return Arriving(arrived.numpy(), done), verified
 
     @torch.inference_mode()
     def launch_round(self, plan: RoundPlan) -> Arriving:
@@ -167,9 +192,7 @@ class SpecRunner:
             ahead = int(np.minimum.reduce(plan.reach - lengths))
             self.metadata.set(query_len, lengths, plan.block_table, ahead=ahead, **padding)
             self._inputs.load_round(plan.slots, plan.last_tokens)
-        if self.config.acceptance == "rejection":
-            # Drawn outside the graph and in one shape, so that every mode and padding uses the same numbers.
-            self._noise.uniform_(generator=self._generator)
+        self._draw()
         # A piecewise graph covers neither this nor acceptance.
         if batch.descriptor.uniform_query_len is None:
             self._write_round(count, reqs)
@@ -183,6 +206,12 @@ class SpecRunner:
         drafter.draft(reqs * query_len, reqs, query_len, known)
         self._ran = plan.number, self.metadata.batch.version
         return arriving
+
+    def _draw(self) -> None:
+        """Draw a round's random numbers, if it needs any."""
+        if self.config.acceptance == "rejection":
+            # Drawn outside the graph and in one shape, so that every mode and padding uses the same numbers.
+            self._noise.uniform_(generator=self._generator)
 
     def wait(self, arriving: Arriving) -> Int64s:
         """Wait for a step's tokens; see `Arriving.wait`."""
@@ -241,16 +270,30 @@ class SpecRunner:
         """Write each request's last token and drafts, and their positions, to the target's inputs."""
         query_len = count + 1
         rows, inputs = reqs * query_len, self._inputs
-        drafts = self.proposals.tokens.index_select(0, inputs.slots[:reqs])[:, :count]
-        torch.cat((inputs.tokens[:reqs, None], drafts), dim=1, out=inputs.ids[:rows].view(reqs, query_len))
+        torch.cat(
+            (inputs.tokens[:reqs, None], self._drafts(count, reqs)), dim=1, out=inputs.ids[:rows].view(reqs, query_len)
+        )
         step = self.metadata.view(rows, reqs)
         positions = advance_step(step, inputs.grown[:reqs], query_len, self.config.page_size)
         inputs.positions[:rows].copy_(positions.view(-1))
 
+    def _drafts(self, count: int, reqs: int) -> Tensor:
+        """Return the drafts of a step's first requests, (reqs, count) int64."""
+        return self.proposals.tokens.index_select(0, self._inputs.slots[:reqs])[:, :count]
+
     def _accept(self, count: int, reqs: int, found: Computed) -> None:
+        """Accept drafts, and prepare the next drafting and the next round of the same requests."""
+        accepted = self._verify(count, reqs, self.llama.head(found.hidden))
+        self._inputs.keep(accepted.tokens, accepted.counts)
+        last = self._rows[:reqs] * (count + 1) + accepted.counts
+        positions, slots = self._inputs.positions[: reqs * (count + 1)], self._inputs.slots[:reqs]
+        self.drafters[count].load(accepted.tokens.clamp(min=0).view(-1), positions, found.states, last, slots)
+
+    def _verify(self, count: int, reqs: int, logits: Tensor) -> Accepted:
+        """Accept drafts of a step's first requests by the logits of their rows, and store the tokens."""
         query_len = count + 1
         drafts = self._inputs.ids[: reqs * query_len].view(reqs, query_len)[:, 1:]
-        logits = self.llama.head(found.hidden).view(reqs, query_len, -1)
+        logits = logits.view(reqs, query_len, -1)
         if self.config.keep_logits:
             self.logits[:reqs, :query_len].copy_(logits)
         slots, noise = self._inputs.slots[:reqs], self._noise[:reqs, :query_len]
@@ -262,10 +305,7 @@ class SpecRunner:
             probabilities = target_probabilities(logits, self._temperatures.index_select(0, slots))
             accepted = rejection_sample(drafts, probabilities, noise)
         self._results.tokens[:reqs, :query_len].copy_(accepted.tokens)
-        self._inputs.keep(accepted.tokens, accepted.counts)
-        last = torch.arange(reqs, device=self.device) * query_len + accepted.counts
-        positions = self._inputs.positions[: reqs * query_len]
-        self.drafters[count].load(accepted.tokens.clamp(min=0).view(-1), positions, found.states, last, slots)
+        return accepted
 
 
 def _token_after(request: Request) -> int:

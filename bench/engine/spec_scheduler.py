@@ -1,4 +1,4 @@
-"""Plans rounds of drafting and verification."""
+"""Plans rounds of drafting and verification, and the prompts beside them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,30 @@ class RoundPlan(NamedTuple):
         return np.array([request.output[-1] for request in self.requests], np.int64)
 
 
+def join(drafted: RoundPlan, prompts: StepPlan) -> StepPlan:
+    """Make one step of a round and prompts: the round's requests first, with placeholders for their drafts."""
+    query_len, reqs = drafted.num_draft_tokens + 1, len(drafted.requests)
+    positions = drafted.starts[:, None] + np.arange(query_len)
+    ids = np.zeros((reqs, query_len), np.int64)
+    ids[:, 0] = drafted.last_tokens
+    width = max(drafted.block_table.shape[1], prompts.block_tables[0].shape[1])
+    tables = [
+        np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in (drafted.block_table, *prompts.block_tables)
+    ]
+    return StepPlan(
+        drafted.requests + prompts.requests,
+        [query_len] * reqs + prompts.query_lens,
+        [False] * reqs + prompts.samples,
+        np.concatenate((drafted.slots, prompts.slots)),
+        np.concatenate((drafted.starts + query_len, prompts.seq_lens)),
+        np.concatenate((ids.ravel(), prompts.ids)),
+        np.concatenate((positions.ravel(), prompts.positions)),
+        [np.concatenate(tables)],
+    )
+
+
 class SpecScheduler(Scheduler):
-    """Schedules prompts as the base class does, and rounds of the requests whose prompts are computed.
+    """Schedules prompts as the base class does, beside rounds of the requests whose prompts are computed.
 
     Args:
         groups: the cache's pages, of one group.
@@ -63,11 +85,23 @@ class SpecScheduler(Scheduler):
         self._next: RoundPlan | None = None
         self._numbers = itertools.count()
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, spent: int = 0) -> StepPlan | None:
         """Plan the next step of prompts; None at once if all running requests have drafts."""
         if len(self.drafted) == len(self.running) and not (self.waiting and self._slots):
             return None
-        return super().schedule()
+        return super().schedule(spent)
+
+    def schedule_step(self, num_draft_tokens: int) -> tuple[StepPlan | None, RoundPlan | None]:
+        """Plan a round, and the prompts that run beside it; each is None if there is nothing to do.
+
+        The round comes first. Where it takes another request's pages, no prompt gets any in the same step.
+        """
+        running = len(self.running)
+        drafted = self.schedule_round(num_draft_tokens)
+        if len(self.running) < running:
+            return None, drafted
+        rows = 0 if drafted is None else len(drafted.requests) * (num_draft_tokens + 1)
+        return self.schedule(rows), drafted
 
     def _scheduled_elsewhere(self, request: Request) -> bool:
         return request in self.drafted

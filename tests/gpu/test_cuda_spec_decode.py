@@ -110,7 +110,7 @@ def test_padding_changes_no_token_and_acceptance_by_rounding_only(mode: str) -> 
 def two_hundred() -> tuple[list[list[int]], list[SamplingParams]]:
     draw = random.Random(1)
     params = [SamplingParams(max_tokens=draw.randint(1, 60)) for _ in range(200)]
-    params[7] = SamplingParams(max_tokens=95)  # the last one runs alone
+    params[-1] = SamplingParams(max_tokens=95)  # the last one runs alone
     return prompts(200), params
 
 

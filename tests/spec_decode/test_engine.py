@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -96,11 +97,12 @@ def test_greedy_tokens_are_those_without_speculation_in_every_mode(pairs: dict[s
 
 @pytest.mark.timeout(600)
 def test_two_hundred_prompts_in_batches_of_one_to_sixty_four(pairs: dict[str, Any]) -> None:
-    settings = {"max_num_seqs": 64, "max_num_tokens": 640, "num_pages": 1200, "capture_sizes": (1, 4, 16, 64)}
+    settings = {"max_num_seqs": 64, "max_num_tokens": 1024, "num_pages": 1200, "capture_sizes": (1, 4, 16, 64)}
     asked = prompts(200, longest=24)
     draw = random.Random(1)
-    params = [SamplingParams(max_tokens=draw.randint(1, 32)) for _ in asked]
-    params[5] = SamplingParams(max_tokens=60)  # the last one runs alone
+    # The first 64 begin together, and none of them ends before a round of all.
+    params = [SamplingParams(max_tokens=draw.randint(1 if index > 63 else 8, 32)) for index in range(200)]
+    params[-1] = SamplingParams(max_tokens=60)  # the last one runs alone
     expected = plain(pairs["eagle"][0], asked, params, **settings | {"capture_sizes": None})
     served = speculating(pairs["eagle"], mode="FULL_AND_PIECEWISE", **settings)
     sizes = set()
@@ -235,6 +237,29 @@ def test_requests_may_come_and_go_while_others_run(pairs: dict[str, Any]) -> Non
     assert served.scheduler.pages.num_free == 149
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_grows_beside_others_prompts_as_it_does_alone(pairs: dict[str, Any], mode: str) -> None:
+    asked = [prompts(4, seed=9)[3], [5, 9] * 40, *prompts(4, seed=10)]  # the second takes two steps
+    params = [SamplingParams(max_tokens=count) for count in (40, 12, 9, 3, 20, 7)]
+    served = speculating(pairs["eagle3"], mode=mode)
+    alone, _ = growth(served, asked[:1], params)
+    beside, requests = growth(served, asked, params)
+    assert len(alone) > 8
+    assert min(alone) >= 1
+    assert beside[: len(alone)] == alone  # no step without its tokens, and drafts as good
+    assert [request.output for request in requests] == plain(pairs["eagle3"][0], asked, params)
+
+
+def growth(served: SpecEngine, asked: list[list[int]], params: list[SamplingParams]) -> tuple[list[int], list[Any]]:
+    """Generate; return how many tokens each step gave the first request. After its prompt every step brings another."""
+    counts, requests, late = [], [served.add(asked[0], params[0])], list(zip(asked, params, strict=False))[1:]
+    while not served.idle:
+        if requests[0].output and late:
+            requests.append(served.add(*late.pop(0)))
+        counts.append(sum(output.request is requests[0] for output in served.step()))
+    return counts, requests
+
+
 def test_a_stop_token_within_a_round_ends_the_request_there(pairs: dict[str, Any]) -> None:
     prompt = prompts(4, seed=7)[3]
     expected = plain(pairs["eagle"][0], [prompt], SamplingParams(max_tokens=30))[0]
@@ -260,6 +285,32 @@ def test_a_round_that_fails_can_be_tried_again(pairs: dict[str, Any], monkeypatc
                 served.step()
     list(served.stream())
     assert [request.output for request in requests] == plain(pairs["eagle"][0], asked, params)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_step_that_fails_while_its_tokens_arrive_can_be_tried_again(
+    pairs: dict[str, Any], failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, params = prompts(3, seed=8), SamplingParams(max_tokens=20)
+    served = speculating(pairs["eagle"], mode="NONE")
+    requests = [served.add(asked[0], params)]
+    while requests[0] not in served.scheduler.drafted:
+        served.step()
+    requests += [served.add(prompt, params) for prompt in asked[1:]]
+    wait, calls = served.runner.wait, itertools.count(1)
+
+    def fail(arriving: Any) -> Any:
+        if next(calls) == failing:  # of the prompts' tokens, or of the round's beside them
+            raise KeyboardInterrupt
+        return wait(arriving)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.runner, "wait", fail)
+        with pytest.raises(KeyboardInterrupt):
+            served.step()
+    list(served.stream())
+    assert [request.output for request in requests] == plain(pairs["eagle"][0], asked, params)
+    assert served.scheduler.pages.num_free == served.config.num_pages - 1
 
 
 def test_rounds_of_the_same_requests_and_pages_are_not_set_again(

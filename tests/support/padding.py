@@ -13,10 +13,11 @@ def sizes_of_steps(served: SpecEngine) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {"capture_sizes": set(), "mixed_capture_sizes": set()}
     launch_prompts, launch_round = served.runner.launch_prompts, served.runner.launch_round
 
-    def prompts_seen(plan: Any) -> Any:
-        found["capture_sizes"].add(len(plan.requests))  # the drafts after the first are decode steps here, too
-        found["mixed_capture_sizes"].add(len(plan.ids))
-        return launch_prompts(plan)
+    def prompts_seen(plan: Any, beside: Any) -> Any:
+        rounds = [] if beside is None else beside.requests
+        found["capture_sizes"].add(len(plan.requests) + len(rounds))  # the drafts after the first are decode steps
+        found["mixed_capture_sizes"].add(len(plan.ids) + len(rounds) * (served.num_draft_tokens + 1))
+        return launch_prompts(plan, beside)
 
     def round_seen(plan: Any) -> Any:
         found["capture_sizes"].add(len(plan.requests))
