@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from bench.models.checkpoint import CheckpointError, load_checkpoint
-from bench.models.eagle import TINY, Eagle, Eagle3, build_eagle, load_eagle
+from bench.models.checkpoint import load_checkpoint
+from bench.models.eagle import TINY, Eagle, Eagle3
 from bench.models.llama import CacheShape, Llama, build_llama
 from bench.models.llama_kinds import KINDS, config_dtype, load_config
 from bench.spec_decode.pairs import KINDS as DRAFTS
-from bench.spec_decode.pairs import TRAINED
+from bench.spec_decode.pairs import TRAINED, load_draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,5 @@ def load_trained(name: str, draft: str, device: torch.device, dtype: torch.dtype
     if any(layer.self_attn.window is not None for layer in target.model.layers):
         return found
     if trained and draft in DRAFTS:
-        return dataclasses.replace(found, draft=load_eagle(TINY / draft, target), draft_is_trained=True)
-    if draft in DRAFTS:
-        return dataclasses.replace(found, draft=build_eagle(draft, target))
-    if trained:
-        raise CheckpointError(f"the draft is {draft!r}; the trained target has {' and '.join(DRAFTS)}.")
-    return dataclasses.replace(found, draft=load_eagle(draft, target), draft_is_trained=True)
+        draft = str(TINY / draft)
+    return dataclasses.replace(found, draft=load_draft(draft, target), draft_is_trained=draft not in DRAFTS)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
+import json
+import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.engine import Engine, SamplingParams
 from bench.engine.request import Request
 from bench.tools import text
+from bench.tools.files import DATA
 
 PERCENTILES = range(101)
-LENGTHS = Path(__file__).parents[1] / "data" / "lengths.csv"
+LENGTHS = json.loads((DATA / "lengths.json").read_text(encoding="utf-8"))
+MOST: int = LENGTHS["most_together"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,22 @@ class Arrival:
     at: float
     prompt: list[int]
     max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """How requests come.
+
+    Args:
+        rate: requests a second, on average (a Poisson process); infinity for all at once.
+        in_flight: None, or that many requests are in flight all the time: one comes when another has ended.
+    """
+
+    rate: float = math.inf
+    in_flight: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rate:g}/s" if self.in_flight is None else f"{self.in_flight} in flight"
 
 
 @dataclasses.dataclass
@@ -43,13 +61,36 @@ class Timing:
 
     @property
     def itl(self) -> list[float]:
-        """Inter-token latencies."""
-        return [after - before for before, after in itertools.pairwise(self.tokens)]
+        """Inter-token latencies; tokens that come together, such as those of a speculative round, count as one."""
+        return [after - before for before, after in itertools.pairwise(dict.fromkeys(self.tokens))]
 
     @property
     def tpot(self) -> float | None:
         """Time per output token after the first; None for a single one."""
         return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
+
+
+def draw_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
+    """Draw tokens of prompts and outputs from the long-tailed distribution of `data/lengths.json`.
+
+    The same seed gives the same pairs, of which fewer are the first ones of more.
+    """
+    draw = random.Random(seed)
+    pairs: list[tuple[int, int]] = []
+    while len(pairs) < count:
+        pair = _draw_length(draw, LENGTHS["prompt"]), _draw_length(draw, LENGTHS["output"])
+        if sum(pair) <= MOST:
+            pairs.append(pair)
+    return pairs
+
+
+def _draw_length(draw: random.Random, shape: Mapping[str, float]) -> int:
+    """Draw from a log-normal distribution, whose mean is that of the shape without its limits."""
+    center = math.log(shape["mean"]) - shape["sigma"] ** 2 / 2
+    while True:
+        length = round(draw.lognormvariate(center, shape["sigma"]))
+        if shape["least"] <= length <= shape["most"]:
+            return length
 
 
 def arrivals(count: int, rate: float, vocab_size: int, *, seed: int = 0, longest: int | None = None) -> list[Arrival]:
@@ -59,42 +100,49 @@ def arrivals(count: int, rate: float, vocab_size: int, *, seed: int = 0, longest
         count: number of requests.
         rate: requests a second, on average (a Poisson process); infinity for all at once.
         vocab_size: of the model.
-        seed: of the times and of the order of lengths.
-        longest: the most tokens of prompt and output together; longer ones are cut.
+        seed: of the times and of the lengths, which are the same at every rate.
+        longest: the most tokens of prompt and output together; all lengths are scaled down to it.
 
     Raises:
         ValueError: the rate is not above 0.
     """
     if not rate > 0:
         raise ValueError(f"the rate is {rate}; expected requests a second, above 0.")
-    draw, now, found = random.Random(seed), 0.0, []
-    with LENGTHS.open() as file:
-        lengths = [(int(row["prompt"]), int(row["output"])) for row in csv.DictReader(file)]
-    for index in range(count):
-        prompt, output = draw.choice(lengths)
-        if longest is not None:
-            prompt = min(prompt, longest // 2)
-            output = min(output, longest - prompt)
+    draw, now, found = random.Random(f"times {seed}"), 0.0, []
+    scale = 1.0 if longest is None else min(1.0, longest / MOST)
+    for index, pair in enumerate(draw_lengths(count, seed)):
+        prompt, output = (max(1, int(length * scale)) for length in pair)
         found.append(Arrival(now, text.token_ids(prompt, vocab_size, start=101 * index).tolist(), output))
         now += draw.expovariate(rate)
     return found
 
 
 def serve(
-    engine: Engine, arrivals: Sequence[Arrival], clock: Callable[[], float] = time.perf_counter
+    engine: Engine,
+    arrivals: Sequence[Arrival],
+    clock: Callable[[], float] = time.perf_counter,
+    in_flight: int | None = None,
 ) -> tuple[list[Timing], list[Request]]:
     """Serve a load in real time; return the times of each request's tokens, and the requests.
 
     Several ranks can serve it together if `clock` returns the same seconds on all of them.
+
+    Args:
+        engine: that serves.
+        arrivals: the requests, by their times.
+        clock: seconds.
+        in_flight: the most requests that are given to the engine at once; the others arrive when one of these ends.
     """
     timings: dict[Request, Timing] = {}
     waiting = list(reversed(arrivals))
-    start, began = clock(), time.perf_counter()
+    start, began, running = clock(), time.perf_counter(), 0
     while waiting or not engine.idle:
         now = clock() - start
-        while waiting and waiting[-1].at <= now:
+        while waiting and waiting[-1].at <= now and (in_flight is None or running < in_flight):
             arrival = waiting.pop()
-            timings[engine.add(arrival.prompt, SamplingParams(max_tokens=arrival.max_tokens))] = Timing(arrival.at)
+            request = engine.add(arrival.prompt, SamplingParams(max_tokens=arrival.max_tokens))
+            timings[request] = Timing(arrival.at if in_flight is None else now)
+            running += 1
         if engine.idle:
             time.sleep(max(0.0, waiting[-1].at - now))
             continue
@@ -102,7 +150,20 @@ def serve(
         now = time.perf_counter() - began
         for output in outputs:
             timings[output.request].tokens.append(now)
+            running -= output.finished is not None
     return list(timings.values()), list(timings)
+
+
+def mean_in_flight(timings: Sequence[Timing]) -> float:
+    """Compute how many requests are in flight on average, while any is."""
+    whole = covered = 0.0
+    end = -math.inf
+    for timing in sorted(timings, key=lambda timing: timing.arrived):
+        last = timing.tokens[-1]
+        whole += last - timing.arrived
+        covered += max(0.0, last - max(end, timing.arrived))
+        end = max(end, last)
+    return whole / covered
 
 
 def summary(timings: Sequence[Timing], requests: Sequence[Request]) -> dict[str, Any]:
@@ -124,6 +185,7 @@ def summary(timings: Sequence[Timing], requests: Sequence[Request]) -> dict[str,
         "seconds": seconds,
         "requests_per_second": len(timings) / seconds,
         "tokens_per_second": tokens / seconds,
+        "mean_in_flight": mean_in_flight(timings),
     }
     for name, values in series.items():
         figures |= {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from bench.engine import EngineError
 from bench.engine.config import BACKENDS
@@ -18,7 +17,7 @@ from bench.spec_decode.rounds import ARMS, SpecPlan, measure, ratios, render
 from bench.tools import environment
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, device_of
-from bench.tools.options import add_json, add_model, add_names, count, listed, numbers, positive
+from bench.tools.options import add_json, add_model, add_names, count, folder_or, listed, numbers, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,7 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.spec_decode", description=__doc__)
     add_model(parser, TRAINED)
     parser.add_argument(
-        "--draft", type=_draft, default="eagle3", help=f"{listed(KINDS)}, or a folder with a checkpoint"
+        "--draft",
+        type=folder_or("draft", *KINDS),
+        default="eagle3",
+        help=f"{listed(KINDS)}, or a folder with a checkpoint",
     )
     parser.add_argument("--k", type=count, default=5, help="tokens drafted a round")
     parser.add_argument("--batches", type=numbers, help="requests that decode at once; 1,8,32 on a GPU, else 1,4")
@@ -72,13 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=count, help="tokens of each output; 128 on a GPU, else 24")
     add_json(parser, OUT / "spec_decode.json")
     return parser
-
-
-def _draft(text: str) -> str:
-    """Read a kind of draft, or the folder of one."""
-    if text in KINDS or (Path(text) / "config.json").is_file():
-        return text
-    raise argparse.ArgumentTypeError(f"{text!r} is no draft; expected {listed(KINDS)}, or a folder with a config.json")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,11 @@ def load_pair(name: str, draft: str, device: torch.device) -> tuple[Llama, Eagle
             raise ValueError(f"--draft is {draft!r}; the trained target has {' and '.join(KINDS)}.")
         return *tiny_pair(draft, device=device), True
     target = Workload(name, (1,), device, lm_head=True).build()
+    return target, load_draft(draft, target), draft not in KINDS
+
+
+def load_draft(draft: str, target: Llama) -> Eagle | Eagle3:
+    """Load a draft for a target from a folder; or build one of a kind with random weights."""
     if draft not in KINDS:
-        return target, load_eagle(draft, target), True
-    return target, build_eagle(draft, target, draft_vocab_size=min(DRAFT_VOCAB, target.config.vocab_size)), False
+        return load_eagle(draft, target)
+    return build_eagle(draft, target, draft_vocab_size=min(DRAFT_VOCAB, target.config.vocab_size))

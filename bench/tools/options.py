@@ -50,6 +50,11 @@ def positive(text: str) -> float:
     return value
 
 
+def rates(text: str) -> tuple[float, ...]:
+    """Read ``20,40.5,inf``: numbers above 0."""
+    return tuple(positive(part) for part in text.split(","))
+
+
 def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """Return a reader of known names, separated by commas; blanks and commas in a name are written as dashes."""
     found = {written(name): name for name in known}
@@ -76,27 +81,22 @@ def add_names(parser: argparse.ArgumentParser, option: str, known: Collection[st
     parser.add_argument(option, type=names(known), metavar="NAME[,NAME]", help=help_text, **settings)
 
 
-def model(*others: str) -> Callable[[str], str]:
-    """Return a reader of a shape's name, one of these others, or a folder with a config.json."""
-
-    def read(text: str) -> str:
-        if text in (*others, *SHAPES) or (Path(text) / "config.json").is_file():
-            return text
-        expected = f"expected {listed((*others, *SHAPES))}, or a folder with a config.json"
-        raise argparse.ArgumentTypeError(f"{text!r} is no model; {expected}")
-
-    return read
-
-
-def folder_or(*known: str) -> Callable[[str], str]:
-    """Return a reader of one of these names, or a folder with a config.json."""
+def folder_or(kind: str, *known: str) -> Callable[[str], str]:
+    """Return a reader of one of these names of a kind of model, or a folder with a config.json."""
 
     def read(text: str) -> str:
         if text in known or (Path(text) / "config.json").is_file():
             return text
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {listed(known)}, and no folder with a config.json")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no {kind}; expected {listed(known)}, or a folder with a config.json"
+        )
 
     return read
+
+
+def model(*others: str) -> Callable[[str], str]:
+    """Return a reader of a shape's name, one of these others, or a folder with a config.json."""
+    return folder_or("model", *others, *SHAPES)
 
 
 def add_model(parser: argparse.ArgumentParser, *others: str, **settings: Any) -> None:

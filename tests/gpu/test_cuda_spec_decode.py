@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from bench.engine.spec_config import SpecConfig  # noqa: E402
 from bench.models.eagle import Eagle, Eagle3, tiny_pair  # noqa: E402
 from bench.models.llama import Llama  # noqa: E402
 from bench.models.serving import ServingLlama  # noqa: E402
+from bench.serve import __main__ as serve  # noqa: E402
 from bench.tools import text  # noqa: E402
 from simplegraph import BatchDescriptor, CudaGraphManager, CudaGraphMode  # noqa: E402
 from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, attending  # noqa: E402
@@ -271,3 +274,16 @@ def test_rejection_sampling_keeps_the_targets_distribution_on_the_gpu() -> None:
         expected = p.double() * count
         assert float(((found - expected) ** 2 / expected).sum()) < 20.5  # 5 degrees of freedom: once in a thousand
         assert 0 < int(accepted.counts.sum()) < count
+
+
+def test_loads_are_served_with_the_drafts_own_acceptance_in_every_mode(tmp_path: Path) -> None:
+    arms = "full-and-piecewise,speculation-draft-eager,speculation-draft-piecewise,speculation-draft-full"
+    arguments = ["--model", "trained", "--rate", "100,inf", "--in-flight", "2", "--requests", "12", "--arms", arms]
+    assert serve.main([*arguments, "--json", str(tmp_path / "serve.json")]) == 0
+    found = json.loads((tmp_path / "serve.json").read_text())["results"]
+    assert len(found) == 12
+    lengths = [row["mean_length"] for row in found.values() if "mean_length" in row]
+    assert len(lengths) == 9
+    # Padded batches are rounded otherwise, which decides a draft's near tie now and then.
+    assert lengths == pytest.approx([lengths[0]] * 9, abs=0.05)
+    assert all(row["preemptions"] == 0 for row in found.values())
