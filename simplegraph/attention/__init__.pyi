@@ -1,8 +1,5 @@
 from simplegraph.attention.backend import AttentionBackend as AttentionBackend
-from simplegraph.attention.backend import BackendGroup as BackendGroup
 from simplegraph.attention.backend import attend as attend
-from simplegraph.attention.backend import attending as attending
-from simplegraph.attention.backend import minimum_support as minimum_support
 from simplegraph.attention.backends.context_parallel import ContextParallelBackend as ContextParallelBackend
 from simplegraph.attention.backends.flash_attention import FlashAttention2Backend as FlashAttention2Backend
 from simplegraph.attention.backends.flash_attention import FlashAttentionBackend as FlashAttentionBackend
@@ -11,6 +8,17 @@ from simplegraph.attention.backends.sdpa import SDPABackend as SDPABackend
 from simplegraph.attention.backends.triton_decode import TritonDecodeBackend as TritonDecodeBackend
 from simplegraph.attention.cache import PagedKVCache as PagedKVCache
 from simplegraph.attention.kernels.reference import reference_attention as reference_attention
+from simplegraph.attention.layers import BackendGroup as BackendGroup
+from simplegraph.attention.layers import attending as attending
+from simplegraph.attention.layers import minimum_support as minimum_support
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata as BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata as CommonMetadata
 from simplegraph.attention.metadata.batch_state import ContextShare as ContextShare
+from simplegraph.attention.recurrent.backend import RecurrentBackend as RecurrentBackend
+from simplegraph.attention.recurrent.backend import recur as recur
+from simplegraph.attention.recurrent.mamba2 import Mamba2Backend as Mamba2Backend
+from simplegraph.attention.recurrent.mamba2_layer import Mamba2Shape as Mamba2Shape
+from simplegraph.attention.recurrent.mamba2_layer import Mamba2Weights as Mamba2Weights
+from simplegraph.attention.recurrent.states import StateCache as StateCache
+from simplegraph.attention.recurrent.states import StateMetadata as StateMetadata
+from simplegraph.attention.recurrent.states import StateShape as StateShape

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend, BackendGroup, attend, attending
+from simplegraph.attention.backend import AttentionBackend, attend
 from simplegraph.attention.backends import BACKENDS
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.kernels.reference import reference_attention
+from simplegraph.attention.layers import BackendGroup, attending
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode

@@ -13,15 +13,21 @@ class GraphHooks:
 
     Attributes:
         support: what its part of the forward can do in a full graph.
+        max_num_reqs: the most requests that its part of a step can have; None for any number. A manager of full graphs
+            is made for no more (`max_num_seqs`), so that none is captured for a batch that cannot occur.
     """
 
     support: AttentionCGSupport = AttentionCGSupport.ALWAYS
+    max_num_reqs: int | None = None
 
     def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Outside the capture, before it begins: set up what this descriptor's graph will read."""
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Outside the graph, before every replay: refresh what the graph reads."""
+
+    def undo_step(self) -> None:
+        """In a proof: what the last step wrote was undone, and it is about to be replayed once more."""
 
     def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Inside the capture, after the forward: whatever runs here is recorded."""

@@ -130,6 +130,12 @@ class CudaGraphManager:
                 f"{type(hooks).__name__} supports {hooks.support.name}, the manager was made for {self.support.name}; "
                 "pass support=backend.support to CudaGraphManager."
             )
+        most, asked = hooks.max_num_reqs, self.config.max_num_seqs
+        if most is not None and self.dispatcher.mode.has_full() and (asked is None or asked > most):
+            raise ConfigError(
+                f"{type(hooks).__name__} takes {most} requests at most, the manager was made for max_num_seqs={asked}; "
+                f"pass max_num_seqs={most} to CudaGraphManager, or build the backend for more."
+            )
         self.hooks.append(hooks)
 
     def dispatch(

@@ -124,7 +124,7 @@ class ReplayProof:
         start = [tensor.detach().clone() for _, tensor in tensors]  # at last: views of other dtypes may share memory
         self._scrambled = True
         try:
-            self._table.replay(self._played, 0, load)
+            self._run_again(load)
         finally:
             self._scrambled = False
         for (name, tensor), kept, other in zip(tensors, unwritten, start, strict=True):
@@ -146,9 +146,14 @@ class ReplayProof:
         self._memory.put(self._before)
         if self.draws:
             put_random_states(self._generators, self._random)
-        self._table.replay(self._played, 0, load)
+        self._run_again(load)
         memory = self._memory
         return Effects(cloned(outputs), memory.seen_in(memory.copy(), memory.tensors), cloned(inputs))
+
+    def _run_again(self, load: Callable[[Any], None] | None) -> None:
+        for hooks in self._table.hooks:
+            hooks.undo_step()
+        self._table.replay(self._played, 0, load)
 
     def close(self) -> None:
         """Let memory and random generators be as eager left them."""

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplegraph.attention.backend import AttentionBackend, attending
+from simplegraph.attention.backend import AttentionBackend
+from simplegraph.attention.layers import attending
 from simplegraph.attention.metadata.reading import Ints
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
