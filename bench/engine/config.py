@@ -10,14 +10,18 @@ from torch import Tensor
 
 from bench.engine.request import EngineError
 from bench.models.llama import Attention
+from bench.models.mamba import Mamba2
 from simplegraph import ConfigError
 from simplegraph.attention import (
     AttentionBackend,
     BatchMetadata,
     FlashAttentionBackend,
     FlashInferBackend,
+    Mamba2Backend,
     PagedKVCache,
     SDPABackend,
+    StateCache,
+    StateMetadata,
     TritonDecodeBackend,
 )
 
@@ -37,6 +41,8 @@ class EngineConfig:
         mode: of the graphs, by name; "NONE" runs everything eagerly.
         attention: a name in `BACKENDS`; "auto" takes the first that works on this machine.
         max_num_seqs: requests that run at once.
+        num_state_slots: requests whose states recurrent layers keep; by default `max_num_seqs`. With fewer, no more
+            requests run at once, and the others wait.
         max_num_tokens: tokens of a step: all its requests' prompts and decodes together.
         max_model_len: tokens of a request, prompt and output.
         num_pages: of the KV cache, one of them for padding; page_size: tokens in a page. Layers with a sliding window
@@ -55,6 +61,7 @@ class EngineConfig:
     mode: str = "FULL_AND_PIECEWISE"
     attention: str = "auto"
     max_num_seqs: int = 64
+    num_state_slots: int | None = None
     max_num_tokens: int = 2048
     max_model_len: int = 4096
     num_pages: int = 4096
@@ -68,6 +75,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_tokens", "max_model_len", "page_size"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        slots = self.num_state_slots
+        require(slots is None or slots >= 1, "num_state_slots", slots, "at least 1, or None for max_num_seqs")
         require(self.num_pages >= 2, "num_pages", self.num_pages, "at least 2: one is for padding")
         known = ("auto", *BACKENDS)
         require(self.attention in known, "attention", self.attention, f"one of {', '.join(known)}")
@@ -96,6 +105,30 @@ class EngineConfig:
             device=weight.device,
             layers=layers,
         )
+
+    def states(self, layers: Sequence[Mamba2], weight: Tensor) -> Mamba2Backend:
+        """Make the states of recurrent layers, metadata and a backend for them; a request's state slot is its own."""
+        shape = layers[0].shape
+        metadata = StateMetadata(
+            max_num_tokens=self.max_num_tokens,
+            max_num_reqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            device=weight.device,
+        )
+        cache = StateCache(
+            self.max_num_seqs,
+            shape.states(weight.dtype),
+            layers=[layer.index for layer in layers],
+            device=weight.device,
+        )
+        return Mamba2Backend(cache, metadata, shape=shape, weights={layer.index: layer.weights for layer in layers})
+
+    def with_slots(self, recurrent: bool) -> EngineConfig:
+        """Return the config for a model: where layers are recurrent, no more requests run at once than states fit."""
+        slots = self.num_state_slots
+        if not recurrent or slots is None or slots >= self.max_num_seqs:
+            return self
+        return dataclasses.replace(self, max_num_seqs=slots)
 
     def metadata(
         self, max_num_tokens: int, max_model_len: int, device: torch.device, window: int | None = None

@@ -52,7 +52,7 @@ class Engine:
     """
 
     def __init__(self, llama: Llama, config: EngineConfig | None = None, ranks: RankGroup | None = None) -> None:
-        self.config = config or EngineConfig()
+        self.config = (config or EngineConfig()).with_slots(bool(llama.model.recurrences))
         self.runner = ModelRunner(llama, self.config, ranks)
         self._begin(llama, Scheduler)
 
@@ -133,6 +133,8 @@ class Engine:
         except BaseException:
             if plan is not None:
                 self.scheduler.undo(plan)
+                if self.runner.states is not None:  # they may have advanced, in some layers or in all
+                    self.scheduler.restart(plan.requests)
             self._under_way = before
             raise
         outputs = [Output(request, None, FinishReason.CANCELLED) for request in self._cancelled]

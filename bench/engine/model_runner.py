@@ -80,24 +80,28 @@ class ModelRunner:
         ranks: the ranks that run the model together.
 
     Attributes:
-        manager: of the graphs; backends: attention of each group of layers; backend: all of them together.
-        metadata: that of the first group.
+        manager: of the graphs; backends: attention of each group of layers; states: those of recurrent layers, or None.
+        backend: all of them together; metadata: that of the first group of attention.
         observe: called with each step's plan and logits, (requests, vocab_size), which the next step may overwrite.
 
     Raises:
-        EngineError: no attention backend works on this machine, or the model has no lm_head.
+        EngineError: no attention backend works on this machine, or the model has no lm_head or no attention.
     """
 
     def __init__(self, llama: Llama, config: EngineConfig, ranks: RankGroup | None = None) -> None:
         require(llama.lm_head is not None, "lm_head", None, "a model that returns logits")
+        attentions, recurrences = llama.model.attentions, llama.model.recurrences
+        require(bool(attentions), "layers", "recurrent", "some with attention")
         self.config, self.llama = config, llama
         weight = llama.model.embed_tokens.weight
         self.device = weight.device
-        self.backends = config.backends([layer.self_attn for layer in llama.model.layers], weight)
+        self.backends = config.backends(attentions, weight)
+        self.states = config.states(recurrences, weight) if recurrences else None
         self.metadata = self.backends[0].metadata
         self.backend: AttentionBackend | BackendGroup = self.backends[0]
-        if len(self.backends) > 1:
-            self.backend = BackendGroup({layer: one for one in self.backends for layer in one.cache.layers})
+        each = [*self.backends, *([] if self.states is None else [self.states])]
+        if len(each) > 1:
+            self.backend = BackendGroup({layer: one for one in each for layer in one.cache.layers})
         emulated = self.device.type == "cpu" and config.mode != "NONE"
         require(not (config.compiled and emulated), "compiled", True, "False: emulated graphs cannot see compiled code")
         self.model = ServingLlama(
@@ -160,21 +164,19 @@ class ModelRunner:
         return Launched(plan, *to_host(tokens))
 
     def describe(self, plan: StepPlan, batch: Dispatch) -> None:
-        """Write a step to the device, for the attention of every group and for the model."""
+        """Write a step to the device, for the attention of every group, for recurrent layers and for the model."""
         full = batch.mode is CudaGraphMode.FULL
+        reqs = batch.descriptor.num_reqs if full else len(plan.slots)
+        padded = {"num_tokens": batch.descriptor.num_tokens, "num_reqs": reqs}
         for backend, table in zip(self.backends, plan.block_tables, strict=True):
-            backend.metadata.set(
-                plan.query_lens,
-                plan.seq_lens,
-                table,
-                num_tokens=batch.descriptor.num_tokens,
-                num_reqs=batch.descriptor.num_reqs if full else len(plan.slots),
-            )
+            backend.metadata.set(plan.query_lens, plan.seq_lens, table, **padded)
+        if self.states is not None:  # slot 0 is for padding
+            self.states.metadata.set(plan.query_lens, plan.seq_lens, plan.slots + 1, **padded)
         self._inputs.load(plan)
 
     def repeat(self) -> None:
         """Allow the step that was described last to run once more."""
-        for backend in self.backends:
+        for backend in (*self.backends, *([] if self.states is None else [self.states])):
             backend.metadata.repeat()
 
     def _logits(self, hidden: Tensor, count: int) -> Tensor:

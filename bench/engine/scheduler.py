@@ -119,6 +119,11 @@ class Scheduler:
             request.num_computed -= count
             request.pending -= samples
 
+    def restart(self, requests: Sequence[Request]) -> None:
+        """Move running requests back to the front of the queue; all their tokens will be computed again."""
+        for request in reversed([one for one in self.running if one in requests]):
+            self._preempt(request)
+
     def _make_room(self, request: Request, count: int) -> bool:
         """Get pages for `count` more tokens of a running request, from younger ones if necessary."""
         while not self._grow(request, count):

@@ -76,7 +76,10 @@ class SpecRunner:
     def __init__(self, llama: Llama, draft: Eagle | Eagle3, config: SpecConfig, pool: GraphPool | None = None) -> None:
         require(llama.lm_head is not None, "lm_head", None, "a model that returns logits")
         self.config, self.llama, self.draft = config, llama, draft
-        windows = {layer.self_attn.window for layer in llama.model.layers} - {None}
+        recurrent = [layer.index for layer in llama.model.recurrences]
+        rejected = "none: a state cannot go back to where it was before rejected tokens"
+        require(not recurrent, "recurrent layers", recurrent, rejected)
+        windows = {layer.window for layer in llama.model.attentions} - {None}
         require(not windows, "sliding_window", windows, "None: rounds advance their steps on the device")
         draft.tabulate(config.max_model_len + 2 * max(config.drafts))
         weight = llama.model.embed_tokens.weight

@@ -41,7 +41,9 @@ def load_checkpoint(model: nn.Module, folder: Path | str, shard: Shard = WHOLE) 
     """
     folder = Path(folder)
     files = _files(folder)
-    tensors = ((name, shard.part(name, tensor)) for name, tensor in _tensors(folder, files))
+    own_name = getattr(model, "own_name", str)
+    named = ((own_name(name), tensor) for name, tensor in _tensors(folder, files))
+    tensors = ((name, shard.part(name, tensor)) for name, tensor in named)
     load_tensors(model, tensors, folder)
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from bench.models.llama import Attention, Llama, LlamaDecoder, LlamaStep, Tap
+from bench.models.llama import Attention, DecoderLayer, Llama, LlamaDecoder, LlamaStep, Tap
 
 
 class FusedLayers:
@@ -44,11 +44,15 @@ class FusedLayers:
         for index, (layer, norm) in enumerate(zip(decoder.layers, self._norms_after, strict=True)):
             if tap is not None:
                 tap(index, residual)
-            hidden = self.attend(layer.self_attn, hidden)
+            hidden = self.mix(layer, hidden)
             ops.fused_add_rmsnorm(hidden, residual, layer.post_attention_layernorm.weight, decoder.norm.eps)
             hidden = layer.mlp.down_proj(ops.silu_and_mul(layer.mlp.gate_up_proj(hidden)))
             ops.fused_add_rmsnorm(hidden, residual, norm.weight, decoder.norm.eps)
         return hidden
+
+    def mix(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
+        """Compute one layer's attention or recurrence, with its projections: (T, hidden_size) to the same."""
+        return self.attend(layer.self_attn, hidden)
 
     def attend(self, layer: Attention, hidden: Tensor) -> Tensor:
         """Compute one layer's attention with its projections: (T, hidden_size) to the same."""

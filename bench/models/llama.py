@@ -1,7 +1,8 @@
 """A Llama for decoding in the style of users' code: plain torch operators, a paged KV cache, no fusion.
 
 Batches are flat: one token per request, T tokens for T requests. Weights carry the names of Hugging
-Face checkpoints. Qwen2 and Qwen3 are Llamas but for biases and a norm of queries and keys (`LlamaKind`).
+Face checkpoints. Qwen2 and Qwen3 are Llamas but for biases and a norm of queries and keys, Bamba but for layers with
+Mamba2 in place of attention (`LlamaKind`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from bench.models import attention
 from bench.models.joined import Joined
-from bench.models.llama_kinds import attention_window, config_dtype, llama_kind
+from bench.models.llama_kinds import attention_window, config_dtype, is_recurrent, llama_kind
+from bench.models.mamba import Mamba2
 from bench.models.rotary import RotaryEmbedding, head_dim, rotate
 from bench.models.shard import WHOLE, Shard, normal_part
 
@@ -34,9 +36,10 @@ class CacheShape(NamedTuple):
 
 
 class LlamaStep(Protocol):
-    """Data that the layers of one forward share; cos, sin: (T, 1, head_dim), sin negated in its first half.
+    """Data that the layers of one forward share; cos, sin: (T, 1, rotary_dim), sin negated in its first half.
 
-    A step whose attention knows windows has an attribute `windows` that is True.
+    A step whose attention knows windows has an attribute `windows` that is True. One with states for recurrent layers
+    has a method `recur(layer, xbc, dt, out)`; see `simplegraph.attention.Mamba2Backend`.
     """
 
     @property
@@ -157,12 +160,15 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: LlamaConfig, cache: CacheShape, index: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, cache, index)
+        recurrent = is_recurrent(config, index)
+        self.self_attn = None if recurrent else Attention(config, cache, index)
+        self.mamba = Mamba2(config, index) if recurrent else None
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, hidden: Tensor, step: LlamaStep) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), step)
+        mixer = self.mamba if self.self_attn is None else self.self_attn
+        hidden = hidden + mixer(self.input_layernorm(hidden), step)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -179,6 +185,16 @@ class LlamaDecoder(nn.Module):
         self.rotary_emb = RotaryEmbedding(config)
         self.register_buffer("query_start_loc", torch.empty(max_batch + 1, dtype=torch.int32), persistent=False)
         self.fused: LayerRunner | None = None  # see `bench.models.fused`
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The layers' attention, without recurrent layers."""
+        return [layer.self_attn for layer in self.layers if layer.self_attn is not None]
+
+    @property
+    def recurrences(self) -> list[Mamba2]:
+        """The recurrent layers' Mamba2."""
+        return [layer.mamba for layer in self.layers if layer.mamba is not None]
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor, block_table: Tensor
@@ -210,7 +226,7 @@ class Llama(nn.Module):
         max_batch: the largest batch, in requests.
         lm_head: True returns logits, False final hidden states.
         shard: this rank's share of the model.
-        windows: True to allow layers with sliding windows, which only `bench.engine` serves.
+        windows: True to allow layers with sliding windows and recurrent layers, which only `bench.engine` serves.
     """
 
     def __init__(
@@ -225,10 +241,11 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         llama_kind(config)  # first, since configs of other architectures lack attributes that are read below
-        if not windows and any(attention_window(config, layer) for layer in range(config.num_hidden_layers)):
+        layers = range(config.num_hidden_layers)
+        if not windows and any(attention_window(config, layer) or is_recurrent(config, layer) for layer in layers):
             raise ValueError(
-                "the config has windows (use_sliding_window); attention here is over the whole context. bench.engine "
-                "serves models that are built with windows=True."
+                "the config has windows (use_sliding_window) or recurrent layers; attention here is over the whole "
+                "context. bench.engine serves models that are built with windows=True."
             )
         self.shard = shard
         config = self.config = shard.config(config)
@@ -263,14 +280,20 @@ class Llama(nn.Module):
         self.model.rotary_emb.reset()
         self.model.query_start_loc.copy_(torch.arange(self.max_batch + 1, dtype=torch.int32))
         generator = None if seed is None else torch.Generator(self.model.query_start_loc.device).manual_seed(seed)
-        for layer in self.model.layers:
-            for cache in (layer.self_attn.k_cache, layer.self_attn.v_cache):
+        for attention_layer in self.model.attentions:
+            for cache in (attention_layer.k_cache, attention_layer.v_cache):
                 if generator is None:
                     cache.zero_()
                 else:
                     pages, page_size, heads, size = cache.shape
                     whole = [pages, page_size, heads * self.shard.size, size]
                     normal_part(cache, whole, 2, self.shard, generator=generator)
+
+    def own_name(self, name: str) -> str:
+        """Return the name that a checkpoint's parameter has here."""
+        for theirs, ours in llama_kind(self.config).renamed:
+            name = name.replace(theirs, ours)
+        return name
 
     def tie_weights(self) -> None:
         """Share the embedding with lm_head if the config says so."""
@@ -301,7 +324,7 @@ def build_llama(
         seed: of the random weights and cache contents; the same seed gives the same model on the same device.
         random_weights: False leaves the weights unset, for `load_checkpoint`.
         shard: this rank's share; a seed gives the same model on any number of ranks.
-        windows: True to allow layers with sliding windows, for `bench.engine`.
+        windows: True to allow layers with sliding windows and recurrent layers, for `bench.engine`.
 
     Raises:
         ValueError: the ranks do not divide the heads or the MLP evenly, or the config is of no Llama.
@@ -339,3 +362,6 @@ def randomize(model: nn.Module, std: float, seed: int, shard: Shard = WHOLE) -> 
         else:
             whole, dim = shard.whole_shape(name, weight), shard.split_dim(name)
             normal_part(weight, whole, dim, shard, std=std, generator=generator)
+    for module in model.modules():
+        if isinstance(module, Mamba2):
+            module.reset_rates()

@@ -17,11 +17,13 @@ class LlamaKind(NamedTuple):
     Attributes:
         qkv_bias, o_bias: biases of the projections around attention; None follows ``config.attention_bias``.
         qk_norm: True if the heads of queries and keys are normed before they are rotated.
+        renamed: parts of parameters' names in the type's checkpoints, with the names that they have here.
     """
 
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     qk_norm: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 KINDS = {
@@ -29,6 +31,13 @@ KINDS = {
     "qwen2": LlamaKind(qkv_bias=True, o_bias=False),
     "qwen3": LlamaKind(qk_norm=True),
     "mistral": LlamaKind(qkv_bias=False, o_bias=False),
+    "bamba": LlamaKind(
+        renamed=(
+            (".feed_forward.", ".mlp."),
+            (".pre_ff_layernorm.", ".post_attention_layernorm."),
+            ("model.final_layernorm.", "model.norm."),
+        )
+    ),
 }
 
 
@@ -53,6 +62,11 @@ def attention_window(config: LlamaConfig, layer: int) -> int | None:
     if kinds is not None:
         return window if kinds[layer] == "sliding_attention" else None
     return window if layer >= (getattr(config, "max_window_layers", None) or 0) else None
+
+
+def is_recurrent(config: LlamaConfig, layer: int) -> bool:
+    """True if a layer has a recurrence (Mamba2) in place of attention."""
+    return config.model_type == "bamba" and layer not in (getattr(config, "attn_layer_indices", None) or ())
 
 
 def load_config(folder: Path | str) -> LlamaConfig:

@@ -20,14 +20,14 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("inv_freq", torch.empty(head_dim(config) // 2), persistent=False)
+        self.register_buffer("inv_freq", torch.empty(rotary_dim(config) // 2), persistent=False)
 
     def reset(self) -> None:
         """Fill the frequencies, in radians per token."""
         self.inv_freq.copy_(inverse_frequencies(self.config))
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Compute cosines and sines, (T, 1, head_dim), of positions (T,), or (3, T): time, height, width (M-RoPE)."""
+        """Compute cosines and sines, (T, 1, rotary_dim), of positions (T,), or (3, T): time, height, width (M-RoPE)."""
         angles = positions.float()[..., None, None] * self.inv_freq
         if positions.dim() == 2:
             parts = angles.split(mrope_section(self.config), dim=-1)
@@ -41,8 +41,19 @@ def head_dim(config: LlamaConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def rotary_dim(config: LlamaConfig) -> int:
+    """Return the elements per head that are rotated."""
+    return int(head_dim(config) * _rope_parameters(config).get("partial_rotary_factor", 1.0))
+
+
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions, (T, 1, head_dim) from `RotaryEmbedding`, to heads (T, num_heads, head_dim)."""
+    """Apply rotary positions, (T, 1, rotary_dim) from `RotaryEmbedding`, to heads (T, num_heads, head_dim).
+
+    The first `rotary_dim` elements are rotated, the others stay.
+    """
+    size = cos.shape[-1]
+    if size < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :size], cos, sin), heads[..., size:]), dim=-1)
     # The halves are swapped; the sign that belongs to this is in `sin`.
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((second, first), dim=-1) * sin
@@ -64,7 +75,7 @@ def mrope_section(config: LlamaConfig) -> list[int]:
 
 
 def inverse_frequencies(config: LlamaConfig) -> Tensor:
-    """Compute the frequencies, (head_dim / 2,) float32, in radians per token.
+    """Compute the frequencies, (rotary_dim / 2,) float32, in radians per token.
 
     Raises:
         ValueError: the config's kind of rotary scaling is not supported.
@@ -72,7 +83,7 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
     Source: the llama3 rule is that of the Llama 3.1 model card, as in transformers' ``rope_utils``.
     """
     rope = _rope_parameters(config)
-    size = head_dim(config)
+    size = rotary_dim(config)
     frequencies = rope["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
     if rope["rope_type"] == "default":
         return frequencies

@@ -1,4 +1,4 @@
-"""The serving Llama compiled piecewise: one trace split at attention, Inductor over every piece."""
+"""The serving Llama compiled piecewise: one trace split at attention and recurrences, Inductor over every piece."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from bench.models.attention import unsafe_tags
 from bench.models.llama import Attention, Llama
+from bench.models.mamba import Mamba2
 from bench.tools.pieces import Pieces
 from simplegraph.attention import AttentionBackend, BackendGroup
 
@@ -23,7 +24,8 @@ _numbers = itertools.count()
 class CompiledLayers(nn.Module):
     """A decoder's plain layers, compiled at the first call for any number of tokens.
 
-    Attention is one operator with the tag `cudagraph_unsafe`: the trace and piecewise captures are split at it.
+    Attention is one operator with the tag `cudagraph_unsafe`, as is a recurrence: the trace and piecewise captures are
+    split at them.
 
     Args:
         llama: weights; its own cache is not used.
@@ -73,6 +75,9 @@ class CompiledStep:
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         torch.ops.bench.serving_attention(q, k, v, out, layer.index, self._number)
 
+    def recur(self, layer: Mamba2, xbc: Tensor, dt: Tensor, out: Tensor) -> None:
+        torch.ops.bench.serving_recurrence(xbc, dt, out, layer.index, self._number)
+
 
 def _of_this_backend(guards: Sequence[Any]) -> list[bool]:
     """Keep only the guard on the backend's number: other engines must not run this one's compiled code."""
@@ -90,11 +95,21 @@ def _serving_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int,
     backend.run(layer, q, out, backend.live)
 
 
+def _serving_recurrence(xbc: Tensor, dt: Tensor, out: Tensor, layer: int, number: int) -> None:
+    """Advance the states of this step's requests, by the backend with this number."""
+    backend = _backends[number].of_layer(layer)
+    backend.run(layer, (xbc, dt), out, backend.live)
+
+
 _library = torch.library.Library("bench", "FRAGMENT")
 _library.define(
     "serving_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer, int number) -> ()",
     tags=unsafe_tags(),
 )
-for _key in ("CPU", "CUDA"):
-    _library.impl("serving_attention", _serving_attention, _key)
-_library._register_fake("serving_attention", lambda *args: None)
+_library.define(
+    "serving_recurrence(Tensor xbc, Tensor dt, Tensor(a!) out, int layer, int number) -> ()", tags=unsafe_tags()
+)
+for _name, _function in (("serving_attention", _serving_attention), ("serving_recurrence", _serving_recurrence)):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+    _library._register_fake(_name, lambda *args: None)

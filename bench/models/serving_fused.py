@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from bench.models.fused import FusedLayers
-from bench.models.llama import Attention, LlamaDecoder, Tap
+from bench.models.llama import Attention, DecoderLayer, LlamaDecoder, Tap
+from bench.models.serving_step import ServingStep
 from simplegraph.attention import AttentionBackend, BackendGroup, attend
 
 
@@ -36,14 +37,17 @@ class ServingLayers(FusedLayers):
     ) -> None:
         super().__init__(decoder, flashinfer)
         self._backend = backend
-        first = decoder.layers[0].self_attn
+        first = decoder.attentions[0]
         weight = decoder.embed_tokens.weight
         # One output for all layers: each is read before the next is written. Padding rows keep the zeros.
         shape = (max_num_tokens, first.num_heads, first.head_dim)
         self._out = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        positions = torch.arange(backend.of_layer(0).metadata.max_model_len, device=weight.device)
+        positions = torch.arange(backend.of_layer(first.index).metadata.max_model_len, device=weight.device)
         cos, sin = decoder.rotary_emb(positions, torch.float32)
-        half = first.head_dim // 2
+        # The kernel rotates whole heads; models that rotate a part of each run their plain attention.
+        self._whole_heads = cos.shape[-1] == first.head_dim
+        self._plain = bool(decoder.recurrences) or not self._whole_heads
+        half = cos.shape[-1] // 2
         # (max_model_len, head_dim) float32: the cosines of a position, then its sines.
         self._table = torch.cat((cos[:, 0, :half], sin[:, 0, half:]), dim=-1).contiguous()
         self._norm_eps = decoder.norm.eps
@@ -51,7 +55,14 @@ class ServingLayers(FusedLayers):
     def run(self, hidden: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
         """Compute final hidden states from embeddings, (T, hidden_size) both."""
         self._positions = positions
+        if self._plain:
+            self._step = ServingStep(*self._decoder.rotary_emb(positions, hidden.dtype))
         return self.run_layers(hidden, tap)
+
+    def mix(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
+        if layer.mamba is not None:
+            return layer.mamba(hidden, self._step)
+        return super().mix(layer, hidden) if self._whole_heads else layer.self_attn(hidden, self._step)
 
     def attend(self, layer: Attention, hidden: Tensor) -> Tensor:
         tokens = hidden.shape[0]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from bench.models.llama import Attention
-from simplegraph.attention import attend
+from bench.models.mamba import Mamba2
+from simplegraph.attention import attend, recur
 
 
 class ServingStep(NamedTuple):
@@ -19,3 +20,6 @@ class ServingStep(NamedTuple):
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         attend(q, k, v, layer.index, out=out)
+
+    def recur(self, layer: Mamba2, xbc: Tensor, dt: Tensor, out: Tensor) -> None:
+        recur(layer.index, xbc, dt, out=out)

@@ -91,7 +91,7 @@ class Workload:
         """Build the model on its device, with a checkpoint's weights if there is one, else seeded random ones.
 
         Args:
-            windows: True to allow layers with sliding windows, for `bench.engine`.
+            windows: True to allow layers with sliding windows and recurrent layers, for `bench.engine`.
         """
         config, weights = self.config(), has_checkpoint(self.folder)
         cache = CacheShape(self.pages, PAGE_SIZE)

@@ -13,7 +13,7 @@ from torch.fx.passes.split_module import split_module
 
 from bench.tools.lean_capture import LeanCapture, alias
 
-SPLIT_AT = ("bench::paged_attention", "bench::serving_attention")
+SPLIT_AT = ("bench::paged_attention", "bench::serving_attention", "bench::serving_recurrence")
 
 
 class Pieces:

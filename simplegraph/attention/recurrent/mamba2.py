@@ -87,7 +87,11 @@ class Mamba2Backend(RecurrentBackend):
         if self._fused:
             from simplegraph.attention.kernels.mamba2 import convolve, scan_heads
 
-            mixed = convolve(xbc, self.weights[layer], conv, metadata, single=self._longest == 1)
+            single = self._longest == 1
+            if metadata.batch.capturing and not self.device.is_capturing():
+                # Loads the kernel that other graphs take, which no capture may do. This dummy step writes no state.
+                convolve(xbc, self.weights[layer], conv, metadata, single=not single)
+            mixed = convolve(xbc, self.weights[layer], conv, metadata, single=single)
             scan_heads(mixed, dt, self.weights[layer], self.shape, scan, metadata, out)
         else:
             scan_tokens(xbc, dt, self.weights[layer], self.shape, conv, scan, metadata, self._longest, out)

@@ -59,7 +59,7 @@ def check_all_free(served: Engine) -> None:
         assert not pages.table.any()
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"])
+@pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"])
 def test_greedy_tokens_are_those_of_transformers(both: tuple[Any, Llama], mode: str) -> None:
     """Prompts run in chunks, and every page outside the windows belongs to others or holds NaN."""
     reference, llama = both
