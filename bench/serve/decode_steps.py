@@ -143,7 +143,7 @@ class RepeatedStep:
     """One decode step of an engine, repeated: as a graph, and eagerly."""
 
     def __init__(self, engine: Engine, plan: DecodePlan, count: int) -> None:
-        self._runner = engine.runner
+        self._runner, self._count = engine.runner, count
         length = plan.context
         pages = -(-length // PAGE_SIZE)
         tables = []
@@ -163,8 +163,10 @@ class RepeatedStep:
 
     def graph(self) -> Tensor:
         self._runner.repeat()
-        tokens: Tensor = self._runner.manager.run(self.batch, self._runner.forward).tokens
-        return tokens
+        found = self._runner.manager.run(self.batch, self._runner.forward)
+        if isinstance(found, Tensor):  # hidden states of a piecewise graph
+            return self._runner.llama.head(found[: self._count]).argmax(dim=-1)
+        return found.tokens[: self._count]
 
     def eager(self) -> Tensor:
         self._runner.repeat()
@@ -172,7 +174,7 @@ class RepeatedStep:
         hidden = self._runner.forward(CudaGraphMode.NONE, BatchDescriptor(rows, rows, 1))
         if not isinstance(hidden, Tensor):
             raise TypeError("an eager step gave what a graph gives")
-        return self._runner.llama.head(hidden).argmax(dim=-1)
+        return self._runner.llama.head(hidden[: self._count]).argmax(dim=-1)
 
 
 @torch.inference_mode()

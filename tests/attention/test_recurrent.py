@@ -62,39 +62,47 @@ def weights(shape: Mamba2Shape, device: torch.device, dtype: torch.dtype = torch
     return found
 
 
-def exact_scan(xbc: Tensor, dt: Tensor, own: Mamba2Weights, shape: Mamba2Shape) -> Tensor:
-    """Compute one request's outputs from its first token on, (tokens, num_heads * head_dim), in float64."""
-    xbc, dt = xbc.double(), dt.double()
-    conv, bias, rates, skip, steps = (one.double() for one in own if one is not None)
-    padded = torch.cat((xbc.new_zeros(shape.conv_width - 1, shape.channels), xbc))
-    state = xbc.new_zeros(shape.num_heads, shape.head_dim, shape.state_size)
-    columns, share = shape.num_groups * shape.state_size, shape.num_heads // shape.num_groups
-    outputs = []
-    for token in range(len(xbc)):
-        mixed = (padded[token : token + shape.conv_width] * conv.t()).sum(0) + bias
-        x, b, c = torch.split(mixed / (1 + (-mixed).exp()), [shape.num_heads * shape.head_dim, columns, columns])
-        y = []
-        for head in range(shape.num_heads):
-            group = slice(head // share * shape.state_size, (head // share + 1) * shape.state_size)
-            own_x = x[head * shape.head_dim : (head + 1) * shape.head_dim]
-            step = (1 + (dt[token, head] + steps[head]).exp()).log().clamp(*shape.dt_limit)
-            state[head] = state[head] * (-step * rates[head].exp()).exp() + step * torch.outer(own_x, b[group])
-            y.append(state[head] @ c[group] + skip[head] * own_x)
-        outputs.append(torch.cat(y))
-    return torch.stack(outputs)
+class ExactLayer:
+    """One request's states of one layer in float64, advanced token by token; on the CPU."""
+
+    def __init__(self, own: Mamba2Weights, shape: Mamba2Shape) -> None:
+        self._weights = [None if one is None else one.double().cpu() for one in own]
+        self._shape = shape
+        self._inputs = torch.zeros(shape.conv_width, shape.channels, dtype=torch.float64)
+        self._state = torch.zeros(shape.num_heads, shape.head_dim, shape.state_size, dtype=torch.float64)
+
+    def advance(self, xbc: Tensor, dt: Tensor) -> Tensor:
+        """Compute the next tokens' outputs, (tokens, num_heads * head_dim)."""
+        return torch.stack([self._token(*rows) for rows in zip(xbc.double().cpu(), dt.double().cpu(), strict=True)])
+
+    def _token(self, inputs: Tensor, dt: Tensor) -> Tensor:
+        conv, bias, rates, skip, steps = self._weights
+        shape, columns = self._shape, self._shape.num_groups * self._shape.state_size
+        self._inputs = torch.cat((self._inputs[1:], inputs[None]))
+        mixed = (self._inputs * conv.t()).sum(0) + bias  # type: ignore[union-attr]
+        x, b, c = torch.split(mixed / (1 + (-mixed).exp()), [len(mixed) - 2 * columns, columns, columns])
+        group = torch.arange(shape.num_heads) // (shape.num_heads // shape.num_groups)
+        b, c = (part.view(shape.num_groups, shape.state_size)[group] for part in (b, c))
+        x = x.view(shape.num_heads, shape.head_dim)
+        step = (1 + (dt + steps).exp()).log().clamp(*shape.dt_limit)
+        decay = (-step * rates.exp()).exp()  # type: ignore[union-attr]
+        self._state = decay[:, None, None] * self._state + torch.einsum("h,hp,hn->hpn", step, x, b)
+        return (torch.einsum("hpn,hn->hp", self._state, c) + skip[:, None] * x).flatten()  # type: ignore[index]
 
 
 @dataclasses.dataclass
 class Running:
-    """One request: its state slot and the inputs of every token so far, by layer."""
+    """One request: its state slot, its tokens so far, and its exact states by layer."""
 
     slot: int
-    xbc: list[Tensor]
-    dt: list[Tensor]
+    length: int
+    exact: list[ExactLayer]
 
 
 class StateEngine:
     """Two recurrent layers on random inputs; requests come, go on, end, and their slots are used again."""
+
+    prompts: Sequence[int] = (1, 1, 2, 3, 7, 12)  # tokens of a request in a step of prompts
 
     def __init__(
         self,
@@ -141,11 +149,12 @@ class StateEngine:
             self.free.append(gone.slot)
         draw.shuffle(self.free)
         while self.free and len(self.running) < self.metadata.max_num_reqs and draw.random() < 0.7:
-            self.running.append(Running(self.free.pop(), [], []))
+            exact = [ExactLayer(self.backend.weights[layer], self.shape) for layer in LAYERS]
+            self.running.append(Running(self.free.pop(), 0, exact))
         draw.shuffle(self.running)
         left, chosen, counts = self.xbc.shape[1], [], []
         for one in self.running[: draw.randint(1, self.metadata.max_num_reqs)]:
-            count = 1 if decode else draw.choice([1, 1, 2, 3, 7, 12])
+            count = 1 if decode else draw.choice(self.prompts)
             if count <= left:
                 left -= count
                 chosen.append(one)
@@ -163,11 +172,9 @@ class StateEngine:
         self.dt.normal_(generator=generator)
         tokens, places = sum(counts), torch.tensor([0, *counts]).cumsum(0).tolist()
         self.xbc[:, tokens:] = torch.nan  # what padding computes reaches nobody
-        for one, start, end in zip(chosen, places, places[1:], strict=False):
-            one.xbc.append(self.xbc[:, start:end].clone())
-            one.dt.append(self.dt[:, start:end].clone())
-        lengths = [sum(part.shape[1] for part in one.xbc) for one in chosen]
-        slots = [one.slot for one in chosen]
+        for one, count in zip(chosen, counts, strict=True):
+            one.length += count
+        lengths, slots = [one.length for one in chosen], [one.slot for one in chosen]
         for tensor in self.cache.tensors:
             tensor[:, self.free] = torch.nan
         before = [tensor.clone() for tensor in self.cache.tensors]
@@ -181,10 +188,9 @@ class StateEngine:
             assert not tensor[:, 0].any()
         worst = 0.0
         for one, start, end in zip(chosen, places, places[1:], strict=False):
-            for number, layer in enumerate(LAYERS):
-                xbc, dt = (torch.cat(parts, dim=1)[number] for parts in (one.xbc, one.dt))
-                exact = exact_scan(xbc, dt, self.backend.weights[layer], self.shape)[start - end :]
-                difference = outputs[number][start:end].double() - exact
+            for layer, output, xbc, dt in zip(one.exact, outputs, self.xbc, self.dt, strict=True):
+                exact = layer.advance(xbc[start:end], dt[start:end])
+                difference = output[start:end].double().cpu() - exact
                 worst = max(worst, float(difference.norm() / exact.norm()))
         return batch.mode, worst
 
