@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,14 @@ from tiny_engine import PAGE, alone, engine, prompts  # noqa: E402
 from bench.engine import Engine, EngineConfig, EngineError, SamplingParams  # noqa: E402
 from bench.engine.spec_config import SpecConfig  # noqa: E402
 from bench.engine.spec_runner import SpecRunner  # noqa: E402
+from bench.models.checkpoint import load_checkpoint  # noqa: E402
 from bench.models.llama import CacheShape, Llama, build_llama  # noqa: E402
 from simplegraph import CudaGraphMode  # noqa: E402
 
-MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
+# Before 5.18 transformers normed all groups as one, which is right for one only.
+GATED_NORM = transformers.models.bamba.modeling_bamba.BambaRMSNormGated
+GROUPS = 2 if "group_size" in inspect.signature(GATED_NORM).parameters else 1
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_n_groups": GROUPS, "mamba_d_state": 8, "mamba_chunk_size": 8}
 SHAPE: dict[str, Any] = tiny_engine.SHAPE | MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]}
 CONFIG = transformers.BambaConfig(**SHAPE)
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
@@ -180,6 +186,14 @@ def test_a_step_that_knows_no_states_is_refused(both: tuple[Any, Llama]) -> None
         both[1](ids, ids, ids, lengths, table)
     with pytest.raises(ValueError, match="or recurrent layers"):
         build_llama(CONFIG, CacheShape(1, PAGE), 1)
+
+
+def test_a_checkpoint_has_the_names_of_transformers(both: tuple[Any, Llama], tmp_path: Path) -> None:
+    both[0].save_pretrained(tmp_path)
+    loaded = build_llama(CONFIG, CacheShape(1, PAGE), 1, dtype=torch.float32, windows=True, seed=5)
+    load_checkpoint(loaded, tmp_path)
+    for mine, theirs in zip(loaded.parameters(), both[1].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_slots_that_are_none_are_refused() -> None:
