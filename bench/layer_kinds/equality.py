@@ -13,6 +13,7 @@ from bench.layer_kinds.shapes import Kind
 from bench.tools.measure import Figures, say
 
 MODES = ("PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+OTHER_KERNELS = ("triton", "compiled piecewise")  # which may round another way
 
 
 def compare(kind: Kind, device: torch.device, *, requests: int, tokens: int) -> Figures:
@@ -44,8 +45,9 @@ def compare(kind: Kind, device: torch.device, *, requests: int, tokens: int) -> 
     arms = {mode: dataclasses.replace(graphs, mode=mode) for mode in MODES}
     arms["few pages and slots"] = dataclasses.replace(graphs, **few)
     if device.type == "cuda":
-        arms["triton"] = dataclasses.replace(graphs, attention="triton")
-        arms["compiled piecewise"] = dataclasses.replace(graphs, mode="PIECEWISE", compiled=True)
+        triton, compiled = OTHER_KERNELS
+        arms[triton] = dataclasses.replace(graphs, attention="triton")
+        arms[compiled] = dataclasses.replace(graphs, mode="PIECEWISE", compiled=True)
     expected = _generate(llama, plain, prompts, tokens)
     figures: Figures = {"requests": requests, "tokens": tokens, "equal": {}}
     for name, config in arms.items():

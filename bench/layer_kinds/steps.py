@@ -38,6 +38,8 @@ def measure(kind: Kind, device: torch.device, batches: tuple[int, ...], *, small
         engine.runner.manager.reset()
     del engines
     gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()  # the pools of graphs that are gone
     return figures
 
 

@@ -113,8 +113,9 @@ def test_a_model_of_two_groups_generates_the_same_tokens_in_every_mode() -> None
     llama = hybrid(torch.float32)
     expected = generate(llama, mode="NONE", overlap=False, attention="sdpa")
     assert all(len(tokens) == 128 for tokens in expected)
-    for mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"):
-        assert generate(llama, mode=mode, attention="sdpa") == expected, mode
+    sizes = {"capture_sizes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)}
+    for mode in ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"):
+        assert generate(llama, mode=mode, attention="sdpa", **sizes) == expected, mode
     assert generate(llama, attention="triton") == expected
     assert generate(llama, attention="sdpa", num_pages=300) == expected  # requests give way
     assert generate(llama, mode="PIECEWISE", compiled=True, attention="sdpa") == expected
