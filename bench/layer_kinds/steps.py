@@ -25,10 +25,10 @@ def measure(kind: Kind, device: torch.device, batches: tuple[int, ...], *, small
     plan = DecodePlan("", batches, (), context=kind.context if on_gpu else 60)
     engines = {"graph": _engine(llama, plan)}
     fused = engines["graph"].runner.model.fused
-    if on_gpu:
+    if fused:
+        engines["graph, plain layers"] = _engine(llama, plan, fused=False)
+    if on_gpu:  # last: what is compiled must outlive the reset of Dynamo before it
         engines["compiled piecewise"] = _engine(llama, plan, mode="PIECEWISE", compiled=True)
-        if fused:
-            engines["graph, plain layers"] = _engine(llama, plan, fused=False)
     figures: Figures = {"context": plan.context, "fused": fused, "layers": llama.config.num_hidden_layers}
     figures |= {"attention": engines["graph"].runner.backends[0].name, "decode": []}
     for count in batches:

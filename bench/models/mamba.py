@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Mamba2(nn.Module):
-    """One layer's recurrence; its states are the step's. Weights carry the names of Hugging Face checkpoints."""
+    """One layer's recurrence; its states are the step's. Weights carry the names of Hugging Face checkpoints.
+
+    Ranks that share a model have all of it each, and compute the same.
+    """
 
     def __init__(self, config: BambaConfig, index: int) -> None:
         super().__init__()
