@@ -66,7 +66,9 @@ class _Values:
 
 def _bits(tensor: Tensor) -> Tensor:
     """View a tensor's elements as bytes; they are copied where they do not lie in a row."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    # One element lies in a row whatever its stride is, but torch views only a stride of 1 as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _Arguments:

@@ -219,3 +219,12 @@ def test_a_static_output_that_is_passed_and_written_is_eagers(device: torch.devi
         close(y, expected)
         close(model(y), torch.tanh(expected) + 1)
     assert reasons(model)["aliased_inputs"] >= 2
+
+
+def test_one_row_may_be_an_expanded_number(device):
+    """Its stride is 0, which views as bytes refuse."""
+    model = graphed(device, lambda m, x, number: x + number[:, None], batch_dims={"args": 0})
+    for size in (1, 2) * 4:
+        x, number = rows(size, device), torch.tensor(3, device=device)
+        close(model(x, number.expand(size)), x + 3)
+    assert model.graph_stats.replays > 0
