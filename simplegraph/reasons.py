@@ -121,6 +121,7 @@ class Reason(str, enum.Enum):
     )
     SPREAD_MODEL = "spread_model", "the model is offloaded, or spread over devices; graphs need it on one"
     LENGTH_PADDING = "length_padding", "padded to a captured length, the model answers otherwise"
+    ONE_TOKEN = "one_token", "graphs of one token served a generation, though tokens_per_launch asks for more"
     BUSY = "busy", "another thread decodes with these graphs at the moment"
 
     def __new__(cls, value: str, text: str) -> Reason:

@@ -43,6 +43,7 @@ class GraphReport:
             "unit": stats.unit,
             **{name: getattr(stats, name) for name in _TOTALS},
             "eager": {reason.value: count for reason, count in stats.eager.most_common()},
+            "slower": {reason.value: count for reason, count in stats.slower.most_common()},
             "details": {reason.value: detail for reason, detail in stats.details.items()},
             "batch_sizes": [list(pair) for pair in stats.batch_sizes.items()],
             "failures": dict(stats.failures),
@@ -70,7 +71,9 @@ class GraphReport:
         lines += [_shares(graph) for graph in graphs if graph.breaks]
         eager = stats.eager.most_common()
         lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
-        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if eager else []
+        slower = stats.slower.most_common()
+        lines += [f"  slower {count:>5} x {reason.value}: {stats.explained(reason)}" for reason, count in slower]
+        lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if eager or slower else []
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
         sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SIZES)

@@ -77,7 +77,8 @@ class GraphStats:
     Attributes:
         graphs: one `GraphCounters` for every graph captured and not dropped, by key.
         unit: what batches are counted in, "rows" or "tokens"; "calls" if each call counts as one.
-        eager: eager calls by `Reason`; details: what the latest call of each reason was about, where that is known.
+        eager: eager calls by `Reason`; slower: those that graphs served, but in a slower way than they were asked to;
+            details: what the latest call of each reason was about, where that is known.
         texts: for a library in front of the wrapper, texts of reasons that advise none of the wrapper's settings.
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because what they read had moved.
@@ -88,6 +89,7 @@ class GraphStats:
     unit: str = "tokens"
     graphs: dict[Hashable, GraphCounters] = dataclasses.field(default_factory=dict)
     eager: collections.Counter[Reason] = dataclasses.field(default_factory=collections.Counter)
+    slower: collections.Counter[Reason] = dataclasses.field(default_factory=collections.Counter)
     details: dict[Reason, str] = dataclasses.field(default_factory=dict)
     texts: dict[Reason, str] = dataclasses.field(default_factory=dict)
     captures: int = 0
@@ -141,14 +143,22 @@ class GraphStats:
         self.eager[reason] += 1
         if size is not None and (size in self._eager_sizes or len(self._eager_sizes) < _MOST_SIZES):
             self._eager_sizes[size] += 1
+        learning = reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail  # this very call makes it known
+        self._explain("runs eagerly", reason, detail, warn=not learning and reason not in _EXPECTED)
+
+    def ran_slower(self, reason: Reason, detail: str) -> None:
+        """Count a call that graphs served in a slower way than asked for; the first of each reason is logged."""
+        self.slower[reason] += 1
+        self._explain("runs slower", reason, detail, warn=True)
+
+    def _explain(self, what: str, reason: Reason, detail: str, *, warn: bool) -> None:
         if detail:
             self.details[reason] = detail
-        learning = reason is Reason.OUTPUT_SHAPE_UNKNOWN and not detail  # this very call makes it known
-        level = logging.DEBUG if learning or reason in _EXPECTED else logging.WARNING
+        level = logging.WARNING if warn else logging.DEBUG
         if (reason, level) not in self._logged:
             self._logged.add((reason, level))
             text = self.explained(reason)
-            logger.log(level, "simplegraph: %s runs eagerly: %s.\n  See %s", self.name, text, reason.link)
+            logger.log(level, "simplegraph: %s %s: %s.\n  See %s", self.name, what, text, reason.link)
 
     def explained(self, reason: Reason) -> str:
         """Return a reason's text, and what the latest call of it was about."""

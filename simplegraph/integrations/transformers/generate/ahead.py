@@ -80,10 +80,10 @@ def may_run_late(config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool)
     # An extra step can be observed by random numbers and by callbacks of the user.
     if getattr(config, "do_sample", True) or not all(map(_has_no_callback, kwargs.get("logits_processor") or ())):
         return False
-    return bool(criteria) and all(map(_may_be_late, criteria))
+    return bool(criteria) and all(map(may_be_late, criteria))
 
 
-def _may_be_late(criterion: Any) -> bool:
+def may_be_late(criterion: Any) -> bool:
     """True if it checks end tokens, or a length up to which the model has positions: an extra step needs one more."""
     if type(criterion) is not MaxLengthCriteria:
         return type(criterion) is EosTokenCriteria

@@ -15,7 +15,8 @@ from simplegraph.config import CudaGraphConfig
 from simplegraph.graph.failures import user_location
 from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
-from simplegraph.integrations.transformers.generate.token_step import SHORTEN_MASK, masks_source
+from simplegraph.integrations.transformers.generate.launch import Launch
+from simplegraph.integrations.transformers.generate.token_step import POSITIONS, SHORTEN_MASK, masks_source
 from simplegraph.integrations.transformers.kernels.usable import triton_runs
 from simplegraph.manager.differences import difference
 from simplegraph.reasons import CannotBind, Reason
@@ -23,6 +24,7 @@ from simplegraph.reasons import CannotBind, Reason
 _SMALLEST_SPAN = 256  # positions; attending to fewer takes about the same time
 _SMALLEST_SOURCE = 64
 _ALIGNMENT = 16  # positions; attention copies a mask of any other length in every layer
+MOST_LAUNCHES = 8  # ways to choose tokens, such as temperatures, that get graphs
 _ON_THE_WAY = (Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN)
 
 
@@ -36,6 +38,29 @@ class StepInputs(NamedTuple):
 
     tokens: dict[str, Any]
     carried: dict[str, Tensor]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all arguments."""
+        return *self.tokens, *self.carried
+
+    def later(self, steps: int, ids_name: str, ids: Tensor) -> StepInputs:
+        """Return the arguments of the step that comes so many steps later and has the tokens `ids`."""
+        positions = {name: value + steps for name in POSITIONS if (value := self.tokens.get(name)) is not None}
+        return self._replace(tokens=self.tokens | positions | {ids_name: ids})
+
+    def unlike_next(self, earlier: StepInputs, ids_name: str) -> str:
+        """Name an argument that is not what `later` makes of the step before; "" if there is none. Waits for the GPU.
+
+        Args:
+            earlier: arguments of the step before.
+            ids_name: name of the argument that holds the tokens.
+        """
+        if self.names != earlier.names:
+            return "which arguments there are"
+        expected = earlier.later(1, ids_name, self.tokens[ids_name])
+        pairs = {**self.tokens, **self.carried}, {**expected.tokens, **expected.carried}
+        return next((name for name in self.names if not _same(*(known[name] for known in pairs))), "")
 
 
 class FixedCacheDecoder:
@@ -51,6 +76,7 @@ class FixedCacheDecoder:
         stats: the step's counters.
         ids_name: name of the argument that holds a step's tokens; cache_name: name of the one that holds the cache.
         trusted: True once a step on the store has given the same logits as one on the model's own cache.
+        advances: names of a step's arguments -> the name of one that changes in an unknown way between steps, or "".
         stays_eager: True if the last step ran eagerly and the next one would as well; the report has the reason.
     """
 
@@ -58,12 +84,14 @@ class FixedCacheDecoder:
         self, step: Any, capture_sizes: Sequence[int], *, max_batch_size: int, max_length: int, max_source_length: int
     ) -> None:
         self._step, self.stats, self.model = step, step.graph_stats, step.model
-        self.ids_name = "decoder_input_ids" if step.model.config.is_encoder_decoder else "input_ids"
-        self.cache_name = step.cache_name
+        self.ids_name, self.cache_name = step.ids_name, step.cache_name
         self.trusted = self.stays_eager = False
+        self.advances: dict[tuple[str, ...], str] = {}
+        self._launches: set[Launch] = set()
         self._progress = 0
         # The store needs rows for the largest padded batch, and sizes may also come from the environment.
         sizes = mixed_sizes(CudaGraphConfig(capture_sizes=capture_sizes).from_env())
+        self._sizes = frozenset(sizes)
         self._rows, self._length, self._source_length = max(max_batch_size, *sizes), max_length, max_source_length
         self._spans = doubling(_SMALLEST_SPAN, -(-max_length // _ALIGNMENT) * _ALIGNMENT)
         self._sources = doubling(_SMALLEST_SOURCE, max_source_length) if masks_source(step.model) else []
@@ -113,7 +141,7 @@ class FixedCacheDecoder:
             return getattr(shortening[0], SHORTEN_MASK)(length, mask)
         return mask
 
-    def step(self, length: int, source: int, inputs: StepInputs, order: Tensor | None) -> Tensor:
+    def step(self, length: int, source: int, inputs: StepInputs, order: Tensor | None, **launch: Any) -> Any:
         """Compute the logits, (rows, 1, vocabulary), of the token at position `length`; valid until the next step.
 
         Args:
@@ -121,6 +149,10 @@ class FixedCacheDecoder:
             source: positions of the encoder's outputs.
             inputs: the model's own arguments.
             order: (rows,), the row whose tokens each row goes on from; None if each goes on from its own.
+            **launch: `launch` and `rows` of `TokenStep`, to take the steps of a launch that `fits`.
+
+        Returns:
+            The logits; `Launched` of a launch.
 
         Raises:
             CannotBind: the cache is full.
@@ -131,12 +163,41 @@ class FixedCacheDecoder:
         span = self._span(length, grows=grows)
         if grows:
             store.position.fill_(length)
-        logits: Tensor = step(span, source, order, inputs.carried, **inputs.tokens)
+        result = step(span, source, order, inputs.carried, **launch, **inputs.tokens)
         if store.ran:
             store.ran = False
             before, self._progress = self._progress, self._count_progress()
             self.stays_eager = self._progress == before
-        return logits
+        return result
+
+    def fits(self, length: int, steps: int) -> bool:
+        """True if as many steps from position `length` on attend to as many positions as each of them alone would."""
+        if self._step.store.first is None:
+            return True
+        return length + steps <= self._length and self._span(length, grows=True) >= length + steps
+
+    def check_launch(self, launch: Launch, rows: int, length: int) -> None:
+        """Refuse a launch of several steps in a generation.
+
+        Args:
+            launch: how tokens are chosen.
+            rows: of the batch.
+            length: most tokens of its sequences, the last one included, which no step is passed.
+
+        Raises:
+            CannotBind: the reason.
+        """
+        store: CacheStore | None = self._step.store
+        if length - 1 > self._length and (store is None or store.first is not None):
+            raise CannotBind(Reason.ONE_TOKEN, f"the sequence may get {length} tokens; raise max_length")
+        if launch.samples and rows not in self._sizes:
+            raise CannotBind(Reason.ONE_TOKEN, f"padding draws other tokens: add {rows} rows to capture_sizes")
+        unlike = next(filter(None, self.advances.values()), None)
+        if unlike is not None:
+            raise CannotBind(Reason.ONE_TOKEN, f"{unlike} changes from step to step in a way of its own")
+        if launch not in self._launches and len(self._launches) == MOST_LAUNCHES:
+            raise CannotBind(Reason.ONE_TOKEN, f"{MOST_LAUNCHES} ways to choose tokens have graphs already")
+        self._launches.add(launch)
 
     def compare(
         self, length: int, source: int, inputs: StepInputs, order: Tensor | None, expected: Tensor
@@ -164,6 +225,7 @@ class FixedCacheDecoder:
         self._step.reset_graphs()
         self._step.store = None
         self.trusted = False
+        self._launches.clear()
 
     def _span(self, length: int, *, grows: bool) -> int:
         """Return the number of positions that a step attends to whose token is at position `length`.
@@ -201,6 +263,12 @@ class FixedCacheDecoder:
 def doubling(smallest: int, largest: int) -> list[int]:
     """List `smallest` and its doubles below `largest`, then `largest` itself."""
     return [*(smallest << power for power in range(64) if smallest << power < largest), largest]
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
 
 
 def _mask(kwargs: Mapping[str, Any], name: str, rows: int, length: int, *, longer: bool) -> Tensor | None:

@@ -13,7 +13,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.generate.ahead import may_run_late, with_late_check
-from simplegraph.integrations.transformers.generate.decoder import FixedCacheDecoder, doubling
+from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
+from simplegraph.integrations.transformers.generate.launched import LaunchedGeneration, is_known_loop
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
 from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS, TokenStep
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, named
@@ -22,6 +23,7 @@ from simplegraph.integrations.transformers.refusals import check_generation, che
 from simplegraph.module.mixin import check_unwrapped, wrap
 from simplegraph.reasons import CannotBind, Reason
 
+_MOST_TOKENS = 64  # of a launch, since its steps attend to one number of positions
 _MAX_SIGNATURES = 64  # spans times encoder lengths times flags
 
 
@@ -32,10 +34,11 @@ class GraphedGeneration(GraphedModel):
         model: the model.
         step: a wrapped `TokenStep` of the model.
         decoder: decodes with that step.
+        tokens_per_launch: steps that one graph takes.
     """
 
-    def __init__(self, model: Any, step: Any, decoder: FixedCacheDecoder) -> None:
-        self._decoder = decoder
+    def __init__(self, model: Any, step: Any, decoder: FixedCacheDecoder, tokens_per_launch: int = 1) -> None:
+        self._decoder, self._tokens_per_launch = decoder, tokens_per_launch
         self._served: ServedGeneration | None = None
         self._busy = threading.Lock()
         self._choices: Hashable = None
@@ -62,8 +65,41 @@ class GraphedGeneration(GraphedModel):
         """Run greedy decoding or sampling, which need not wait for each token if that cannot be observed."""
         config, kept = kwargs.get("generation_config"), self._cache_is_kept(kwargs)
         with self._serving(config, kwargs, cache_is_kept=kept) as served:
+            launched = None if served is None else self._launched(served, sample, args, kwargs, cache_is_kept=kept)
+            if launched is not None:
+                result = launched.run(sample, args, kwargs)
+                if launched.refused is not None:
+                    self.stats.ran_slower(launched.refused.reason, launched.refused.detail)
+                return result
             late = served is not None and may_run_late(config, kwargs, cache_is_kept=kept)
             return (with_late_check(sample) if late else sample)(*args, **kwargs)
+
+    def _launched(
+        self,
+        served: ServedGeneration,
+        sample: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        cache_is_kept: bool,
+    ) -> LaunchedGeneration | None:
+        """Return what takes several steps at once; None if the report says why not, or there are too few tokens."""
+        steps, config = self._tokens_per_launch, kwargs["generation_config"]
+        if steps == 1:
+            return None
+        try:
+            if not is_known_loop(sample):
+                raise CannotBind(Reason.ONE_TOKEN, "another _sample than that of transformers 5.17")
+            if self.model._forward_hooks or self.model._forward_pre_hooks:
+                raise CannotBind(Reason.ONE_TOKEN, "hooks on the model run around every step")
+            launched = LaunchedGeneration(served, steps, config, kwargs, cache_is_kept=cache_is_kept)
+            ids = args[0] if args else kwargs["input_ids"]
+            self._decoder.check_launch(launched.launch, len(ids), launched.max_length)
+        except CannotBind as error:
+            self.stats.ran_slower(error.reason, error.detail)
+            return None
+        first = 2  # tokens that the loop makes itself: the prefill's, and that of the step which loads the cache
+        return launched if launched.max_length - ids.shape[1] >= first + steps else None
 
     def _beam_search(self, search: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a beam search, which has the cache reordered after every step."""
@@ -140,6 +176,7 @@ def graph_generation(
     capture_sizes: Sequence[int] | None = None,
     pool: GraphPool | None = None,
     fused_kernels: bool = True,
+    tokens_per_launch: int = 1,
 ) -> GraphedGeneration:
     """Make `model.generate(...)` decode through CUDA graphs from now on, without a compiler; results are the same.
 
@@ -167,6 +204,9 @@ def graph_generation(
         fused_kernels: True replaces parts of the model's code, if it is recognized, by fused kernels in captured steps.
             Rotary embeddings and writes to the cache are exact to the bit; RMS norms round once, where the model's code
             in half precision rounds twice. False runs the model's own code.
+        tokens_per_launch: tokens of greedy decoding or sampling that one graph makes, up to 64, so that a slow or busy
+            host is waited for less often. Results are the same, and a streamer gets as many tokens at once. Where
+            something must happen after each token (see `Reason.ONE_TOKEN`), graphs of one token serve the generation.
 
     Returns:
         A handle with `report`, `stats` and `remove`; as a context manager it calls `remove` at the end.
@@ -174,21 +214,22 @@ def graph_generation(
     Raises:
         ConfigError: `model` is no such model, or a size is invalid.
     """
-    _check_generator(model, max_batch_size=max_batch_size, max_length=max_length)
+    _check_generator(model, max_batch_size=max_batch_size, max_length=max_length, tokens_per_launch=tokens_per_launch)
     sizes = list(capture_sizes) if capture_sizes is not None else doubling(1, max_batch_size)
     step: Any = wrap(
         named(TokenStep, type(model).__name__)(model, fused_kernels=fused_kernels),
         pool=pool,
         capture_sizes=sizes,
         batch_dims=ROW_INPUTS,
-        max_signatures=_MAX_SIGNATURES,
+        max_signatures=_MAX_SIGNATURES * (1 + MOST_LAUNCHES * (tokens_per_launch > 1)),
         # `generate` copies the logits before its next step, but other wrappers that share the pool replay at any time.
         outputs="static" if pool is None else "clone",
         progress=False,
     )
     source = max_source_length or getattr(model.config, "max_source_positions", None) or max_length
     lengths = {"max_length": max_length, "max_source_length": source}
-    return GraphedGeneration(model, step, FixedCacheDecoder(step, sizes, max_batch_size=max_batch_size, **lengths))
+    decoder = FixedCacheDecoder(step, sizes, max_batch_size=max_batch_size, **lengths)
+    return GraphedGeneration(model, step, decoder, tokens_per_launch)
 
 
 def _check_generator(model: Any, **sizes: int) -> None:
@@ -200,6 +241,8 @@ def _check_generator(model: Any, **sizes: int) -> None:
     check_unwrapped(model, "graph_generation")
     if not hasattr(GenerationMixin, "_sample"):
         raise ConfigError("this release of transformers has no GenerationMixin._sample; transformers 5 is supported.")
+    if sizes["tokens_per_launch"] > _MOST_TOKENS:
+        raise ConfigError(f"tokens_per_launch is {sizes['tokens_per_launch']}; expected at most {_MOST_TOKENS}.")
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"{name} is {size!r}; expected a whole number of at least 1.")

@@ -44,6 +44,9 @@ class ServedGeneration:
         self._length = 0  # tokens in the store; 0 while the generation's own cache is used
         self._rows = self._source = 0
         self._shown: Any = None
+        self._inputs: StepInputs | None = None  # of the last step that the model's own loop took
+        self._earlier: StepInputs | None = None  # of the one before
+        self._base = 0  # tokens in the store at that step
         self._output: Any = None  # makes outputs of a step from its logits; set by the prefill
         self._given: dict[str, torch.Size] = {}  # shapes of the prefill's arguments
         self._over = False
@@ -110,7 +113,8 @@ class ServedGeneration:
         decoder, rows = self._decoder, kwargs[self._decoder.ids_name].shape[0]
         source = {"encoder_hidden_states"} if type(self._cache) is EncoderDecoderCache else set()
         inputs = _inputs({name: kwargs[name] for name in kwargs.keys() - _REPLACED - source}, rows, self._given)
-        if not self._length:
+        first = not self._length
+        if first:
             length = cached_length(self._own)
             self._store, self._source = decoder.load(self._cache, rows, length, kwargs)
             self._rows = rows
@@ -119,17 +123,64 @@ class ServedGeneration:
                     rows, dtype=torch.int32, device=self._store.position.device
                 )
             self._move_to(length)
-            if not decoder.trusted:
-                return self._compared_step(forward, kwargs, inputs)
-        elif self._store.shown(self._own) is not self._shown:
+        self._earlier, self._inputs, self._base = self._inputs, inputs, self._length
+        if first and not decoder.trusted:
+            return self._compared_step(forward, kwargs, inputs)
+        return self._output(logits=self._run(inputs))
+
+    def _run(self, inputs: StepInputs, steps: int = 1, **launch: Any) -> Any:
+        """Run a step, or a launch of several, and return its result."""
+        if self._store.shown(self._own) is not self._shown:
             raise StaleGraphError(
                 "the generation's cache was changed between two steps, but decode graphs read their own copy. "
                 "Do not change it until generate returns, or call remove() on the graphs of this model."
             )
         length = self._length
-        logits = decoder.step(length, self._source, inputs, self._order)
-        self._move_to(length + 1)
-        return self._output(logits=logits)
+        result = self._decoder.step(length, self._source, inputs, self._order, **launch)
+        self._move_to(length + steps)
+        return result
+
+    # Steps that the model's own loop does not take.
+
+    @property
+    def stays_eager(self) -> bool:
+        """True if the last step, or launch, ran eagerly and the next one would as well."""
+        return self._over
+
+    @property
+    def has_states(self) -> bool:
+        """True if the cache has states, which steps overwrite."""
+        return self._store is not None and any(states is not None for states in self._store.layout.states)
+
+    def may_go_on(self) -> bool:
+        """True if the next steps can be taken without the model's loop; it is asked after each of its steps.
+
+        Raises:
+            CannotBind: they never can, since the model's arguments change in another way than is known.
+        """
+        last, known = self._inputs, self._decoder.advances
+        if not self._length or self._over or last is None:
+            return False
+        if last.names not in known and self._earlier is not None:
+            known[last.names] = last.unlike_next(self._earlier, self._decoder.ids_name)
+        unlike = known.get(last.names, "")
+        if unlike:
+            raise CannotBind(Reason.ONE_TOKEN, f"{unlike} changes from step to step in a way of its own")
+        return last.names in known
+
+    def fits(self, steps: int) -> bool:
+        """True if so many steps may be one launch."""
+        return self._decoder.fits(self._length, steps)
+
+    def go_on(self, ids: Tensor, steps: int = 1, **launch: Any) -> Any:
+        """Take the next steps from the tokens `ids` (rows, 1); returns the result of `FixedCacheDecoder.step`."""
+        inputs: Any = self._inputs
+        later = inputs.later(self._length - self._base, self._decoder.ids_name, ids)
+        return self._run(later, steps, **launch)
+
+    def take_back(self, steps: int) -> None:
+        """Leave out the last steps of a generation that ends before them."""
+        self._move_to(self._length - steps)
 
     def _compared_step(self, forward: Callable[..., Any], kwargs: dict[str, Any], inputs: StepInputs) -> Any:
         """Run a step on both caches, to check that the model gives the same logits on one of fixed length."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from simplegraph.config import BatchDim
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.known_length import KnownLength
+from simplegraph.integrations.transformers.generate.launch import Launch, Launched, RowState
 from simplegraph.integrations.transformers.generate.unmasked import masked_forwards, unmasked_parts
 from simplegraph.integrations.transformers.graphed_model import ModelStep
 from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads
@@ -22,18 +23,20 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # Arguments of a step that have one entry for every row; the batch is their first dimension.
 ROW_INPUTS: Mapping[str, BatchDim] = dict.fromkeys(
     (
-        *("order", "carried", "input_ids", "decoder_input_ids", "position_ids", "decoder_position_ids"),
+        *("order", "carried", "rows", "input_ids", "decoder_input_ids", "position_ids", "decoder_position_ids"),
         *TOKEN_TYPES,
     ),
     0,
 )
+POSITIONS = ("position_ids", "decoder_position_ids")  # which grow by one from step to step
 SHORTEN_MASK = "_get_feature_vector_attention_mask"
 
 
 class TokenStep(ModelStep):
     """Runs the model's forward for one token per row, on the caches and masks of a `CacheStore`.
 
-    It reads and writes keys and values at `store.position`, and does not advance it. States are overwritten.
+    It reads and writes keys and values at `store.position`, which only launches of several steps advance. States are
+    overwritten.
 
     Args:
         model: the model.
@@ -41,6 +44,7 @@ class TokenStep(ModelStep):
 
     Attributes:
         store: the store to decode from; None until a generation brings its cache.
+        ids_name: name of the model's argument that holds a step's tokens.
         cache_name: name of the model's argument and output that holds its cache.
         shortening: parts of the model that make the mask of an encoder's outputs from the longer one of its inputs.
     """
@@ -51,6 +55,7 @@ class TokenStep(ModelStep):
         super().__init__(model)
         self.store: CacheStore | None = None
         self.fused_kernels = fused_kernels
+        self.ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
         self._masks = _masks_taken(model)
         self.cache_name = _cache_name(model)
         self._unmasked = unmasked_parts(model)
@@ -58,24 +63,49 @@ class TokenStep(ModelStep):
         self.shortening = [part for part in model.modules() if hasattr(part, SHORTEN_MASK)]
 
     def forward(
-        self, span: int, source: int, order: Tensor | None, carried: Mapping[str, Tensor], **inputs: Any
-    ) -> Tensor:
-        """Compute the logits, (rows, 1, vocabulary), of one token per row.
+        self,
+        span: int,
+        source: int,
+        order: Tensor | None,
+        carried: Mapping[str, Tensor],
+        launch: Launch | None = None,
+        rows: RowState | None = None,
+        **inputs: Any,
+    ) -> Tensor | Launched:
+        """Compute the logits, (rows, 1, vocabulary), of one token per row; a launch goes on with the tokens it chooses.
 
         Args:
             span: positions of the cache to attend to.
             source: positions of the encoder's outputs; 0 without an encoder.
             order: (rows,), the row whose tokens and states each row goes on from; None if each goes on from its own.
             carried: the model's own arguments that keep their shape, (rows, ...), from step to step.
+            launch: how to take several steps; None to take one.
+            rows: what a launch knows of each row.
             **inputs: the others, except masks, cache and encoder outputs; (rows, 1), or (rows, kinds, 1) for positions
                 of several kinds, which the model takes as (kinds, rows, 1).
         """
         store: Any = self.store
         store.ran = True
-        rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
-        view = store.view(rows, span, source)
+        if launch is None or rows is None:
+            return self._logits(span, source, order, carried, inputs)
+
+        def step(ids: Tensor) -> Tensor:
+            logits = self._logits(span, source, order, carried, inputs | {self.ids_name: ids})
+            store.position.add_(1)
+            inputs.update({name: inputs[name] + 1 for name in POSITIONS if isinstance(inputs.get(name), Tensor)})
+            return logits
+
+        return launch.run(step, inputs[self.ids_name], rows)
+
+    def _logits(
+        self, span: int, source: int, order: Tensor | None, carried: Mapping[str, Tensor], inputs: Mapping[str, Any]
+    ) -> Tensor:
+        """Compute the logits of one token per row at `store.position`; see `forward`."""
+        store: Any = self.store
+        count = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
+        view = store.view(count, span, source)
         if order is not None:
-            store.reorder(rows, span, order)
+            store.reorder(count, span, order)
         if view.mask is not None:
             view.mask.index_fill_(1, store.position, 1)
         inputs = {name: _kinds_first(value) for name, value in inputs.items()}

@@ -1,0 +1,215 @@
+"""Generates tokens by launches of several steps, from the first steps of `generate`'s own loop to the end.
+
+The loop asks after each token if it is to stop, and at its end if steps are to be undone. It is told to stop as soon as
+the rest can be generated here, and is handed the rest instead of having steps undone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, LogitsProcessorList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from simplegraph.graph.generators import default_generator
+from simplegraph.integrations.transformers.generate.ahead import may_be_late
+from simplegraph.integrations.transformers.generate.launch import Launch, RowState, processors_between
+from simplegraph.integrations.transformers.generate.served import ServedGeneration
+from simplegraph.integrations.transformers.kernels.texts import with_names
+from simplegraph.reasons import CannotBind, Reason
+
+_CHECK, _LATE_CHECK, _UNDO = "StopCheck", "DeferredStopCheck", "_undo_generation_steps"
+
+
+def is_known_loop(sample: functools.partial[Any]) -> bool:
+    """True if a bound `_sample` is transformers' own, and asks by names that can be replaced."""
+    return sample.func is GenerationMixin._sample and {_CHECK, _UNDO} <= set(sample.func.__code__.co_names)
+
+
+class LaunchedGeneration:
+    """Replaces the check of `_sample`'s loop, and generates what is left once the loop has taken its first steps.
+
+    Args:
+        served: serves the generation's steps.
+        steps: of a launch.
+        config: the generation config.
+        kwargs: keyword arguments of `_sample`.
+        cache_is_kept: True if the user can see the cache after the generation.
+
+    Attributes:
+        max_length: length in tokens at which all rows are finished.
+        launch: takes several steps, with all processors.
+        refused: why the loop takes all steps, if that was found out in the loop.
+
+    Raises:
+        CannotBind: something depends on each token in a way that a graph cannot repeat.
+    """
+
+    def __init__(
+        self, served: ServedGeneration, steps: int, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool
+    ) -> None:
+        self._served, self._steps, self._cache_is_kept = served, steps, cache_is_kept
+        self.max_length, self._ends = _limits(kwargs.get("stopping_criteria") or ())
+        self._pad, self._streamer = getattr(config, "_pad_token_tensor", None), kwargs.get("streamer")
+        self._processors = LogitsProcessorList(kwargs.get("logits_processor") or ())
+        processors_between(self._processors, 0, 0)
+        recorded = bool(config.return_dict_in_generate)
+        self._recorded = recorded and bool(config.output_scores), recorded and bool(config.output_logits)
+        self._samples = bool(config.do_sample)
+        self._launches: dict[tuple[int, ...], Launch] = {}  # by the steps and the ids of processors
+        self.launch = self._launch_of(steps, self._processors)
+        self.refused: CannotBind | None = None
+        # What the loop is handed at its end.
+        self._tokens: list[Tensor] = []
+        self._scores: list[Tensor] = []
+        self._logits: list[Tensor] = []
+
+    def run(self, sample: functools.partial[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a bound `_sample` with this check; returns its result."""
+        never = SimpleNamespace(is_supported=lambda *_, **__: False)
+        names = {_CHECK: lambda *_: self, _LATE_CHECK: never, _UNDO: self._append}
+        function: Any = sample.func
+        return with_names(function, names)(*sample.args, *args, **kwargs)
+
+    # What the loop calls.
+
+    def __call__(self, unfinished: Tensor, tokens: Tensor, length: int) -> bool:
+        """True if the loop is to stop: all rows are finished, or the rest of the tokens has been generated.
+
+        Args:
+            unfinished: (rows,) int64, 1 for rows that have not ended.
+            tokens: (rows,) int64, the latest ones.
+            length: tokens of the sequences, those included.
+        """
+        self._show(tokens)
+        if length >= self.max_length or self._is_over(unfinished):
+            return True
+        if not self._may_go_on():
+            return False
+        self._generate(unfinished, tokens, length)
+        return True
+
+    def finish(self) -> int:
+        """Return the number of steps to undo, for which `_append` adds tokens instead."""
+        return len(self._tokens)
+
+    def _append(self, _: int, ids: Tensor, scores: Any, logits: Any, *others: Any) -> tuple[Any, ...]:
+        """Add what was generated here to the loop's sequences, scores and logits; the latter two may be None."""
+        pairs = (scores, self._scores), (logits, self._logits)
+        more = (None if known is None else (*known, *new) for known, new in pairs)
+        return torch.cat([ids, *self._tokens], dim=-1), *more, *others
+
+    # Generating what is left.
+
+    def _may_go_on(self) -> bool:
+        if self.refused is not None:
+            return False
+        try:
+            if self._cache_is_kept and self._ends is not None and self._served.has_states:
+                raise CannotBind(Reason.ONE_TOKEN, "states cannot be put back if all rows end, and the cache is kept")
+            return self._served.may_go_on()
+        except CannotBind as error:
+            self.refused = error
+            return False
+
+    def _generate(self, unfinished: Tensor, tokens: Tensor, length: int) -> None:
+        state = RowState(unfinished)
+        if self._ends is not None:
+            rows = len(tokens)
+            pad: Any = self._pad
+            state = RowState(unfinished, pad.to(tokens).expand(rows), self._ends.to(tokens).expand(rows, -1))
+        over = False
+        while length < self.max_length and not over:
+            launch = self._launch_at(length)
+            take = self._take_one if launch.steps == 1 else self._take_several
+            new, unfinished, over = take(launch, tokens[:, None], state, length)
+            self._tokens.append(new)
+            tokens, length, state = new[:, -1], length + new.shape[1], state._replace(unfinished=unfinished)
+
+    def _launch_at(self, length: int) -> Launch:
+        """Return the launch for the next steps: a full one, or of one step."""
+        steps, last = self._steps, length + self._steps - 1
+        found = None
+        if last < self.max_length and self._served.fits(steps):
+            found = processors_between(self._processors, length, last)
+        if found is None:
+            found, steps = self._processors, 1
+        return self._launch_of(steps, found)
+
+    def _launch_of(self, steps: int, processors: LogitsProcessorList) -> Launch:
+        key = (steps, *map(id, processors))
+        if key not in self._launches:
+            logits = any(self._recorded)
+            self._launches[key] = Launch(steps, samples=self._samples, processors=processors, logits=logits)
+        return self._launches[key]
+
+    def _take_one(self, launch: Launch, ids: Tensor, state: RowState, length: int) -> tuple[Tensor, Tensor, bool]:
+        logits = self._served.go_on(ids)[:, -1].to(copy=True, dtype=torch.float32)
+        tokens, scores, unfinished = launch.choose(logits, ids.expand(-1, length), state)
+        self._record(logits, scores)
+        self._show(tokens)
+        return tokens[:, None], unfinished, self._is_over(unfinished)
+
+    def _take_several(self, launch: Launch, ids: Tensor, state: RowState, length: int) -> tuple[Tensor, Tensor, bool]:
+        before = default_generator(ids.device).get_state() if self._samples else None
+        found = self._served.go_on(ids, launch.steps, launch=launch, rows=state)
+        if self._served.stays_eager:
+            self._steps = 1  # the report has the reason
+        # The next replay overwrites the results.
+        tokens, unfinished = found.tokens.clone(), found.unfinished.clone()
+        made = launch.steps + 1 if self._ends is None else int(found.made.max())
+        kept = min(made, launch.steps)
+        for step in range(kept if any(self._recorded) else 0):
+            logits = found.logits[:, step].to(copy=True, dtype=torch.float32)
+            self._record(logits, self._processors(ids.expand(-1, length + step), logits))
+        shown = 0 if self._streamer is not None else kept
+        try:
+            while shown < kept:
+                shown += 1
+                self._show(tokens[:, shown - 1])
+        finally:  # a streamer may raise
+            if shown < launch.steps:
+                scores = torch.ones(len(ids), found.words, device=ids.device)
+                self._take_back(launch.steps, shown, before, scores)
+        return tokens[:, :kept], unfinished, made <= launch.steps
+
+    def _take_back(self, steps: int, kept: int, before: Tensor | None, scores: Tensor) -> None:
+        """Leave the cache, and the generator that was in the state `before`, as after `kept` steps of a launch."""
+        self._served.take_back(steps - kept)
+        if before is not None:
+            default_generator(scores.device).set_state(before)
+            for _ in range(kept):
+                torch.multinomial(scores, num_samples=1)  # draws as much whatever the scores are
+
+    def _is_over(self, unfinished: Tensor) -> bool:
+        """True if all rows have ended; waits for the GPU if they can end."""
+        return self._ends is not None and not bool(unfinished.max())
+
+    def _show(self, tokens: Tensor) -> None:
+        if self._streamer is not None:
+            self._streamer.put(tokens.cpu())
+
+    def _record(self, logits: Tensor, scores: Tensor) -> None:
+        for wanted, known, new in zip(self._recorded, (self._scores, self._logits), (scores, logits), strict=True):
+            if wanted:
+                known.append(new)
+
+
+def _limits(criteria: Any) -> tuple[int, Tensor | None]:
+    """Return the length at which all rows are finished, and the tokens that end a row; None if none does.
+
+    Raises:
+        CannotBind: there are other criteria.
+    """
+    lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
+    ends = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
+    other = next((one for one in criteria if not may_be_late(one)), None)
+    if other is not None or len(lengths) != 1 or len(ends) > 1:
+        name = "its stopping criteria" if other is None else f"a {type(other).__name__}"
+        raise CannotBind(Reason.ONE_TOKEN, f"{name} must be asked after every token")
+    return lengths[0], ends[0] if ends else None

@@ -1,0 +1,304 @@
+"""Graphs of several decode steps: `generate` returns, draws, streams and leaves behind what it does without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import simplegraph as sg
+from simplegraph import Reason
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+import tiny_models as tiny  # noqa: E402
+from tiny_generation import MODELS, graphed, inputs  # noqa: E402
+from transformers.generation import utils as generation_utils  # noqa: E402
+from transformers.generation.streamers import BaseStreamer  # noqa: E402
+
+from simplegraph.integrations.transformers import graph_generation  # noqa: E402
+
+STEPS, TOKENS = 4, 17  # the first two tokens and three launches leave three
+FREE = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(generation_utils, "StopCheck"), reason="this release of transformers asks for no check by name"
+)
+
+
+@pytest.fixture
+def pair(device: torch.device) -> Iterator[tuple[Any, Any, Any]]:
+    """The same model plain, and with graphs of several steps; the graphs."""
+    plain, model = (tiny.build(tiny.DECODERS["llama"], device) for _ in range(2))
+    with graphed(model, tokens_per_launch=STEPS) as graphs:
+        yield plain, model, graphs
+
+
+def launches(graphs: Any) -> int:
+    """Count the replays of graphs of several steps."""
+    return sum(graph.replays for graph in graphs.stats.graphs.values() if "launch" in graph.inputs)
+
+
+def ends(plain: Any, batch: dict[str, Any], at: int = 9) -> list[int]:
+    """Tokens that end the rows of a batch, each some steps before the next."""
+    free = plain.generate(**batch, **FREE)[:, batch["input_ids"].shape[1] :]
+    return [int(row[at - 3 * index]) for index, row in enumerate(free)]
+
+
+def both(
+    plain: Any, model: Any, batch: dict[str, Any], settings: dict[str, Any], times: int = 2, seed: int = 5
+) -> tuple[Any, Any]:
+    """Generate on both some times, and compare the tokens and the next random numbers; return the last results."""
+    for _ in range(times):
+        results, after = [], []
+        for one in (model, plain):
+            torch.manual_seed(seed)
+            results.append(one.generate(**batch, **settings))
+            after.append(torch.rand(3, device=one.device))
+        found, expected = (result if isinstance(result, torch.Tensor) else result.sequences for result in results)
+        assert torch.equal(found, expected)
+        assert torch.equal(*after)
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "t5", "whisper"])
+def test_tokens_are_those_of_single_steps(name: str, device: torch.device) -> None:
+    plain, model = (tiny.build(MODELS[name], device) for _ in range(2))
+    with graphed(model, tokens_per_launch=STEPS) as graphs:
+        for seed, lengths in enumerate(([7, 4, 6], [5, 3, 2, 9], [6])):
+            both(plain, model, inputs(name, lengths, device, seed), {"max_new_tokens": TOKENS, "do_sample": False}, 1)
+            both(plain, model, inputs(name, lengths, device, seed), FREE)
+        assert not graphs.stats.slower
+        assert launches(graphs) >= 9
+
+
+def test_most_steps_are_those_of_launches_and_none_is_in_vain(pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    batch = tiny.prompts([7, 4], device)
+    both(plain, model, batch, FREE)
+    before = launches(graphs), graphs.stats.replays
+    both(plain, model, batch, FREE, 1)
+    assert (launches(graphs) - before[0], graphs.stats.replays - before[1]) == (3, 3 + 1 + 3)  # 15 tokens after two
+
+
+@pytest.mark.parametrize("lengths", [[7, 4], [7]])
+def test_rows_that_end_early_end_where_they_did(lengths: list[int], pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    batch, new = tiny.prompts(lengths, device, seed=5), set()
+    for at in range(3, 12):
+        settings = FREE | {"eos_token_id": ends(plain, batch, at)}
+        found, _ = both(plain, model, batch, settings, 1)
+        new.add(found.shape[1] - 7)
+    assert len(new) >= 5, "rows ended at all places of a launch"
+    assert launches(graphs) > 5
+    assert not graphs.stats.slower
+
+
+@pytest.mark.parametrize("lengths", [[7, 4], [7]])
+def test_draws_after_an_early_end_are_put_back(lengths: list[int], pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    batch, new = tiny.prompts(lengths, device, seed=5), set()
+    settings = FREE | {"do_sample": True, "temperature": 1.5, "eos_token_id": list(range(3, 18))}
+    for seed in range(7):
+        found, _ = both(plain, model, batch, settings, 1, seed)
+        new.add(found.shape[1] - 7)
+    assert len(new - {TOKENS}) >= 3
+    assert launches(graphs) > 5
+    assert not graphs.stats.slower
+
+
+def test_sampling_draws_what_it_did(pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    settings = FREE | {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+    settings |= {"eos_token_id": tiny.EOS, "min_new_tokens": 12, "typical_p": 0.95, "renormalize_logits": True}
+    for lengths in ([7, 4], [5]):
+        both(plain, model, tiny.prompts(lengths, device), settings)
+    assert launches(graphs) > 3
+    assert not graphs.stats.slower
+
+
+def test_padded_rows_would_draw_other_tokens_and_are_sampled_one_by_one(pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    both(plain, model, tiny.prompts([7, 4, 5], device), FREE | {"do_sample": True})
+    assert graphs.stats.slower == {Reason.ONE_TOKEN: 2}
+    assert "add 3 rows to capture_sizes" in str(graphs.report())
+    assert not launches(graphs)
+
+
+def test_scores_and_the_cache_are_those_of_the_tokens(pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    batch = tiny.prompts([7, 4], device)
+    settings = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "eos_token_id": list(range(3, 40))}
+    settings |= {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "min_new_tokens": 9}
+    found, expected = both(plain, model, batch, settings)
+    assert type(found) is type(expected)
+    new = expected.sequences.shape[1] - 7
+    assert 9 <= new < 30
+    for name in ("scores", "logits"):
+        assert len(getattr(found, name)) == len(getattr(expected, name)) == new
+        for one, other in zip(getattr(found, name), getattr(expected, name), strict=True):
+            torch.testing.assert_close(one, other)
+    caches = found.past_key_values, expected.past_key_values
+    assert caches[0].get_seq_length() == caches[1].get_seq_length()
+    for layer, other in zip(*(cache.layers for cache in caches), strict=True):
+        torch.testing.assert_close(layer.keys, other.keys)
+        torch.testing.assert_close(layer.values, other.values)
+    assert launches(graphs)
+
+
+class Stream(BaseStreamer):
+    """Keeps what it is shown, and raises at the token of a number."""
+
+    def __init__(self, last: int = 99) -> None:
+        self.shown: list[Any] = []
+        self._last = last
+
+    def put(self, value: torch.Tensor) -> None:
+        self.shown.append(value.tolist())
+        if len(self.shown) == self._last:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        self.shown.append("end")
+
+
+def test_a_streamer_is_shown_every_token_once(pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    batch = tiny.prompts([7], device)
+    for settings in (FREE, FREE | {"eos_token_id": ends(plain, batch)}):
+        shown = []
+        for one in (model, plain, model):
+            stream = Stream()
+            one.generate(**batch, **settings, streamer=stream)
+            shown.append(stream.shown)
+        assert shown[0] == shown[1] == shown[2]
+        assert shown[0][-1] == "end"
+    assert launches(graphs)
+
+
+@pytest.mark.parametrize("last", [5, 8, 9])
+def test_a_streamer_that_stops_a_generation_leaves_what_it_did(last: int, pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    batch, settings = tiny.prompts([7], device), FREE | {"do_sample": True}
+    both(plain, model, batch, settings)
+    left = []
+    for one in (model, plain):
+        cache, stream = transformers.DynamicCache(config=one.config), Stream(last)
+        torch.manual_seed(7)
+        with pytest.raises(KeyboardInterrupt):
+            one.generate(**batch, **settings, past_key_values=cache, streamer=stream)
+        left.append((stream.shown, cache.get_seq_length(), torch.rand(2, device=device).tolist()))
+    assert left[0] == left[1]
+    both(plain, model, batch, settings, 1)
+    assert launches(graphs)
+
+
+def _double(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores * 2
+
+
+def _never(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"logits_processor": [_double]}, "function runs in Python after every token"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor runs in Python"),
+        ({"stopping_criteria": [_never]}, "a function must be asked after every token"),
+        ({"max_time": 100.0}, "a MaxTimeCriteria must be asked"),
+        ({"max_new_tokens": 80}, "raise max_length"),
+    ],
+)
+def test_what_must_run_after_every_token_does_and_the_report_says_so(
+    settings: dict[str, Any], told: str, pair: Any, device: torch.device
+) -> None:
+    plain, model, graphs = pair
+    both(plain, model, tiny.prompts([7, 4], device), FREE | settings, 1)
+    assert graphs.stats.slower == {Reason.ONE_TOKEN: 1}
+    assert told in str(graphs.report())
+    assert graphs.report().to_dict()["slower"] == {"one_token": 1}
+    assert graphs.stats.replays > 5
+    assert not launches(graphs)
+
+
+def test_hooks_on_the_model_run_around_every_step(pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    calls: list[int] = []
+    model.register_forward_hook(lambda *args: calls.append(1))
+    both(plain, model, tiny.prompts([7], device), FREE, 1)
+    assert len(calls) == TOKENS
+    assert graphs.stats.slower == {Reason.ONE_TOKEN: 1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_new_tokens": 8},
+        {"min_length": 13},
+        {"forced_eos_token_id": 4},
+        {"suppress_tokens": [5, 6, 7]},
+        {"remove_invalid_values": True},
+    ],
+)
+def test_processors_that_a_length_switches_are_switched_there(
+    settings: dict[str, Any], pair: Any, device: torch.device
+) -> None:
+    plain, model, graphs = pair
+    batch = tiny.prompts([7, 4], device)
+    both(plain, model, batch, FREE | {"eos_token_id": ends(plain, batch, 5)} | settings)
+    assert launches(graphs)
+    assert not graphs.stats.slower
+
+
+def test_no_step_is_taken_past_the_positions_that_a_model_has(device: torch.device) -> None:
+    config = transformers.GPT2Config(**(tiny.GPT2 | {"n_positions": 24}))
+    plain, model = (tiny.build(lambda: transformers.GPT2LMHeadModel(config), device) for _ in range(2))
+    with graphed(model, tokens_per_launch=STEPS) as graphs:
+        both(plain, model, tiny.prompts([7, 4], device), FREE)
+        assert launches(graphs)
+
+
+def test_a_launch_ends_where_attention_reaches_further(device: torch.device) -> None:
+    plain, model = (tiny.build(tiny.DECODERS["llama"], device) for _ in range(2))
+    with graphed(model, max_length=320, tokens_per_launch=STEPS) as graphs:
+        both(plain, model, tiny.prompts([249, 240], device), FREE)
+        spans = {graph.inputs["span"] for graph in graphs.stats.graphs.values() if "launch" in graph.inputs}
+        assert len(spans) == 2
+
+
+def test_states_that_cannot_be_put_back_are_kept_right(device: torch.device) -> None:
+    config = transformers.MambaConfig(
+        vocab_size=tiny.VOCABULARY, hidden_size=32, state_size=8, num_hidden_layers=2, time_step_rank=4, pad_token_id=0
+    )
+    plain, model = (tiny.build(lambda: transformers.MambaForCausalLM(config), device) for _ in range(2))
+    batch = {"input_ids": tiny.prompts([7, 7], device)["input_ids"]}
+    settings = FREE | {"eos_token_id": ends(plain, batch)}
+    with graphed(model, tokens_per_launch=STEPS) as graphs:
+        both(plain, model, batch, settings)
+        assert launches(graphs)
+        assert not graphs.stats.slower
+        found, expected = both(plain, model, batch, settings | {"return_dict_in_generate": True})
+        assert graphs.stats.slower[Reason.ONE_TOKEN] == 2
+        for layer, other in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            torch.testing.assert_close(layer.recurrent_states, other.recurrent_states)
+
+
+@pytest.mark.proofs
+def test_launches_are_proven(pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    for seed, lengths in enumerate(([7, 4], [5, 3, 2, 9], [5, 3, 2], [7, 4])):
+        both(plain, model, tiny.prompts(lengths, device, seed), FREE, 3)
+        both(plain, model, tiny.prompts(lengths[:2], device, seed), FREE | {"do_sample": True}, 3)
+    assert launches(graphs)
+    proofs = {graph.proof for graph in graphs.stats.graphs.values() if "launch" in graph.inputs}
+    assert proofs <= {"exact", "exact, padded", "padded"}
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.5, True])
+def test_a_number_of_tokens_is_a_whole_one(number: Any, llama: Any) -> None:
+    with pytest.raises(sg.ConfigError, match="tokens_per_launch is"):
+        graph_generation(llama, tokens_per_launch=number)
