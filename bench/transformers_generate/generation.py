@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.tools import command, compiler, fresh
+from bench.tools import command, compiler, cores, fresh
 from bench.tools.measure import NOT_SPEED, Figures, gpu_busy, say, seconds, synchronize
 from bench.tools.options import add_names, count
 from bench.tools.tables import cell, ratio
@@ -25,6 +25,8 @@ from bench.transformers_generate import families, same_tokens
 PLAIN, COMPILED = "plain", "static-compiled"
 FUSED = {"simplegraph": True, "simplegraph-own-kernels": False}  # our arms
 ARMS = (PLAIN, COMPILED, *FUSED)
+LAUNCHES = {f"simplegraph-{tokens}-tokens": tokens for tokens in (4, 8, 16)}  # ours, tokens of one graph
+ALL_ARMS = (*ARMS, *LAUNCHES)
 BUSY_TOKENS = 16  # the profiler keeps every kernel of every one
 
 
@@ -37,7 +39,8 @@ class GenerationPlan:
         tiny: the models' tiny shapes.
         batch, prompt, tokens: rows, tokens of each prompt, and new ones.
         rounds: generations after the first; their median counts.
-        arms: of `ARMS`.
+        arms: of `ALL_ARMS`.
+        busy: True to generate with all other cores busy as well.
         compared: tokens that are generated in float32 to compare graphs with plain.
         processes: processes of each arm that compiles nothing.
         timeout: seconds that a process may take.
@@ -50,6 +53,7 @@ class GenerationPlan:
     tokens: int = 128
     rounds: int = 5
     arms: tuple[str, ...] = ARMS
+    busy: bool = False
     compared: int = 128
     processes: int = 3
     timeout: int = 400
@@ -86,9 +90,14 @@ def run_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device, dty
     synchronize(device)
     started = time.perf_counter()
     graphs = None
-    if arm in FUSED:
-        limit = families.FAMILIES[name].max_length
-        graphs = graph_generation(model, max_batch_size=plan.batch, max_length=limit, fused_kernels=FUSED[arm])
+    if arm in FUSED or arm in LAUNCHES:
+        graphs = graph_generation(
+            model,
+            max_batch_size=plan.batch,
+            max_length=families.FAMILIES[name].max_length,
+            fused_kernels=FUSED.get(arm, True),
+            tokens_per_launch=LAUNCHES.get(arm, 1),
+        )
     result = generate()
     synchronize(device)
     taken = [time.perf_counter() - started, *(seconds(generate, device) for _ in range(plan.rounds))]
@@ -98,6 +107,11 @@ def run_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device, dty
         "seconds": taken,
         "tokens": result[:, -plan.tokens :].tolist(),
     }
+    if plan.busy:
+        with cores.busy_cores() as others:
+            taken = [seconds(generate, device) for _ in range(plan.rounds)]
+        figures |= {"busy_cores": others, "busy_seconds": taken}
+        figures["busy_ms_per_token"] = statistics.median(taken) / plan.tokens * 1e3
     if arm == PLAIN:
         figures |= gpu_busy(lambda: generate(min(plan.tokens, BUSY_TOKENS)), device, calls=1)
     if arm == COMPILED:
@@ -164,10 +178,15 @@ _COLUMNS = ("ms a token", "x plain ms", "first s", "x sooner", "GPU busy")
 
 
 def render(figures: Figures) -> str:
-    """The figures as a table; `x sooner` is the compiled first generation's time over that of the arm."""
+    """The figures as a table.
+
+    `cores busy` is ms a token with all other cores busy; `x sooner` the compiled first generation's time over that of
+    the arm.
+    """
     lines = [] if figures["device"] == "cuda" else [f"{NOT_SPEED} Nothing is compiled."]
     lines.append("batch {batch}, prompt of {prompt}, {tokens} new tokens".format(**figures["plan"]))
-    lines.append(f"{'':>34}" + "".join(f"{title:>12}" for title in _COLUMNS))
+    columns = (*_COLUMNS, "cores busy") if figures["plan"].get("busy") else _COLUMNS
+    lines.append(f"{'':>34}" + "".join(f"{title:>12}" for title in columns))
     for name, model in figures["models"].items():
         lines += [f"{name:>10}  {arm:>22}{_cells(found, model['arms'])}" for arm, found in model["arms"].items()]
         lines.append(f"{name:>10}  {_agreement(model)}")
@@ -178,7 +197,8 @@ def _told(found: Figures) -> str:
     """The figures of an arm in a line, or why there are none."""
     if "ms_per_token" not in found:
         return f"skipped: {found['skipped']}" if "skipped" in found else f"failed: {found['reason']}"
-    return f"{found['ms_per_token']:.3f} ms a token, first generate {found['first_seconds']:.2f} s"
+    busy = f" ({found['busy_ms_per_token']:.3f} with all other cores busy)" if "busy_ms_per_token" in found else ""
+    return f"{found['ms_per_token']:.3f} ms a token{busy}, first generate {found['first_seconds']:.2f} s"
 
 
 def _cells(found: Figures, arms: Figures) -> str:
@@ -191,6 +211,7 @@ def _cells(found: Figures, arms: Figures) -> str:
         cell(found, "first_seconds", ".2f"),
         ratio(compiled, found, "first_seconds", ".1f"),
         cell(found, "busy_share", ".0%"),
+        *([cell(found, "busy_ms_per_token", ".3f")] if "busy_ms_per_token" in found else []),
     ]
     row = "".join(f"{cell:>12}" for cell in cells)
     return row if found.get("compiled_graphs", 1) else f"{row}  (transformers compiled nothing)"
@@ -219,7 +240,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.transformers_generate", description=__doc__)
     add_names(parser, "--models", families.FAMILIES, "llama by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
-    add_names(parser, "--arms", ARMS, "all by default")
+    add_names(parser, "--arms", ALL_ARMS, f"by default {', '.join(ARMS)}")
+    parser.add_argument("--busy", action="store_true", help="generate with all other cores busy as well")
     for name, told in _NUMBERS.items():
         parser.add_argument(f"--{name}", type=count, help=told)
     command.run(parser, argv, default_plan, measure, render, failures)

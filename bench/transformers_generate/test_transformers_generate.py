@@ -18,7 +18,7 @@ from bench.transformers_generate.generation import render
 
 CHOSEN = {
     "models": from_environment("BENCH_FAMILIES", names(families.FAMILIES)),
-    "arms": from_environment("BENCH_GENERATE_ARMS", names(generation.ARMS)),
+    "arms": from_environment("BENCH_GENERATE_ARMS", names(generation.ALL_ARMS)),
     "processes": from_environment("BENCH_PROCESSES", count),
 }
 PLAN = changed(generation.default_plan(device_of()), CHOSEN)

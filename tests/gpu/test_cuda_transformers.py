@@ -93,6 +93,70 @@ def test_models_with_states_decode_by_replays(name: str, proven: bool) -> None:
         assert set(graphs.stats.eager) == on_the_way
 
 
+def launches(graphs: GraphedGeneration) -> int:
+    """Count the replays of graphs of several steps."""
+    return sum(graph.replays for graph in graphs.stats.graphs.values() if "launch" in graph.inputs)
+
+
+@pytest.mark.parametrize("proven", [pytest.param(True, marks=pytest.mark.proofs), False])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral", "t5", "Mamba", "Zamba2"])
+def test_several_tokens_in_one_graph_are_those_of_single_steps(name: str, proven: bool) -> None:
+    models = tiny.DECODERS | tiny.MIXTURES | tiny.ENCODER_DECODERS | tiny_states.MODELS
+    plain, model = (tiny.build(models[name], CUDA) for _ in range(2))
+    with graph_generation(model, max_batch_size=4, max_length=128, tokens_per_launch=8) as graphs:
+        for seed, lengths in enumerate(([7, 4, 6], [5], [9, 9, 2, 3], [3, 7, 8], [7, 4, 6])):
+            batch = tiny.prompts(lengths, CUDA, seed)
+            churn()
+            found, expected = (one.generate(**batch, **GREEDY, **LOGITS) for one in (model, plain))
+            assert torch.equal(found.sequences, expected.sequences)
+            for actual, wanted in zip(found.logits, expected.logits, strict=True):
+                torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
+            assert torch.equal(model.generate(**batch, **GREEDY), expected.sequences)
+        assert not graphs.stats.failures
+        assert not graphs.stats.slower
+        assert launches(graphs) >= 12
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "typical_p": 0.9}, {"min_p": 0.02, "epsilon_cutoff": 1e-4}])
+def test_draws_of_several_tokens_in_one_graph_are_those_of_single_steps(settings: dict[str, Any]) -> None:
+    settings |= {"do_sample": True, "temperature": 1.3, "top_k": 60, "max_new_tokens": TOKENS, "min_new_tokens": 3}
+    settings |= {"eos_token_id": list(range(3, 15)), "suppress_tokens": [20, 21]}
+    single, several = (tiny.build(tiny.DECODERS["llama"], CUDA) for _ in range(2))
+    sizes = {"max_batch_size": 4, "max_length": 128}
+    with graph_generation(single, **sizes), graph_generation(several, **sizes, tokens_per_launch=4) as graphs:
+        lengths = set()
+        for seed, prompts in enumerate(([7, 4], [5], [9, 9, 2, 3]) * 4):
+            batch, results = tiny.prompts(prompts, CUDA, seed), []
+            churn()
+            for one in (single, several):
+                torch.manual_seed(seed)
+                tokens = one.generate(**batch, **settings)
+                results.append((tokens.tolist(), torch.cuda.get_rng_state().tolist()))
+            assert results[0] == results[1]
+            lengths.add(len(results[0][0][0]) - max(prompts))
+        assert len(lengths) >= 3, "generations ended at several places of a launch"
+        assert not graphs.stats.failures
+        assert not graphs.stats.slower
+        assert launches(graphs) >= 6
+
+
+def test_nothing_waits_for_the_gpu_between_launches_of_a_fixed_length() -> None:
+    model, batch = middle(), tiny.prompts([7], CUDA)
+    settings = {"do_sample": False, "eos_token_id": None}
+    waits, made = [], []
+    with graph_generation(model, max_batch_size=1, max_length=128, tokens_per_launch=8) as graphs:
+        for _ in range(3):
+            model.generate(**batch, **settings, max_new_tokens=26)
+        for tokens in (26, 50):
+            before = launches(graphs)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                model.generate(**batch, **settings, max_new_tokens=tokens)
+            made.append(launches(graphs) - before)
+            waits.append(sum("Synchronize" in event.name for event in profile.events()))
+    assert made == [3, 6]
+    assert waits[0] == waits[1], "whatever a generation waits for once, the two have in common"
+
+
 @pytest.mark.parametrize("proven", [pytest.param(True, marks=pytest.mark.proofs), False])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "Mamba", "Lfm2", "Zamba2"])
 def test_beam_search_by_replays(name: str, proven: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -106,3 +107,15 @@ def test_the_table_compares_with_plain_and_says_that_a_cpu_is_no_speed() -> None
     assert "have 8 tokens in common with plain, 1 parted" in table
     assert "t5  tokens: RuntimeError: t5: token 3" in table
     assert generation.failures(figures) == ["the comparison of tokens of t5:\na traceback"]
+
+
+def test_launches_of_several_tokens_and_busy_cores_have_figures_of_their_own() -> None:
+    plan = dataclasses.replace(TINY, tokens=16, busy=True)
+    arms = "simplegraph", "simplegraph-4-tokens"
+    found = {arm: generation.run_arm(plan, "llama", arm, CPU, torch.float32) for arm in arms}
+    one, several = found.values()
+    assert one["tokens"] == several["tokens"]
+    assert several["report"]["slower"] == {}
+    assert any("4 steps" in graph["inputs"].get("launch", "") for graph in several["report"]["graphs"])
+    assert len(several["busy_seconds"]) == plan.rounds
+    assert several["busy_ms_per_token"] > 0
