@@ -176,6 +176,16 @@ class FixedCacheDecoder:
             return True
         return length + steps <= self._length and self._span(length, grows=True) >= length + steps
 
+    def check_room(self, length: int) -> None:
+        """Refuse launches of several steps if a cache of so many tokens is too long.
+
+        Raises:
+            CannotBind: it is.
+        """
+        store: CacheStore | None = self._step.store
+        if length > self._length and (store is None or store.first is not None):
+            raise CannotBind(Reason.ONE_TOKEN, f"the cache may get {length} tokens; raise max_length")
+
     def check_launch(self, launch: Launch, rows: int, length: int) -> None:
         """Refuse a launch of several steps in a generation.
 
@@ -187,9 +197,7 @@ class FixedCacheDecoder:
         Raises:
             CannotBind: the reason.
         """
-        store: CacheStore | None = self._step.store
-        if length - 1 > self._length and (store is None or store.first is not None):
-            raise CannotBind(Reason.ONE_TOKEN, f"the sequence may get {length} tokens; raise max_length")
+        self.check_room(length - 1)
         if launch.samples and rows not in self._sizes:
             raise CannotBind(Reason.ONE_TOKEN, f"padding draws other tokens: add {rows} rows to capture_sizes")
         unlike = next(filter(None, self.advances.values()), None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from simplegraph.graph.generators import default_generator
+from simplegraph.graph.generators import default_generator, put_random_states, random_states
 from simplegraph.integrations.transformers.generate.ahead import may_be_late
 from simplegraph.integrations.transformers.generate.launch import Launch, RowState, processors_between
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
@@ -89,7 +89,7 @@ class LaunchedGeneration:
         self._show(tokens)
         if length >= self.max_length or self._is_over(unfinished):
             return True
-        if not self._may_go_on():
+        if not self._may_go_on(self.max_length - length):
             return False
         self._generate(unfinished, tokens, length)
         return True
@@ -106,13 +106,13 @@ class LaunchedGeneration:
 
     # Generating what is left.
 
-    def _may_go_on(self) -> bool:
+    def _may_go_on(self, steps: int) -> bool:
         if self.refused is not None:
             return False
         try:
             if self._cache_is_kept and self._ends is not None and self._served.has_states:
                 raise CannotBind(Reason.ONE_TOKEN, "states cannot be put back if all rows end, and the cache is kept")
-            return self._served.may_go_on()
+            return self._served.may_go_on(steps)
         except CannotBind as error:
             self.refused = error
             return False
@@ -156,7 +156,8 @@ class LaunchedGeneration:
         return tokens[:, None], unfinished, self._is_over(unfinished)
 
     def _take_several(self, launch: Launch, ids: Tensor, state: RowState, length: int) -> tuple[Tensor, Tensor, bool]:
-        before = default_generator(ids.device).get_state() if self._samples else None
+        generators = [default_generator(ids.device)] if self._samples else []
+        before = random_states(generators)
         found = self._served.go_on(ids, launch.steps, launch=launch, rows=state)
         if self._served.stays_eager:
             self._steps = 1  # the report has the reason
@@ -174,17 +175,13 @@ class LaunchedGeneration:
                 self._show(tokens[:, shown - 1])
         finally:  # a streamer may raise
             if shown < launch.steps:
-                scores = torch.ones(len(ids), found.words, device=ids.device)
-                self._take_back(launch.steps, shown, before, scores)
+                self._served.take_back(launch.steps - shown)
+                put_random_states(generators, before)
+                if self._samples:  # as much, whatever the scores are
+                    scores = torch.ones(len(ids), found.words, device=ids.device)
+                    for _ in range(shown):
+                        torch.multinomial(scores, num_samples=1)
         return tokens[:, :kept], unfinished, made <= launch.steps
-
-    def _take_back(self, steps: int, kept: int, before: Tensor | None, scores: Tensor) -> None:
-        """Leave the cache, and the generator that was in the state `before`, as after `kept` steps of a launch."""
-        self._served.take_back(steps - kept)
-        if before is not None:
-            default_generator(scores.device).set_state(before)
-            for _ in range(kept):
-                torch.multinomial(scores, num_samples=1)  # draws as much whatever the scores are
 
     def _is_over(self, unfinished: Tensor) -> bool:
         """True if all rows have ended; waits for the GPU if they can end."""

@@ -152,15 +152,19 @@ class ServedGeneration:
         """True if the cache has states, which steps overwrite."""
         return self._store is not None and any(states is not None for states in self._store.layout.states)
 
-    def may_go_on(self) -> bool:
+    def may_go_on(self, steps: int) -> bool:
         """True if the next steps can be taken without the model's loop; it is asked after each of its steps.
 
+        Args:
+            steps: most steps that are left.
+
         Raises:
-            CannotBind: they never can, since the model's arguments change in another way than is known.
+            CannotBind: they never can: the model's arguments change in another way than is known, or there is no room.
         """
         last, known = self._inputs, self._decoder.advances
         if not self._length or self._over or last is None:
             return False
+        self._decoder.check_room(self._length + steps)
         if last.names not in known and self._earlier is not None:
             known[last.names] = last.unlike_next(self._earlier, self._decoder.ids_name)
         unlike = known.get(last.names, "")

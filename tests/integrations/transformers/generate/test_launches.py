@@ -302,3 +302,19 @@ def test_launches_are_proven(pair: Any, device: torch.device) -> None:
 def test_a_number_of_tokens_is_a_whole_one(number: Any, llama: Any) -> None:
     with pytest.raises(sg.ConfigError, match="tokens_per_launch is"):
         graph_generation(llama, tokens_per_launch=number)
+
+
+@pytest.mark.parametrize("tokens", [56, 57, 60])
+def test_a_prompt_of_embeddings_counts_in_the_cache_though_not_in_the_sequence(
+    tokens: int, pair: Any, device: torch.device
+) -> None:
+    plain, model, graphs = pair
+    batch = tiny.prompts([8, 5], device)
+    given = {"inputs_embeds": plain.get_input_embeddings()(batch["input_ids"]).detach()}
+    given["attention_mask"] = batch["attention_mask"]
+    for _ in range(2):
+        expected = plain.generate(**given, **(FREE | {"max_new_tokens": tokens}))
+        assert torch.equal(model.generate(**given, **(FREE | {"max_new_tokens": tokens})), expected)
+    full = tokens > 57  # 8 and 56 that a step is passed are the 64 of the graphs
+    assert graphs.stats.slower == ({Reason.ONE_TOKEN: 2} if full else {})
+    assert bool(launches(graphs)) is not full
