@@ -92,8 +92,8 @@ class GraphedGeneration(GraphedModel):
                 raise CannotBind(Reason.ONE_TOKEN, "another _sample than that of transformers 5.17")
             if self.model._forward_hooks or self.model._forward_pre_hooks:
                 raise CannotBind(Reason.ONE_TOKEN, "hooks on the model run around every step")
-            launched = LaunchedGeneration(served, steps, config, kwargs, cache_is_kept=cache_is_kept)
             ids = args[0] if args else kwargs["input_ids"]
+            launched = LaunchedGeneration(served, steps, ids, config, kwargs, cache_is_kept=cache_is_kept)
             self._decoder.check_launch(launched.launch, len(ids), launched.max_length)
         except CannotBind as error:
             self.stats.ran_slower(error.reason, error.detail)

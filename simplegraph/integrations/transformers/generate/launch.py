@@ -25,6 +25,7 @@ _BY_LENGTH: Mapping[str, Callable[[Any], tuple[int, float]]] = {
     "ForcedBOSTokenLogitsProcessor": lambda one: (1, 2),
     "ForcedEOSTokenLogitsProcessor": lambda one: (one.max_length - 1, float("inf")),
 }
+_REPETITION = "RepetitionPenaltyLogitsProcessor"  # needs to know which tokens a row has, not in which order
 _MOST_ELEMENTS = 128  # of a processor's tensor, which is part of the key of graphs
 
 
@@ -35,11 +36,13 @@ class RowState(NamedTuple):
         unfinished: (rows,) int64, 1 for rows that have not ended.
         pad: (rows,) int64, the token of rows that have ended; None if none ends.
         ends: (rows, ends) int64, tokens that end a row; None if none ends.
+        seen: (rows, vocabulary) bool, True for the tokens that the row has; None if no processor asks.
     """
 
     unfinished: Tensor
     pad: Tensor | None = None
     ends: Tensor | None = None
+    seen: Tensor | None = None
 
 
 class Launched(NamedTuple):
@@ -49,14 +52,12 @@ class Launched(NamedTuple):
         tokens: (rows, steps) int64.
         unfinished: (rows,) int64, as in `RowState`, after the last step.
         made: (rows,) int64, steps before which the row was unfinished, and one more if it still is; for rows that end.
-        words: size of the vocabulary.
         logits: (rows, steps, vocabulary); None if they are not asked for.
     """
 
     tokens: Tensor
     unfinished: Tensor
     made: Tensor
-    words: int
     logits: Tensor | None
 
 
@@ -88,24 +89,36 @@ class Launch:
     def __repr__(self) -> str:
         return self._label
 
-    def choose(self, logits: Tensor, ids: Tensor, state: RowState) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose the next tokens, (rows,); return them, the scores, and which rows are unfinished then.
+    def choose(self, logits: Tensor, ids: Tensor, state: RowState) -> tuple[Tensor, Tensor, RowState]:
+        """Choose the next tokens, (rows,); return them, the scores, and the new state.
 
         Args:
             logits: (rows, vocabulary) float32.
             ids: (rows, tokens), of the length of the sequences; the values do not count.
             state: of the rows.
         """
-        scores = self._processors(ids, logits)
+        scores = self.scores(logits, ids, state.seen)
         if self.samples:
             tokens = torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             tokens = torch.argmax(scores, dim=-1)
-        unfinished, pad, ends = state
+        unfinished, pad, ends, seen = state
         if pad is not None and ends is not None:
             tokens = tokens * unfinished + pad * (1 - unfinished)
             unfinished = unfinished & ~(tokens[:, None] == ends).any(1)
-        return tokens, scores, unfinished
+        if seen is not None:
+            seen = seen.scatter(1, tokens[:, None], True)
+        return tokens, scores, RowState(unfinished, pad, ends, seen)
+
+    def scores(self, logits: Tensor, ids: Tensor, seen: Tensor | None) -> Tensor:
+        """Let the processors change logits; see `choose`."""
+        for one in self._processors:
+            if seen is not None and type(one).__name__ == _REPETITION:
+                penalty = one.penalty
+                logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+            else:
+                logits = one(ids, logits)
+        return logits
 
     def run(self, step: Callable[[Tensor], Tensor], ids: Tensor, state: RowState) -> Launched:
         """Take all steps.
@@ -120,12 +133,35 @@ class Launch:
             logits = step(ids)
             if state.ends is not None:
                 made = made + state.unfinished
-            tokens, _, unfinished = self.choose(logits[:, -1].to(torch.float32), ids, state)
-            ids, state = tokens[:, None], state._replace(unfinished=unfinished)
+            tokens, _, state = self.choose(logits[:, -1].to(torch.float32), ids, state)
+            ids = tokens[:, None]
             all_tokens.append(ids)
             all_logits.append(logits)
         kept = torch.cat(all_logits, 1) if self._logits else None
-        return Launched(torch.cat(all_tokens, 1), state.unfinished, made + state.unfinished, logits.shape[-1], kept)
+        return Launched(torch.cat(all_tokens, 1), state.unfinished, made + state.unfinished, kept)
+
+
+def ignored_tokens(processors: Sequence[Any], prompt: int) -> Any:
+    """Return how many first tokens do not count as those that a row has; None if no processor asks for these.
+
+    Args:
+        processors: of the scores.
+        prompt: tokens of the prompts.
+
+    Returns:
+        A number, or (rows,) int64.
+
+    Raises:
+        CannotBind: two processors ask, or tokens after the prompts do not count either.
+    """
+    asking = [one for one in processors if type(one).__name__ == _REPETITION]
+    if not asking:
+        return None
+    ignored = asking[0].prompt_ignore_length
+    ignored = 0 if ignored is None else ignored
+    if len(asking) > 1 or int(ignored.max() if isinstance(ignored, Tensor) else ignored) > prompt:
+        raise CannotBind(Reason.ONE_TOKEN, f"a {_REPETITION} ignores tokens after the prompt, or is not the only one")
+    return ignored
 
 
 def processors_between(processors: Sequence[Any], first: int, last: int) -> LogitsProcessorList | None:
@@ -138,7 +174,7 @@ def processors_between(processors: Sequence[Any], first: int, last: int) -> Logi
     for one in processors:
         name = type(one).__name__
         builtin = type(one).__module__.startswith("transformers.")
-        if not builtin or (name not in _PURE and name not in _BY_LENGTH):
+        if not builtin or not (name in _PURE or name in _BY_LENGTH or name == _REPETITION):
             raise CannotBind(Reason.ONE_TOKEN, f"{name} runs in Python after every token")
         start, end = _BY_LENGTH[name](one) if name in _BY_LENGTH else (0, float("inf"))
         if start <= first and last < end:
@@ -150,7 +186,8 @@ def processors_between(processors: Sequence[Any], first: int, last: int) -> Logi
 
 def _described(processor: Any) -> str:
     """Describe a processor with its settings."""
-    settings = {name: _plain(value) for name, value in sorted(vars(processor).items()) if not name.startswith("_")}
+    names = ("penalty",) if type(processor).__name__ == _REPETITION else sorted(vars(processor))
+    settings = {name: _plain(getattr(processor, name)) for name in names if not name.startswith("_")}
     return f"{type(processor).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 

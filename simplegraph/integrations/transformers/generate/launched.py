@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from simplegraph.graph.generators import default_generator, put_random_states, random_states
 from simplegraph.integrations.transformers.generate.ahead import may_be_late
-from simplegraph.integrations.transformers.generate.launch import Launch, RowState, processors_between
+from simplegraph.integrations.transformers.generate.launch import Launch, RowState, ignored_tokens, processors_between
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
 from simplegraph.integrations.transformers.kernels.texts import with_names
 from simplegraph.reasons import CannotBind, Reason
@@ -37,6 +37,7 @@ class LaunchedGeneration:
     Args:
         served: serves the generation's steps.
         steps: of a launch.
+        ids: (rows, tokens) int64, the prompts.
         config: the generation config.
         kwargs: keyword arguments of `_sample`.
         cache_is_kept: True if the user can see the cache after the generation.
@@ -51,11 +52,19 @@ class LaunchedGeneration:
     """
 
     def __init__(
-        self, served: ServedGeneration, steps: int, config: Any, kwargs: Mapping[str, Any], *, cache_is_kept: bool
+        self,
+        served: ServedGeneration,
+        steps: int,
+        ids: Tensor,
+        config: Any,
+        kwargs: Mapping[str, Any],
+        *,
+        cache_is_kept: bool,
     ) -> None:
         self._served, self._steps, self._cache_is_kept = served, steps, cache_is_kept
         self.max_length, self._ends = _limits(kwargs.get("stopping_criteria") or ())
-        self._pad, self._streamer = getattr(config, "_pad_token_tensor", None), kwargs.get("streamer")
+        self._pad: Any = getattr(config, "_pad_token_tensor", None)
+        self._streamer = kwargs.get("streamer")
         self._processors = LogitsProcessorList(kwargs.get("logits_processor") or ())
         processors_between(self._processors, 0, 0)
         recorded = bool(config.return_dict_in_generate)
@@ -64,6 +73,8 @@ class LaunchedGeneration:
         self._launches: dict[tuple[int, ...], Launch] = {}  # by the steps and the ids of processors
         self.launch = self._launch_of(steps, self._processors)
         self.refused: CannotBind | None = None
+        self._ignored = ignored_tokens(self._processors, ids.shape[1])
+        self._first = [ids]  # the prompts, and the loop's own tokens
         # What the loop is handed at its end.
         self._tokens: list[Tensor] = []
         self._scores: list[Tensor] = []
@@ -89,6 +100,7 @@ class LaunchedGeneration:
         self._show(tokens)
         if length >= self.max_length or self._is_over(unfinished):
             return True
+        self._first.append(tokens[:, None])
         if not self._may_go_on(self.max_length - length):
             return False
         self._generate(unfinished, tokens, length)
@@ -118,18 +130,27 @@ class LaunchedGeneration:
             return False
 
     def _generate(self, unfinished: Tensor, tokens: Tensor, length: int) -> None:
-        state = RowState(unfinished)
-        if self._ends is not None:
-            rows = len(tokens)
-            pad: Any = self._pad
-            state = RowState(unfinished, pad.to(tokens).expand(rows), self._ends.to(tokens).expand(rows, -1))
-        over = False
+        state, over = self._state(unfinished), False
         while length < self.max_length and not over:
             launch = self._launch_at(length)
             take = self._take_one if launch.steps == 1 else self._take_several
-            new, unfinished, over = take(launch, tokens[:, None], state, length)
+            new, state, over = take(launch, tokens[:, None], state, length)
             self._tokens.append(new)
-            tokens, length, state = new[:, -1], length + new.shape[1], state._replace(unfinished=unfinished)
+            tokens, length = new[:, -1], length + new.shape[1]
+
+    def _state(self, unfinished: Tensor) -> RowState:
+        rows, pad, ends, seen = len(unfinished), None, None, None
+        if self._ends is not None:
+            pad = self._pad.to(unfinished).expand(rows)
+            ends = self._ends.to(unfinished).expand(rows, -1)
+        if self._ignored is not None:
+            ids, words = torch.cat(self._first, dim=1), self._served.words
+            ignored = torch.as_tensor(self._ignored, device=ids.device).view(-1, 1)
+            ids = ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) < ignored, words)
+            # Prompts may hold numbers above the vocabulary, which stand for images.
+            seen = torch.zeros(rows, words + 1, dtype=torch.bool, device=ids.device)
+            seen = seen.scatter_(1, ids.clamp(max=words), True)[:, :words]
+        return RowState(unfinished, pad, ends, seen)
 
     def _launch_at(self, length: int) -> Launch:
         """Return the launch for the next steps: a full one, or of one step."""
@@ -148,14 +169,14 @@ class LaunchedGeneration:
             self._launches[key] = Launch(steps, samples=self._samples, processors=processors, logits=logits)
         return self._launches[key]
 
-    def _take_one(self, launch: Launch, ids: Tensor, state: RowState, length: int) -> tuple[Tensor, Tensor, bool]:
+    def _take_one(self, launch: Launch, ids: Tensor, state: RowState, length: int) -> tuple[Tensor, RowState, bool]:
         logits = self._served.go_on(ids)[:, -1].to(copy=True, dtype=torch.float32)
-        tokens, scores, unfinished = launch.choose(logits, ids.expand(-1, length), state)
+        tokens, scores, state = launch.choose(logits, ids.expand(-1, length), state)
         self._record(logits, scores)
         self._show(tokens)
-        return tokens[:, None], unfinished, self._is_over(unfinished)
+        return tokens[:, None], state, self._is_over(state.unfinished)
 
-    def _take_several(self, launch: Launch, ids: Tensor, state: RowState, length: int) -> tuple[Tensor, Tensor, bool]:
+    def _take_several(self, launch: Launch, ids: Tensor, state: RowState, length: int) -> tuple[Tensor, RowState, bool]:
         generators = [default_generator(ids.device)] if self._samples else []
         before = random_states(generators)
         found = self._served.go_on(ids, launch.steps, launch=launch, rows=state)
@@ -164,24 +185,35 @@ class LaunchedGeneration:
         # The next replay overwrites the results.
         tokens, unfinished = found.tokens.clone(), found.unfinished.clone()
         made = launch.steps + 1 if self._ends is None else int(found.made.max())
-        kept = min(made, launch.steps)
-        for step in range(kept if any(self._recorded) else 0):
-            logits = found.logits[:, step].to(copy=True, dtype=torch.float32)
-            self._record(logits, self._processors(ids.expand(-1, length + step), logits))
-        shown = 0 if self._streamer is not None else kept
+        tokens = tokens[:, :made]
+        shown, kept = 0, tokens.shape[1]
         try:
-            while shown < kept:
-                shown += 1
+            self._record_all(launch, found.logits, tokens, state)
+            for shown in range(1, kept + 1):
                 self._show(tokens[:, shown - 1])
         finally:  # a streamer may raise
             if shown < launch.steps:
                 self._served.take_back(launch.steps - shown)
                 put_random_states(generators, before)
-                if self._samples:  # as much, whatever the scores are
-                    scores = torch.ones(len(ids), found.words, device=ids.device)
-                    for _ in range(shown):
-                        torch.multinomial(scores, num_samples=1)
-        return tokens[:, :kept], unfinished, made <= launch.steps
+                self._draw(len(ids), shown)
+        seen = None if state.seen is None else state.seen.scatter(1, tokens, True)
+        return tokens, RowState(unfinished, state.pad, state.ends, seen), made <= launch.steps
+
+    def _record_all(self, launch: Launch, all_logits: Any, tokens: Tensor, state: RowState) -> None:
+        """Record the logits, (rows, steps, vocabulary), of the steps that chose the tokens (rows, steps)."""
+        seen = state.seen
+        for step in range(tokens.shape[1] if any(self._recorded) else 0):
+            new = tokens[:, step : step + 1]
+            logits = all_logits[:, step].to(copy=True, dtype=torch.float32)
+            self._record(logits, launch.scores(logits, new, seen))
+            seen = None if seen is None else seen.scatter(1, new, True)
+
+    def _draw(self, rows: int, steps: int) -> None:
+        """Draw as many random numbers as so many steps do, which does not depend on the scores."""
+        if self._samples:
+            scores = torch.ones(rows, self._served.words, device=self._first[0].device)
+            for _ in range(steps):
+                torch.multinomial(scores, num_samples=1)
 
     def _is_over(self, unfinished: Tensor) -> bool:
         """True if all rows have ended; waits for the GPU if they can end."""

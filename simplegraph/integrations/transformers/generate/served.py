@@ -35,6 +35,9 @@ class ServedGeneration:
         cache: the generation's `past_key_values`.
         kept: True if the user can see the cache after the generation.
         beams: True if rows are beams, whose order changes between steps.
+
+    Attributes:
+        words: size of the vocabulary; 0 before the first step.
     """
 
     def __init__(self, decoder: FixedCacheDecoder, cache: Any, *, kept: bool, beams: bool) -> None:
@@ -47,6 +50,7 @@ class ServedGeneration:
         self._inputs: StepInputs | None = None  # of the last step that the model's own loop took
         self._earlier: StepInputs | None = None  # of the one before
         self._base = 0  # tokens in the store at that step
+        self.words = 0  # of the vocabulary
         self._output: Any = None  # makes outputs of a step from its logits; set by the prefill
         self._given: dict[str, torch.Size] = {}  # shapes of the prefill's arguments
         self._over = False
@@ -126,7 +130,9 @@ class ServedGeneration:
         self._earlier, self._inputs, self._base = self._inputs, inputs, self._length
         if first and not decoder.trusted:
             return self._compared_step(forward, kwargs, inputs)
-        return self._output(logits=self._run(inputs))
+        logits = self._run(inputs)
+        self.words = logits.shape[-1]
+        return self._output(logits=logits)
 
     def _run(self, inputs: StepInputs, steps: int = 1, **launch: Any) -> Any:
         """Run a step, or a launch of several, and return its result."""

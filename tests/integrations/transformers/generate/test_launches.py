@@ -113,6 +113,7 @@ def test_sampling_draws_what_it_did(pair: Any, device: torch.device) -> None:
     plain, model, graphs = pair
     settings = FREE | {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
     settings |= {"eos_token_id": tiny.EOS, "min_new_tokens": 12, "typical_p": 0.95, "renormalize_logits": True}
+    settings |= {"repetition_penalty": 1.2}
     for lengths in ([7, 4], [5]):
         both(plain, model, tiny.prompts(lengths, device), settings)
     assert launches(graphs) > 3
@@ -132,6 +133,7 @@ def test_scores_and_the_cache_are_those_of_the_tokens(pair: Any, device: torch.d
     batch = tiny.prompts([7, 4], device)
     settings = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "eos_token_id": list(range(3, 40))}
     settings |= {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "min_new_tokens": 9}
+    settings |= {"repetition_penalty": 1.1}
     found, expected = both(plain, model, batch, settings)
     assert type(found) is type(expected)
     new = expected.sequences.shape[1] - 7
@@ -242,6 +244,8 @@ def test_hooks_on_the_model_run_around_every_step(pair: Any, device: torch.devic
         {"forced_eos_token_id": 4},
         {"suppress_tokens": [5, 6, 7]},
         {"remove_invalid_values": True},
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.7, "min_new_tokens": 6},
     ],
 )
 def test_processors_that_a_length_switches_are_switched_there(
