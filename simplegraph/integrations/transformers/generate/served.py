@@ -37,7 +37,7 @@ class ServedGeneration:
         beams: True if rows are beams, whose order changes between steps.
 
     Attributes:
-        words: size of the vocabulary; 0 before the first step.
+        words: size of the vocabulary; 0 before the prefill.
     """
 
     def __init__(self, decoder: FixedCacheDecoder, cache: Any, *, kept: bool, beams: bool) -> None:
@@ -50,10 +50,9 @@ class ServedGeneration:
         self._inputs: StepInputs | None = None  # of the last step that the model's own loop took
         self._earlier: StepInputs | None = None  # of the one before
         self._base = 0  # tokens in the store at that step
-        self.words = 0  # of the vocabulary
         self._output: Any = None  # makes outputs of a step from its logits; set by the prefill
         self._given: dict[str, torch.Size] = {}  # shapes of the prefill's arguments
-        self._over = False
+        self._over, self.words = False, 0
         self._unserved = 0  # calls after the prefill that are no steps of one token
         self._beams = beams
         self._same_order: Any = None  # (rows,) int32, the index of each row; None if rows keep their places
@@ -79,6 +78,7 @@ class ServedGeneration:
         outputs = forward(*args, **kwargs)
         self._adopt(getattr(outputs, self._decoder.cache_name, None))
         self._output = self._output_like(outputs)
+        self.words = outputs.logits.shape[-1] if isinstance(getattr(outputs, "logits", None), Tensor) else 0
         self._given = {name: value.shape for name, value in kwargs.items() if isinstance(value, Tensor)}
         return outputs
 
@@ -130,9 +130,7 @@ class ServedGeneration:
         self._earlier, self._inputs, self._base = self._inputs, inputs, self._length
         if first and not decoder.trusted:
             return self._compared_step(forward, kwargs, inputs)
-        logits = self._run(inputs)
-        self.words = logits.shape[-1]
-        return self._output(logits=logits)
+        return self._output(logits=self._run(inputs))
 
     def _run(self, inputs: StepInputs, steps: int = 1, **launch: Any) -> Any:
         """Run a step, or a launch of several, and return its result."""

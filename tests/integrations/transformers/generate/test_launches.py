@@ -67,11 +67,11 @@ def both(
 def test_tokens_are_those_of_single_steps(name: str, device: torch.device) -> None:
     plain, model = (tiny.build(MODELS[name], device) for _ in range(2))
     with graphed(model, tokens_per_launch=STEPS) as graphs:
-        for seed, lengths in enumerate(([7, 4, 6], [5, 3, 2, 9], [6])):
+        for seed, lengths in enumerate(([7, 4, 6], [6])):
             both(plain, model, inputs(name, lengths, device, seed), {"max_new_tokens": TOKENS, "do_sample": False}, 1)
             both(plain, model, inputs(name, lengths, device, seed), FREE)
         assert not graphs.stats.slower
-        assert launches(graphs) >= 9
+        assert launches(graphs) >= 5
 
 
 def test_most_steps_are_those_of_launches_and_none_is_in_vain(pair: Any, device: torch.device) -> None:
@@ -94,6 +94,17 @@ def test_rows_that_end_early_end_where_they_did(lengths: list[int], pair: Any, d
     assert len(new) >= 5, "rows ended at all places of a launch"
     assert launches(graphs) > 5
     assert not graphs.stats.slower
+
+
+def test_graphs_that_were_dropped_are_made_again(pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    settings = FREE | {"do_sample": True, "temperature": 1.5, "eos_token_id": list(range(3, 18))}
+    settings |= {"repetition_penalty": 1.2}
+    for seed in range(4):
+        both(plain, model, tiny.prompts([7, 4], device, seed=5), settings, 1, seed)
+        graphs.reset()
+    both(plain, model, tiny.prompts([7, 4], device, seed=5), FREE)
+    assert launches(graphs)
 
 
 @pytest.mark.parametrize("lengths", [[7, 4], [7]])
@@ -128,9 +139,10 @@ def test_padded_rows_would_draw_other_tokens_and_are_sampled_one_by_one(pair: An
     assert not launches(graphs)
 
 
-def test_scores_and_the_cache_are_those_of_the_tokens(pair: Any, device: torch.device) -> None:
-    plain, model, graphs = pair
-    batch = tiny.prompts([7, 4], device)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_scores_and_the_cache_are_those_of_the_tokens(name: str, device: torch.device) -> None:
+    plain, model = (tiny.build(MODELS[name], device) for _ in range(2))
+    graphs, batch = graphed(model, tokens_per_launch=STEPS), tiny.prompts([7, 4], device)
     settings = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "eos_token_id": list(range(3, 40))}
     settings |= {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "min_new_tokens": 9}
     settings |= {"repetition_penalty": 1.1}
@@ -294,9 +306,9 @@ def test_states_that_cannot_be_put_back_are_kept_right(device: torch.device) -> 
 @pytest.mark.proofs
 def test_launches_are_proven(pair: Any, device: torch.device) -> None:
     plain, model, graphs = pair
-    for seed, lengths in enumerate(([7, 4], [5, 3, 2, 9], [5, 3, 2], [7, 4])):
-        both(plain, model, tiny.prompts(lengths, device, seed), FREE, 3)
-        both(plain, model, tiny.prompts(lengths[:2], device, seed), FREE | {"do_sample": True}, 3)
+    for seed, lengths in enumerate(([7, 4], [5, 3, 2], [7, 4])):
+        both(plain, model, tiny.prompts(lengths, device, seed), FREE)
+        both(plain, model, tiny.prompts(lengths[:2], device, seed), FREE | {"do_sample": True})
     assert launches(graphs)
     proofs = {graph.proof for graph in graphs.stats.graphs.values() if "launch" in graph.inputs}
     assert proofs <= {"exact", "exact, padded", "padded"}
