@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 
 from bench.model_table import answers, builders
 from bench.model_table.builders.model import RAGGED, Call, TableModel, real_lengths
-from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, PIPELINE, TableEntry
+from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, PIPELINE, WRAP, TableEntry
 from bench.model_table.serving import NEW_TOKENS, SOON, Counts, ServedModel, caller, serve
-from bench.tools.measure import Figures, few_threads, in_turn, kernel_milliseconds, seconds, step_milliseconds
+from bench.model_table.times import call_times, token_times
+from bench.tools.measure import Figures, few_threads
 from bench.transformers_generate import same_tokens
 from simplegraph.context import eager
 from simplegraph.errors import ConfigError
@@ -28,11 +29,12 @@ FULL, PIECEWISE, PARTS, EAGER = "full", "piecewise", "parts", "eager"
 MISSING, FAILED = "not measured", "failed"  # in place of a column
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 PASSES = (3, 8)  # over the ragged batches: at least, and at most until none of them runs eagerly for the first time
-LONG, SHORT = 33, 1  # new tokens of the generations whose difference is the time of a decode step
 TOLD = 400  # characters of a reason's details that are kept
 
 
-def measure_row(name: str, kind: str, tiny: bool, gpu: int = 0) -> Figures:
+def measure_row(
+    name: str, kind: str, tiny: bool, gpu: int = 0, turn: contextlib.AbstractContextManager[Any] | None = None
+) -> Figures:
     """Measure one entry.
 
     Args:
@@ -40,6 +42,7 @@ def measure_row(name: str, kind: str, tiny: bool, gpu: int = 0) -> Figures:
         kind: type of the device.
         tiny: the tiny shape.
         gpu: which of the visible GPUs, if the process has not used one yet.
+        turn: entered while times are measured, when nothing else may run.
     """
     entry = BY_NAME[name]
     if missing := _missing(entry):
@@ -51,12 +54,12 @@ def measure_row(name: str, kind: str, tiny: bool, gpu: int = 0) -> Figures:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[gpu % len(visible)] if visible[0] else str(gpu)
     device = torch.device(kind)
     started = time.perf_counter()
-    with _quiet(), few_threads(device), _grad_off(entry):
+    with _quiet(), few_threads(torch.device("cpu")), _grad_off(entry):  # others run beside it
         try:
-            row = _Row(entry, builders.find(entry), device, tiny)
+            row = Row(entry, builders.find(entry), device, tiny)
         except ModuleNotFoundError as error:  # of a package that the entry's own needs
             return {"column": MISSING, "reason": str(error)}
-        figures = row.measure()
+        figures = row.measure(turn or contextlib.nullcontext())
     return figures | {"seconds": round(time.perf_counter() - started, 2)}
 
 
@@ -86,7 +89,7 @@ def _grad_off(entry: TableEntry) -> Iterator[None]:
         yield
 
 
-class _Row:
+class Row:
     """One entry's model, its calls and eager's answers to them."""
 
     def __init__(self, entry: TableEntry, table_model: TableModel, device: torch.device, tiny: bool) -> None:
@@ -122,7 +125,7 @@ class _Row:
         found: Call = pytree.tree_map(placed, call)
         return found
 
-    def measure(self) -> Figures:
+    def measure(self, turn: contextlib.AbstractContextManager[Any]) -> Figures:
         plain = caller(self.entry, self.model)
         expected = [[answers.clone(self._run(plain, call)) for call in calls] for calls in self.calls]
         again = [answers.clone(self._run(plain, call)) for call in self.calls[0]]
@@ -137,7 +140,7 @@ class _Row:
         if self.made.part:
             figures["part"] = self.made.part
         if self.device.type == "cuda" and "wrong" not in figures:
-            figures |= self._timed(settings)
+            figures |= self.timed(settings, turn)
         return figures
 
     def _run(self, function: Callable[..., Any], call: Call) -> Any:
@@ -208,7 +211,7 @@ class _Row:
 
     # On a GPU.
 
-    def _timed(self, settings: Any) -> Figures:
+    def timed(self, settings: Any, turn: contextlib.AbstractContextManager[Any]) -> Figures:
         """Measure eager, served and the kernels alone, in the precision that its users have."""
         for dtype in (torch.bfloat16, torch.float32):
             try:
@@ -220,55 +223,24 @@ class _Row:
             except Exception as error:  # not every model takes bfloat16
                 reason = f"{type(error).__name__}: {error}"
                 continue
-            return {"dtype": str(dtype).removeprefix("torch.")} | self._times(call, settings)
+            generates = self.entry.integration == GENERATION
+            args, kwargs = self._call(RAGGED[1], 3, dtype) if generates else call
+            with serve(self.entry, self.model, **settings) as served:
+                timed = token_times if generates else call_times
+                found = timed(served.call, self._unserved(served), args, kwargs, self.device, turn)
+            return {"dtype": str(dtype).removeprefix("torch.")} | found
         return {"untimed": reason[:TOLD]}
 
-    def _times(self, call: Call, settings: Any) -> Figures:
-        args, kwargs = call
-        if self.entry.integration == GENERATION:
-            args, kwargs = self._call(RAGGED[1], 3, next(self.model.parameters()).dtype)
+    def _unserved(self, served: ServedModel) -> Callable[..., Any]:
+        """Return what calls the model without graphs while it is served."""
+        if self.entry.integration == WRAP:
+            return caller(self.entry, self.model)  # the module itself is unchanged
 
-            def tokens(function: Callable[..., Any], count: int) -> Callable[[], Any]:
-                return lambda: function(*args, **kwargs, max_new_tokens=count, min_new_tokens=count)
+        def eagerly(*args: Any, **kwargs: Any) -> Any:
+            with eager():
+                return served.call(*args, **kwargs)
 
-            def milliseconds(function: Callable[..., Any]) -> float:
-                times = [
-                    min(seconds(tokens(function, count), self.device) for _ in range(4)) for count in (LONG, SHORT)
-                ]
-                return (times[0] - times[1]) / (LONG - SHORT) * 1e3
-
-            plain_ms = milliseconds(caller(self.entry, self.model))
-            with serve(self.entry, self.model, **settings) as served:
-                for _ in range(3):
-                    tokens(served.call, LONG)()
-                served_ms = milliseconds(served.call)
-                kernels = [kernel_milliseconds(tokens(served.call, count), 1) for count in (LONG, SHORT)]
-            kernel_ms = (kernels[0] - kernels[1]) / (LONG - SHORT)
-        elif self.entry.integration == PIPELINE:
-            plain = caller(self.entry, self.model)
-            plain(*args, **kwargs)
-            plain_ms = step_milliseconds(lambda: plain(*args, **kwargs), self.device, warmup=1, steps=5)
-            with serve(self.entry, self.model, **settings) as served:
-                for _ in range(4):
-                    served.call(*args, **kwargs)
-                served_ms = step_milliseconds(lambda: served.call(*args, **kwargs), self.device, warmup=1, steps=5)
-                kernel_ms = kernel_milliseconds(lambda: served.call(*args, **kwargs), 2)
-        else:
-            with serve(self.entry, self.model, **settings) as served:
-                for _ in range(5):
-                    served.call(*args, **kwargs)
-
-                def plainly() -> Any:
-                    with eager():
-                        return served.call(*args, **kwargs)
-
-                calls = {"plain": plainly, "served": lambda: served.call(*args, **kwargs)}
-                if self.entry.integration != ENCODER:  # the module itself is unchanged
-                    calls["plain"] = lambda: self.model(*args, **kwargs)
-                times = in_turn(calls, self.device, rounds=3, steps=20)
-                plain_ms, served_ms = times["plain"], times["served"]
-                kernel_ms = kernel_milliseconds(calls["served"])
-        return {"eager_ms": plain_ms, "ms": served_ms, "kernel_ms": kernel_ms}
+        return eagerly
 
 
 def _column(served: ServedModel, last: Counts, steps: int) -> Figures:

@@ -3,16 +3,17 @@
 ``python -m bench.model_table``: every entry in a fresh process. A row runs its model eagerly over ragged batches, then
 served as the entry says, and compares every answer. Columns: ``full``, every call or decode step is one graph;
 ``piecewise``, graphs with eager breaks; ``parts``, graphs of some submodules; ``eager``, with the reason. On a GPU also
-the time of a call, eager and served, and that of its kernels alone, with the limits that a row has to keep.
+the time of a call, eager and served, and that of its kernels alone, with the limits that a row has to keep. Rows run
+side by side, ``--workers`` of them; while one measures times, all others are halted.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from bench.model_table.row import EAGER, FAILED, FULL, MISSING, PARTS, PIECEWISE
 from bench.tools import command, environment, fresh
 from bench.tools.measure import NOT_SPEED, Figures, say
 from bench.tools.options import add_names, count
+from bench.tools.side_by_side import SideBySide
 from bench.tools.tables import NOTHING, cell
 
 AT_MOST_EAGER = 1.02  # times eager's time
@@ -38,7 +40,8 @@ class TablePlan:
         only: names of entries or categories.
         tiny: the tiny shapes.
         seconds: that a row may take.
-        workers: processes at once; each has a GPU of its own if there are as many.
+        workers: processes at once, beside those that wait to measure; they are dealt to the GPUs in turn.
+        total: seconds after which the rows that are not done are left out.
         more: True to keep the rows that the file has, and measure the others.
         json: the file, written after every row.
     """
@@ -47,6 +50,7 @@ class TablePlan:
     tiny: bool = False
     seconds: int = 240
     workers: int = 1
+    total: int = 480
     more: bool = False
     json: Path | None = None
 
@@ -56,8 +60,8 @@ class TablePlan:
 
 
 def default_plan(device: torch.device) -> TablePlan:
-    """Return all entries, at real shapes on a GPU, tiny ones on a CPU."""
-    return TablePlan(tiny=device.type != "cuda")
+    """Return all entries: on a GPU at real shapes, in a few minutes; on a CPU tiny ones, however long they take."""
+    return TablePlan() if device.type == "cuda" else TablePlan(tiny=True, total=24 * 3600)
 
 
 def measure(plan: TablePlan, device: torch.device) -> Figures:
@@ -66,19 +70,33 @@ def measure(plan: TablePlan, device: torch.device) -> Figures:
     settings = dataclasses.asdict(plan) | {"json": None}
     known = _known(plan)
     figures: Figures = {"plan": settings, "device": device.type, "rows": known}
-    todo = [entry for entry in plan.entries() if entry.name not in known]
-    with concurrent.futures.ThreadPoolExecutor(plan.workers) as pool:
-        free = collections.deque(range(plan.workers))
-        running = {pool.submit(_row, entry, plan, device, free): entry for entry in todo}
-        for done in concurrent.futures.as_completed(running):
-            entry, row = running[done], done.result()
-            say(f"{entry.name}: {row['column']}{_because(row)}")
-            known[entry.name] = {"category": entry.category, "integration": entry.integration} | row
-            if plan.json is not None:
-                plan.json.parent.mkdir(parents=True, exist_ok=True)
-                plan.json.write_text(json.dumps(figures | {"environment": environment.describe()}, indent=2))
-    figures["rows"] = {name: known[name] for name in NAMES if name in known}
+    todo = {entry.name: entry for entry in plan.entries() if entry.name not in known}
+    tasks = {name: (measure_row, (name, device.type, plan.tiny)) for name in todo}
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
+    processes = SideBySide(workers=plan.workers, gpus=gpus, seconds=plan.seconds, total=plan.total)
+    began, described = time.monotonic(), environment.describe()
+    for name, found in processes.run(tasks):
+        row = _failed(found) if isinstance(found, Exception) else found
+        say(f"{time.monotonic() - began:.0f} s, {name}: {row['column']}{_because(row)}{_told(row)}")
+        entry = todo.pop(name)
+        known[name] = {"category": entry.category, "integration": entry.integration} | row
+        figures["rows"] = {name: known[name] for name in NAMES if name in known}
+        if plan.json is not None:
+            plan.json.parent.mkdir(parents=True, exist_ok=True)
+            plan.json.write_text(json.dumps(figures | {"environment": described}, indent=2))
+    if todo:
+        say(f"{plan.total} s are over; left out: {', '.join(todo)}. The same command with --more measures them.")
     return figures
+
+
+def _failed(error: Exception) -> Figures:
+    if isinstance(error, fresh.ProcessFailed):
+        return {"column": FAILED, "reason": error.reason, "traceback": str(error)[-2000:]}
+    return {"column": FAILED, "reason": str(error)}
+
+
+def _told(row: Figures) -> str:
+    return f", {row['ms']:.3f} ms, {row['ms'] / row['eager_ms']:.2f} times eager" if "ms" in row else ""
 
 
 def _known(plan: TablePlan) -> dict[str, Figures]:
@@ -86,19 +104,6 @@ def _known(plan: TablePlan) -> dict[str, Figures]:
         return {}
     found: dict[str, Figures] = json.loads(plan.json.read_text())["rows"]
     return found
-
-
-def _row(entry: TableEntry, plan: TablePlan, device: torch.device, free: collections.deque[int]) -> Figures:
-    gpu = free.popleft()
-    try:
-        row: Figures = fresh.call(measure_row, entry.name, device.type, plan.tiny, gpu, seconds=plan.seconds)
-    except TimeoutError as error:
-        row = {"column": FAILED, "reason": str(error)}
-    except fresh.ProcessFailed as error:
-        row = {"column": FAILED, "reason": error.reason, "traceback": str(error)[-2000:]}
-    finally:
-        free.append(gpu)
-    return row
 
 
 def limits(row: Figures) -> list[str]:
@@ -194,5 +199,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
     parser.add_argument("--more", action="store_true", help="keep the rows that the file has, and measure the others")
     parser.add_argument("--seconds", type=count, help="that a row may take")
-    parser.add_argument("--workers", type=count, help="processes at once; a GPU each, for times that count")
+    parser.add_argument("--workers", type=count, help="processes at once")
+    parser.add_argument("--total", type=count, help="seconds after which the rest is left out")
     command.run(parser, argv, default_plan, measure, render, failures)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -71,32 +72,94 @@ def call(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
         TimeoutError: it took longer, and was terminated.
         ProcessFailed: the function raised, or its process died.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, function, args))
-    process.start()
-    sender.close()  # only the child's end stays open, so that its death is noticed
-    try:
-        if not receiver.poll(seconds):
+    with contextlib.closing(FreshProcess(function, *args)) as process:
+        if not process.connection.poll(seconds):
             raise TimeoutError(f"took more than {seconds:g} s")
-        fine, answer = receiver.recv()
-    except EOFError:
-        process.join()
-        raise ProcessFailed(f"the process died with exit code {process.exitcode}") from None
-    finally:
-        process.kill()
-        process.join()
-        receiver.close()
-    if not fine:
-        raise ProcessFailed(*answer)
-    return answer
+        return process.result(process.receive())
 
 
-def _answer(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+class FreshProcess:
+    """Runs a function in a fresh process; see `call`.
+
+    Args:
+        function, args: what runs.
+        turns: True to pass the function a `Turn` as its last argument.
+
+    Attributes:
+        connection: has a message when the function is done, or wants a turn.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, turns: bool = False) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self.connection, other = context.Pipe()
+        self._process = context.Process(target=_answer, args=(other, function, args, turns))
+        self._process.start()
+        self._pid: int = self._process.pid  # type: ignore[assignment]  # it has started
+        other.close()  # only the child's end stays open, so that its death is noticed
+
+    def receive(self) -> Any:
+        """Wait for a message: one of `Turn`'s, or what `result` reads. Raises ProcessFailed if it died."""
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            raise ProcessFailed(f"the process died with exit code {self._process.exitcode}") from None
+
+    def result(self, message: Any) -> Any:
+        """Return what the function returned, from its last message. Raises ProcessFailed if it raised."""
+        fine, answer = message
+        if not fine:
+            raise ProcessFailed(*answer)
+        return answer
+
+    def give_turn(self) -> None:
+        """Let it measure."""
+        self.connection.send(None)
+
+    def stop(self) -> None:
+        """Halt it until `go_on`; what it has given to a GPU is still done."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it run again."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(self._pid, number)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+class Turn:
+    """Lets a function measure times while all beside it stand still: ``with turn: ...``, as often as it wants.
+
+    Args:
+        connection: to the process that gives turns.
+    """
+
+    WANTED, OVER = "wanted", "over"
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.send(self.WANTED)
+        self._connection.recv()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._connection.send(self.OVER)
+
+
+def _answer(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], turns: bool) -> None:
     try:
-        result = True, function(*args)
+        result = True, function(*args, *([Turn(connection)] if turns else []))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         result = False, (traceback.format_exc(), reason)
-    sender.send(result)
+    connection.send(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.model_table import answers, table
-from bench.model_table.entries import CATEGORIES, ENTRIES
-from bench.model_table.row import EAGER, FAILED, FULL, MISSING, PIECEWISE, measure_row
+from bench.model_table import answers, builders, table, times
+from bench.model_table.entries import CATEGORIES, ENTRIES, GENERATION
+from bench.model_table.row import BY_NAME, EAGER, FAILED, FULL, MISSING, PIECEWISE, Row, measure_row
 
 FILE = Path(__file__).parents[3] / "bench" / "results" / "emulator_model_table.json"
 ROWS: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))["rows"]
@@ -68,6 +69,33 @@ def test_the_sample_is_spread_over_the_categories() -> None:
 def test_a_model_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert measure_row("timm/resnet50", "cpu", tiny=True) == {"column": MISSING, "reason": "timm is not installed"}
+
+
+class Turns(contextlib.AbstractContextManager[None]):
+    """Counts how often a row measured."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.taken += 1
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("name", ["torch/GRU", "Llama", "BERT"])
+def test_a_row_on_a_gpu_times_eager_and_replays_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(times, "kernel_milliseconds", lambda call, calls: 0.25)
+    monkeypatch.setattr(times, "BUDGET", 0.002)
+    monkeypatch.setattr(times, "LONG", {"eager_ms": 3, "ms": 4})
+    turns, entry = Turns(), BY_NAME[name]
+    with torch.no_grad():
+        row = Row(entry, builders.find(entry), torch.device("cpu"), tiny=True)
+        figures = row.timed({"tiny": True, "part": "", "settings": {}}, turns)
+    assert figures["dtype"] == "bfloat16"
+    assert figures["eager_ms"] > 0
+    # Of a decode step: what a long generation has more than a short one.
+    assert figures["kernel_ms"] == (0 if entry.integration == GENERATION else 0.25)
+    assert turns.taken == 2
 
 
 def test_a_limit_that_a_row_does_not_keep_is_told() -> None:

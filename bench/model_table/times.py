@@ -1,0 +1,84 @@
+"""Measures a call of a served model: eager, served, and its kernels alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from bench.tools.measure import Figures, kernel_milliseconds, seconds, step_milliseconds
+
+# New tokens of the generations whose difference is the time of a decode step, and how often each is made.
+LONG, SHORT = {"eager_ms": 9, "ms": 33}, 1
+TIMES = {"eager_ms": 2, "ms": 4}
+WARMUPS = 5  # calls until graphs serve
+BUDGET = 0.12  # seconds of calls of one kind in a round
+ROUNDS, MORE_ROUNDS = 2, 5  # at first, and in addition where a limit is near
+NEAR = 0.9  # of eager's time
+
+Turn = AbstractContextManager[Any]
+
+
+def call_times(
+    served: Callable[..., Any], plain: Callable[..., Any], args: Any, kwargs: Any, device: torch.device, turn: Turn
+) -> Figures:
+    """Measure a call in ms: `eager_ms`, `ms` served, and `kernel_ms`, the sum of the served one's kernels."""
+    calls = {"eager_ms": lambda: plain(*args, **kwargs), "ms": lambda: served(*args, **kwargs)}
+    for _ in range(WARMUPS):
+        calls["ms"]()
+    steps = {name: _steps(call, device) for name, call in calls.items()}
+
+    def measured(name: str) -> float:
+        return step_milliseconds(calls[name], device, warmup=min(2, steps[name] - 1), steps=steps[name])
+
+    def kernels() -> float:
+        return kernel_milliseconds(calls["ms"], min(5, steps["ms"]))
+
+    return _in_turns(measured, kernels, calls["ms"], turn)
+
+
+def _steps(call: Callable[[], Any], device: torch.device) -> int:
+    """Return how many calls a round takes."""
+    call()
+    return max(1, min(20, int(BUDGET / seconds(call, device))))
+
+
+def token_times(
+    served: Callable[..., Any], plain: Callable[..., Any], args: Any, kwargs: Any, device: torch.device, turn: Turn
+) -> Figures:
+    """Measure a decode step, as `call_times` does a call: a long generation's time less a short one's, by token."""
+
+    def tokens(function: Callable[..., Any], count: int) -> Callable[[], Any]:
+        return lambda: function(*args, **kwargs, max_new_tokens=count, min_new_tokens=count)
+
+    functions = {"eager_ms": plain, "ms": served}
+    for _ in range(3):
+        tokens(served, LONG["ms"])()
+    tokens(plain, LONG["eager_ms"])()
+
+    def measured(name: str) -> float:
+        generations = [tokens(functions[name], count) for count in (LONG[name], SHORT)]
+        long, short = (min(seconds(each, device) for _ in range(TIMES[name])) for each in generations)
+        return (long - short) / (LONG[name] - SHORT) * 1e3
+
+    def kernels() -> float:
+        long, short = (kernel_milliseconds(tokens(served, count), 1) for count in (LONG["ms"], SHORT))
+        return (long - short) / (LONG["ms"] - SHORT)
+
+    return _in_turns(measured, kernels, tokens(served, SHORT), turn)
+
+
+def _in_turns(
+    measured: Callable[[str], float], kernels: Callable[[], float], call: Callable[[], Any], turn: Turn
+) -> Figures:
+    with turn:
+        rounds = [{name: measured(name) for name in ("eager_ms", "ms")} for _ in range(ROUNDS)]
+        if rounds[0]["ms"] > NEAR * rounds[0]["eager_ms"]:
+            rounds += [{name: measured(name) for name in ("eager_ms", "ms")} for _ in range(MORE_ROUNDS)]
+    kernel_milliseconds(call, 1)  # the profiler's first start takes long, and calls are slower after it
+    with turn:
+        kernel_ms = kernels()
+    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]} | {"kernel_ms": kernel_ms}
