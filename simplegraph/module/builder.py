@@ -39,7 +39,7 @@ from simplegraph.module.outside import MemoryInUse
 from simplegraph.module.padding import learn_numbers
 from simplegraph.module.plan import Plan, make_plan
 from simplegraph.module.rehearsal import Rehearsal
-from simplegraph.module.signature import CallReader
+from simplegraph.module.signature import CallReader, only_size
 from simplegraph.module.snapshot import has_address, tensors_in
 from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
@@ -85,7 +85,7 @@ class GraphBuilder:
     def run_to_learn(self, call: Call, reason: Reason) -> Any:
         """Run as called if that teaches how such calls follow the batch size. Raises CannotBind if it did before."""
         if (call.spec, call.batch) in call.binding.ran:
-            raise CannotBind(reason, f"only batch size {call.batch} has been called")
+            raise CannotBind(reason, only_size(self.reader, call.batch, call.spec))
         return self.run_as_called(call, reason)
 
     def run_as_called(self, call: Call, reason: Reason) -> Any:

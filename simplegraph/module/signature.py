@@ -65,7 +65,9 @@ class CallReader:
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         # By the shape-free form of a call: for each leaf, the shapes it was seen with, by batch size.
-        self._seen: dict[Hashable, list[dict[int, tuple[int, ...]]]] = {}  # the latest of them, oldest first
+        self._seen: dict[
+            tuple[TreeSpec, Hashable], list[dict[int, tuple[int, ...]]]
+        ] = {}  # the latest of them, oldest first
 
     def _check_names(self, parameters: Collection[inspect.Parameter]) -> None:
         """Refuse a misspelt argument, which would be padded by another rule than its user thinks."""
@@ -291,6 +293,19 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
+def only_size(reader: CallReader, batch: int, spec: TreeSpec) -> str:
+    """Say that calls came in one batch size alone, and in which lengths lists came, which may be the batch."""
+    told = f"only batch size {batch} has been called"
+    calls = [dict(reader._arguments(known)) for known, _ in reader._seen]
+    for name, child in reader._arguments(spec):
+        others = [child, *(call[name] for call in calls if name in call)]
+        lengths = sorted({len(other.children) for other in others if other.type is list})
+        if len(lengths) > 1:
+            listed = f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"
+            return f"{told}, in lists of {listed} as {name}; if a list is the batch, use exact_shapes=True"
+    return told
+
+
 def prefixes(name: str) -> Iterator[str]:
     """Yield the names that declare an argument: ``states.0.x``, ``states.0``, ``states``."""
     parts = name.split(".")
@@ -306,7 +321,7 @@ def _normal(dim: int, tensor: Tensor, name: str) -> int:
     return dim % tensor.dim()
 
 
-def _form(leaves: Sequence[Any], spec: TreeSpec) -> Hashable:
+def _form(leaves: Sequence[Any], spec: TreeSpec) -> tuple[TreeSpec, Hashable]:
     """Describe a call without its shapes."""
     return spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 

@@ -97,6 +97,22 @@ def test_a_size_seen_once_is_observed_once_until_another_size_says_what_follows_
     assert model.graph_stats.eager[Reason.BATCH_DIM_UNCONFIRMED] == 6
 
 
+def test_images_in_lists_are_not_said_to_have_come_in_one_batch_size(device: torch.device) -> None:
+    """Detectors take a list of images, whose dimension of three is that of their colours."""
+    model = graphed(device, lambda m, images: [image * 2 for image in images], capture_sizes=[1, 2, 4], batch_dims={})
+    for _ in range(2):
+        for count in (1, 2, 4):
+            model([rows(3, device) for _ in range(count)])
+    told = model.graph_stats.details[Reason.BATCH_DIM_UNCONFIRMED]
+    advice = "in lists of 1, 2 and 4 as args.0; if a list is the batch, use exact_shapes=True"
+    assert told == f"only batch size 3 has been called, {advice}"
+    model.configure_graphs(exact_shapes=True)
+    for _ in range(3):
+        images = [rows(3, device) for _ in range(2)]
+        assert all(torch.equal(found, image * 2) for found, image in zip(model(images), images, strict=True))
+    assert model.graph_stats.replays >= 1
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -29,9 +29,13 @@ def _square(side: int, real_side: int = 224) -> Callable[[bool, list[int], int],
 
 
 def _torchvision(
-    name: str, home: str = "", small: Settings | None = None, call: Callable[[bool, list[int], int], Call] | None = None
+    name: str,
+    home: str = "",
+    small: Settings | None = None,
+    call: Callable[[bool, list[int], int], Call] | None = None,
+    **settings: Any,
 ) -> TableModel:
-    """Return a model of torchvision, from the folder `home` of its models."""
+    """Return a model of torchvision, from the folder `home` of its models, and the settings that its user gives."""
 
     def build(tiny: bool) -> Any:
         import torchvision
@@ -40,13 +44,18 @@ def _torchvision(
         without = {"weights": None} | ({"weights_backbone": None} if home in ("detection", "segmentation") else {})
         return getattr(place, name)(**without, **((small or {}) if tiny else {}))
 
-    return TableModel(build, call or _square(64))
+    return TableModel(build, call or _square(64), settings)
 
 
 def _listed(tiny: bool, lengths: list[int], seed: int) -> Call:
     """Make a list of images, as torchvision's detectors take them."""
     side = 64 if tiny else 320
     return ([noise(3, side, side, seed=seed + at).sigmoid() for at in range(len(lengths))],), {}
+
+
+def _detector(name: str, small: Settings | None = None) -> TableModel:
+    """Return a detector: a list of images is its batch, so that no tensor has a batch dimension."""
+    return _torchvision(name, "detection", small, _listed, exact_shapes=True)
 
 
 def _frames(tiny: bool, lengths: list[int], seed: int) -> Call:
@@ -84,7 +93,7 @@ MODELS = {
     "torchvision_fcn": _torchvision("fcn_resnet50", "segmentation"),
     "torchvision_raft": _torchvision("raft_small", "optical_flow", call=image_pairs(128, 256)),
     "torchvision_r3d_18": _torchvision("r3d_18", "video", call=_frames),
-    "torchvision_fasterrcnn": _torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", "detection", TINY_SIDE, _listed),
-    "torchvision_retinanet": _torchvision("retinanet_resnet50_fpn", "detection", TINY_SIDE, _listed),
-    "torchvision_ssdlite": _torchvision("ssdlite320_mobilenet_v3_large", "detection", call=_listed),
+    "torchvision_fasterrcnn": _detector("fasterrcnn_mobilenet_v3_large_320_fpn", TINY_SIDE),
+    "torchvision_retinanet": _detector("retinanet_resnet50_fpn", TINY_SIDE),
+    "torchvision_ssdlite": _detector("ssdlite320_mobilenet_v3_large"),
 }
