@@ -32,11 +32,14 @@ from simplegraph.manager.hooks import GraphHooks as GraphHooks
 from simplegraph.manager.jobs import CaptureSummary as CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager as CudaGraphManager
 from simplegraph.manager.settings import CudaGraphSettings as CudaGraphSettings
+from simplegraph.module.graphed_parts import GraphedParts as GraphedParts
+from simplegraph.module.graphed_parts import PartsReport as PartsReport
 from simplegraph.module.mixin import CudaGraphWrapper as CudaGraphWrapper
 from simplegraph.module.mixin import cuda_graph as cuda_graph
 from simplegraph.module.mixin import graph_pool as graph_pool
 from simplegraph.module.mixin import unwrap as unwrap
 from simplegraph.module.mixin import wrap as wrap
+from simplegraph.module.parts import wrap_parts as wrap_parts
 from simplegraph.optimizing.optimize import Optimization as Optimization
 from simplegraph.optimizing.optimize import optimize as optimize
 from simplegraph.reasons import Reason as Reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 from collections.abc import Collection, Iterator, Mapping
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from simplegraph.errors import ConfigError
-from simplegraph.manager.report import GraphReport
+from simplegraph.module.graphed_parts import GraphedParts, PartsReport
 from simplegraph.module.mixin import CudaGraphWrapper, graph_pool, wrap
 
 __all__ = ["GraphedPipeline", "PipelineReport", "graph_pipeline"]
@@ -24,30 +23,10 @@ _ROWS = ("sample", "hidden_states", "encoder_hidden_states", "pooled_projections
 _CODER_PARTS = ("encoder", "decoder")  # of a model that is called by `encode` and `decode`
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class PipelineReport:
-    """The reports of a pipeline's models. ``print(report)`` shows them one after another.
-
-    Attributes:
-        parts: the report of each, by its name in the pipeline.
-        skipped: why other models have no graphs, by name.
-    """
-
-    parts: Mapping[str, GraphReport]
-    skipped: Mapping[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything in the reports as plain values."""
-        return {"parts": {name: part.to_dict() for name, part in self.parts.items()}, "skipped": dict(self.skipped)}
-
-    def __str__(self) -> str:
-        shown = [f"{name}: {part}" for name, part in self.parts.items()]
-        return "\n".join([*shown, *(f"{name} runs eagerly: {why}" for name, why in self.skipped.items())])
-
-    __repr__ = __str__
+PipelineReport = PartsReport
 
 
-class GraphedPipeline:
+class GraphedPipeline(GraphedParts):
     """Handle of a pipeline whose models go through graphs: has their reports, and `remove` to undo it.
 
     As a context manager it calls `remove` at the end.
@@ -59,41 +38,11 @@ class GraphedPipeline:
     """
 
     def __init__(self, pipe: Any, places: Mapping[str, tuple[Any, str, Any]], skipped: Mapping[str, str]) -> None:
+        super().__init__(pipe)
         self.pipe = pipe
-        self.parts = {name: wrapped for name, (_, _, wrapped) in places.items()}
-        self._skipped = dict(skipped)
-        self._before = [
-            (holder, attribute, getattr(holder, attribute), wrapped) for holder, attribute, wrapped in places.values()
-        ]
-        for holder, attribute, _, wrapped in self._before:
-            setattr(holder, attribute, wrapped)
-
-    def report(self) -> PipelineReport:
-        """Report captures, replays and what ran eagerly, for each model."""
-        return PipelineReport({name: part.graph_report() for name, part in self.parts.items()}, self._skipped)
-
-    def reset(self) -> None:
-        """Drop all graphs; later calls capture again."""
-        for part in self.parts.values():
-            part.reset_graphs()
-
-    def remove(self) -> None:
-        """Put the pipeline's own models back and drop the graphs; a second call does nothing."""
-        while self._before:
-            holder, attribute, original, wrapped = self._before.pop()
-            if getattr(holder, attribute, None) is wrapped:  # else somebody has replaced it since
-                setattr(holder, attribute, original)
-        self.reset()
-
-    def __repr__(self) -> str:
-        """Show the pipeline and its models that have graphs."""
-        return f"<GraphedPipeline of {type(self.pipe).__name__}: {', '.join(self.parts)}>"
-
-    def __enter__(self) -> GraphedPipeline:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove()
+        self.skipped.update(skipped)
+        for name, (holder, attribute, wrapped) in places.items():
+            self.put(name, wrapped, [(holder, attribute)])
 
 
 def graph_pipeline(
