@@ -112,6 +112,8 @@ def unreturnable(leaves: Sequence[Any]) -> str | None:
             return f"a {type(leaf).__name__}, whose body would run after the capture; return its values instead"
         if type(leaf) is Withheld:
             return repr(leaf)
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            return "a nested tensor"
         opaque = isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or is_wrapper(leaf))
         if opaque or not isinstance(leaf, _RETURNABLE):
             cache = "; pass use_cache=False" if type(leaf).__module__ == "transformers.cache_utils" else ""

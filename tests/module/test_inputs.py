@@ -130,6 +130,29 @@ def test_inputs_of_any_memory_layout_give_eagers_answer(device, form):
     assert model.graph_stats.replays > 12
 
 
+def _nested(x):
+    return torch.nested.nested_tensor([x[:2], x[1:]])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("forward", "make", "told"),
+    [
+        (lambda m, x: x * 2, _nested, {sg.Reason.OPAQUE_ARGUMENT: "args.0 is a nested tensor"}),
+        (lambda m, x: _nested(x), torch.clone, {sg.Reason.UNSUPPORTED_OUTPUT: "a nested tensor"}),
+    ],
+    ids=["passed", "returned"],
+)
+@pytest.mark.parametrize("exact", [False, True])
+def test_nested_tensors_have_no_sizes_and_run_eagerly(device, forward, make, told, exact):
+    model = graphed(device, forward, exact_shapes=exact)
+    for _ in range(3):
+        x = make(rows(4, device))
+        for found, wanted in zip(model(x).unbind(), forward(None, x).unbind(), strict=True):
+            assert torch.equal(found, wanted)
+    assert model.graph_stats.details == told
+
+
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
 def test_channels_last_images_stay_channels_last(device, memory_format):
     module = nn.Conv2d(3, 4, 3, padding=1).to(device, memory_format=memory_format).eval()
