@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib.util
 import logging
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from bench.model_table import answers, builders
 from bench.model_table.builders.model import RAGGED, Call, TableModel, real_lengths
 from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, PIPELINE, WRAP, TableEntry
-from bench.model_table.serving import NEW_TOKENS, SOON, Counts, ServedModel, caller, serve
+from bench.model_table.serving import NEW_TOKENS, SOON, Counts, ServedModel, caller, serve, serve_parts
 from bench.model_table.times import call_times, token_times
 from bench.tools.measure import Figures, few_threads
 from bench.transformers_generate import same_tokens
@@ -29,6 +30,7 @@ FULL, PIECEWISE, PARTS, EAGER = "full", "piecewise", "parts", "eager"
 MISSING, FAILED = "not measured", "failed"  # in place of a column
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 PASSES = (3, 8)  # over the ragged batches: at least, and at most until none of them runs eagerly for the first time
+LEAST_SHARE = 0.25  # of a model's layers, for parts to be worth the name
 TOLD = 400  # characters of a reason's details that are kept
 
 
@@ -130,18 +132,47 @@ class Row:
         expected = [[answers.clone(self._run(plain, call)) for call in calls] for calls in self.calls]
         again = [answers.clone(self._run(plain, call)) for call in self.calls[0]]
         figures: Figures = {"repeats": self._repeats(again, expected[0])}
-        settings: Any = {"tiny": self.tiny, "part": self.made.part, "settings": self.made.settings}
+        if self.made.part:
+            figures["part"] = self.made.part
+        serving = self.served_whole
         try:
-            with serve(self.entry, self.model, **settings) as served:
+            with serving() as served:
                 figures |= self._compare(served, expected)
         except ConfigError as error:
             refusal = {"reason": "refused", "detail": str(error)[:TOLD], "answers": "equal"}
-            return figures | {"column": EAGER, "replayed": 0.0} | refusal
-        if self.made.part:
-            figures["part"] = self.made.part
+            figures |= {"column": EAGER, "replayed": 0.0} | refusal
+        if figures["column"] == EAGER and "wrong" not in figures and isinstance(self.model, torch.nn.Module):
+            with self.served_in_parts() as served:
+                found = self._compare(served, expected) if served.parts else {}
+            share = self._share(served.parts)
+            if found.get("replays") and share >= LEAST_SHARE:
+                why = {name: figures[name] for name in ("reason", "detail")}  # not the whole
+                figures |= found | why | {"column": PARTS, "parts": served.parts, "in_parts": round(share, 3)}
+                serving = self.served_in_parts
         if self.device.type == "cuda" and "wrong" not in figures:
-            figures |= self.timed(settings, turn)
+            figures |= self.timed(serving, turn)
         return figures
+
+    def served_whole(self) -> contextlib.AbstractContextManager[ServedModel]:
+        """Serve the model as its entry says."""
+        return serve(self.entry, self.model, tiny=self.tiny, part=self.made.part, settings=self.made.settings)
+
+    def served_in_parts(self) -> contextlib.AbstractContextManager[ServedModel]:
+        """Serve what parts of the model can have graphs."""
+        dtype = next((each.dtype for each in self.model.parameters() if each.is_floating_point()), torch.float32)
+        calls = [self._call(lengths, 1, dtype) for lengths in RAGGED[:2]]
+        return serve_parts(self.entry, self.model, calls)
+
+    def _share(self, parts: tuple[str, ...]) -> float:
+        """Return the share of layers' calls that are inside of these parts."""
+        called: collections.Counter[str] = collections.Counter()
+        layers = [(name, each) for name, each in self.model.named_modules() if not any(True for _ in each.children())]
+        hooks = [each.register_forward_pre_hook(lambda *_, at=name: called.update([at])) for name, each in layers]
+        self._run(caller(self.entry, self.model), self.calls[0][0])
+        for hook in hooks:
+            hook.remove()
+        inside = sum(called[name] for name in called if any(f"{name}.".startswith(f"{part}.") for part in parts))
+        return inside / max(1, called.total())
 
     def _run(self, function: Callable[..., Any], call: Call) -> Any:
         torch.manual_seed(5)
@@ -211,7 +242,11 @@ class Row:
 
     # On a GPU.
 
-    def timed(self, settings: Any, turn: contextlib.AbstractContextManager[Any]) -> Figures:
+    def timed(
+        self,
+        serving: Callable[[], contextlib.AbstractContextManager[ServedModel]],
+        turn: contextlib.AbstractContextManager[Any],
+    ) -> Figures:
         """Measure eager, served and the kernels alone, in the precision that its users have."""
         for dtype in (torch.bfloat16, torch.float32):
             try:
@@ -225,7 +260,7 @@ class Row:
                 continue
             generates = self.entry.integration == GENERATION
             args, kwargs = self._call(RAGGED[1], 3, dtype) if generates else call
-            with serve(self.entry, self.model, **settings) as served:
+            with serving() as served:
                 timed = token_times if generates else call_times
                 found = timed(served.call, self._unserved(served), args, kwargs, self.device, turn)
             return {"dtype": str(dtype).removeprefix("torch.")} | found
@@ -233,7 +268,7 @@ class Row:
 
     def _unserved(self, served: ServedModel) -> Callable[..., Any]:
         """Return what calls the model without graphs while it is served."""
-        if self.entry.integration == WRAP:
+        if self.entry.integration == WRAP and not served.parts:
             return caller(self.entry, self.model)  # the module itself is unchanged
 
         def eagerly(*args: Any, **kwargs: Any) -> Any:

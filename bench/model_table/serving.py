@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import simplegraph as sg
+from bench.model_table.builders.model import Call
 from bench.model_table.entries import ENCODER, GENERATION, PIPELINE, WRAP, TableEntry
 from simplegraph import Reason
 from simplegraph.manager.stats import GraphStats
@@ -45,11 +46,13 @@ class ServedModel:
 
     Attributes:
         call: calls it; stats: the counters of its graphs; report: what the user is told of them.
+        parts: the names of the parts that have graphs, if the whole has none.
     """
 
     call: Callable[..., Any]
     stats: list[GraphStats]
     report: Callable[[], Any]
+    parts: tuple[str, ...] = ()
 
     def counts(self) -> Counts:
         """Count replays and eager calls up to now."""
@@ -100,6 +103,16 @@ def serve(
         parts = getattr(graphs, "parts", None)
         stats = [each.graph_stats for each in parts.values()] if parts is not None else [graphs.stats]
         yield ServedModel(caller(entry, model), stats, graphs.report)
+
+
+@contextlib.contextmanager
+def serve_parts(entry: TableEntry, model: Any, calls: Sequence[Call]) -> Iterator[ServedModel]:
+    """Give graphs to parts of the model, found by example calls."""
+    plain = caller(entry, model)
+    inputs, *others = calls
+    with sg.wrap_parts(model, inputs, others=others, call=lambda args, kwargs: plain(*args, **kwargs)) as graphs:
+        stats = [part.graph_stats for part in graphs.parts.values()]
+        yield ServedModel(caller(entry, model), stats, graphs.report, tuple(graphs.parts))
 
 
 def _graphs(entry: TableEntry, model: Any, tiny: bool, settings: dict[str, Any]) -> Any:

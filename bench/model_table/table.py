@@ -2,9 +2,10 @@
 
 ``python -m bench.model_table``: every entry in a fresh process. A row runs its model eagerly over ragged batches, then
 served as the entry says, and compares every answer. Columns: ``full``, every call or decode step is one graph;
-``piecewise``, graphs with eager breaks; ``parts``, graphs of some submodules; ``eager``, with the reason. On a GPU also
-the time of a call, eager and served, and that of its kernels alone, with the limits that a row has to keep. Rows run
-side by side, ``--workers`` of them; while one measures times, all others are halted.
+``piecewise``, graphs with eager breaks; ``parts``, graphs of submodules that have a quarter of its layers at least;
+``eager``, with the reason. On a GPU also the time of a call, eager and served, and that of its kernels alone, with the
+limits that a row has to keep. Rows run side by side, ``--workers`` of them; while one measures times, all others are
+halted.
 """
 
 from __future__ import annotations
@@ -161,6 +162,7 @@ def _cells(name: str, row: Figures) -> list[str]:
     eager = f"{row['ms'] / row['eager_ms']:.2f}" if "ms" in row else NOTHING
     kept = ("; ".join(limits(row)) or "kept") if "answers" in row else NOTHING
     replayed = f"{row['replayed']:.0%}" if "replayed" in row else NOTHING
+    replayed += f" of {row['in_parts']:.0%}" if "in_parts" in row else ""
     times = [cell(row, figure, ".3f") for figure in ("eager_ms", "ms", "kernel_ms")]
     answers = row.get("answers", NOTHING)
     return [name, served, row["column"], replayed, answers, *times, eager, kept, _because(row).strip(" :")]
@@ -187,7 +189,7 @@ def summary(rows: dict[str, Figures]) -> list[str]:
     ]
     reasons = collections.Counter(row["reason"] for row in measured.values() if row["column"] == EAGER)
     for reason, number in reasons.most_common():
-        names = ", ".join(name for name, row in measured.items() if row.get("reason") == reason)
+        names = ", ".join(name for name, row in measured.items() if row["column"] == EAGER and row["reason"] == reason)
         lines.append(f"- {number} eager, {reason}: {names}")
     return lines
 

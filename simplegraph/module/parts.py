@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simplegraph.config import check_settings
 from simplegraph.errors import ConfigError, InputError, VerificationError
 from simplegraph.graph.device import GraphPool
-from simplegraph.manager.differences import first_difference
+from simplegraph.manager.differences import cloned, first_difference
 from simplegraph.module.graphed_parts import GraphedParts
 from simplegraph.module.mixin import CudaGraphWrapper, graph_pool, wrap
 from simplegraph.module.signature import device_of
@@ -29,6 +29,7 @@ def wrap_parts(
     model: nn.Module,
     inputs: Any,
     *,
+    others: Sequence[Any] = (),
     call: Callable[..., Any] | None = None,
     min_operators: int = 8,
     pool: GraphPool | None = None,
@@ -49,6 +50,7 @@ def wrap_parts(
     Args:
         model: in evaluation mode, on its device.
         inputs: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        others: further inputs, such as batches of other shapes: a part then needs a graph for each.
         call: what is called with them, such as ``model.generate``; the model by default.
         min_operators: what a part has at least; with fewer, a replay with its copies is not worth it.
         pool: graph memory to share with other wrappers.
@@ -69,7 +71,7 @@ def wrap_parts(
     if model.training or wrapped is not None:
         found = "in training mode: call .eval() first" if model.training else f"with graphs already, in {wrapped!r}"
         raise InputError(f"wrap_parts got a {type(model).__name__} {found}.")
-    runs = _Runs(model, call or model, inputs)
+    runs = _Runs(model, call or model, [inputs, *others])
     pool = pool or graph_pool(runs.device)
     given = _DEFAULTS | {"exact_shapes": "capture_sizes" not in settings} | settings
     graphs = GraphedParts(model)
@@ -101,22 +103,22 @@ class _Runs:
         device: of the model.
     """
 
-    def __init__(self, model: nn.Module, call: Callable[..., Any], inputs: Any) -> None:
+    def __init__(self, model: nn.Module, call: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self._name, self._call = type(model).__name__, call
-        if not isinstance(inputs, Mapping):
-            inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        self._leaves, self._spec = flatten(inputs)
-        self.device = device_of([*model.parameters(), *model.buffers(), *self._leaves])
+        self._inputs = [flatten(_arguments(each)) for each in inputs]
+        leaves = [leaf for leaves, _ in self._inputs for leaf in leaves]
+        self.device = device_of([*model.parameters(), *model.buffers(), *leaves])
         self._expected = self._run()
         self._repeats = first_difference(self._run(), self._expected) is None
 
     def _run(self) -> list[Any]:
         """Run on copies, which a forward may write to; returns what can be compared."""
-        inputs = self._spec.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves])
-        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-        with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            leaves, _ = flatten(self._call(*args, **kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, (Tensor, bool, int, float, str))]
+        found: list[Any] = []
+        for leaves, spec in self._inputs:
+            args, kwargs = spec.unflatten(cloned(leaves))
+            with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                found += flatten(self._call(*args, **kwargs))[0]
+        return cloned([leaf for leaf in found if isinstance(leaf, (Tensor, bool, int, float, str))])
 
     def until_replayed(self, graphs: GraphedParts, level: Mapping[str, nn.Module]) -> dict[str, tuple[int, int]]:
         """Run until no part of a level is about to be replayed; returns the last run's replays and eager calls."""
@@ -138,6 +140,12 @@ class _Runs:
                 f"wrap_parts: {self._name} with graphs in {', '.join(graphs.parts)} returned something else: "
                 f"{different}. Nothing was changed. Please wrap its parts by hand."
             )
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
 
 
 def _sift(

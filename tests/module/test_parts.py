@@ -62,6 +62,28 @@ def test_the_largest_parts_that_can_have_graphs_get_them_and_answers_stay(detect
     assert list(detector.state_dict()) == keys
 
 
+def test_a_part_that_fails_for_another_shape_is_put_back(device: torch.device) -> None:
+    class Body(nn.Module):
+        """Says how long its latest input was, which a graph of another length cannot."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.length = layers(8, 4), 5
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.length = x.shape[1]
+            return self.layers(x)
+
+    short, long = (torch.randn(2, length, 8, device=device) for length in (5, 7))
+    model = nn.Sequential(Body()).eval().to(device)
+    with sg.wrap_parts(model, short) as graphs:
+        assert list(graphs.parts) == ["0"]
+    with sg.wrap_parts(model, short, others=[long, {"input": long}]) as graphs:
+        assert list(graphs.parts) == ["0.layers"]
+        assert "length changes whenever the forward runs" in graphs.skipped["0"]
+        assert graphs.parts["0.layers"].graph_stats.captures == 2
+
+
 def test_the_report_says_why_other_parts_have_no_graphs(detector: Any, device: torch.device) -> None:
     report = sg.wrap_parts(detector, {"x": torch.randn(5, 8, device=device)}).report()
     assert "features[features.sum(1) > 0]" in report.skipped["head"]

@@ -90,7 +90,7 @@ def test_a_row_on_a_gpu_times_eager_and_replays_alone(monkeypatch: pytest.Monkey
     turns, entry = Turns(), BY_NAME[name]
     with torch.no_grad():
         row = Row(entry, builders.find(entry), torch.device("cpu"), tiny=True)
-        figures = row.timed({"tiny": True, "part": "", "settings": {}}, turns)
+        figures = row.timed(row.served_whole, turns)
     assert figures["dtype"] == "bfloat16"
     assert figures["eager_ms"] > 0
     # Of a decode step: what a long generation has more than a short one.
