@@ -69,7 +69,7 @@ _TIMM = """
 _TORCHVISION = """
     torchvision/resnet18 torchvision/mobilenet_v3 torchvision/vit_b_16 torchvision/swin_t torchvision/convnext_tiny
     torchvision/deeplabv3 torchvision/fcn torchvision/raft torchvision/r3d_18 torchvision/fasterrcnn
-    torchvision/retinanet torchvision/ssdlite
+    torchvision/retinanet torchvision/ssdlite facenet_pytorch/landmarks
 """
 _DENOISERS = """
     diffusers/UNet2D diffusers/UNet2DCondition diffusers/SDXL-UNet diffusers/DiT diffusers/PixArt diffusers/SD3
@@ -78,7 +78,7 @@ _DENOISERS = """
 _PIPELINES = "diffusers/StableDiffusion diffusers/StableDiffusionXL diffusers/StableDiffusion-LoRA diffusers/DDPM"
 _AUDIO_PACKAGES = """
     torchaudio/wav2vec2 torchaudio/conformer torchaudio/conv_tasnet torchaudio/tacotron2 torchaudio/wavernn
-    torchcrepe/pitch vocos/vocoder silero-vad/vad lpips/perceptual
+    torchcrepe/pitch pesto/pitch vocos/vocoder silero-vad/vad lpips/perceptual
 """
 _MODULES = "torch/LSTM torch/GRU torch/MultiheadAttention torch/TransformerEncoder torch/EmbeddingBag"
 _PEFT = "peft/LoRA-Llama peft/LoRA-merged peft/DoRA peft/IA3 peft/prefix-tuning peft/LoRA-ViT"

@@ -61,7 +61,12 @@ def measure_row(
             row = Row(entry, builders.find(entry), device, tiny)
         except ModuleNotFoundError as error:  # of a package that the entry's own needs
             return {"column": MISSING, "reason": str(error)}
-        figures = row.measure(turn or contextlib.nullcontext())
+        try:
+            figures = row.measure(turn or contextlib.nullcontext())
+        except RuntimeError as error:
+            if "custom C++ ops" not in str(error):
+                raise
+            return {"column": MISSING, "reason": f"{entry.package} is built for another torch"}
     return figures | {"seconds": round(time.perf_counter() - started, 2)}
 
 
@@ -144,8 +149,8 @@ class Row:
         if figures["column"] == EAGER and "wrong" not in figures and isinstance(self.model, torch.nn.Module):
             with self.served_in_parts() as served:
                 found = self._compare(served, expected) if served.parts else {}
-            share = self._share(served.parts)
-            if found.get("replays") and share >= LEAST_SHARE:
+            share = self._share(served.parts) if found.get("replays") else 0.0
+            if share >= LEAST_SHARE:
                 why = {name: figures[name] for name in ("reason", "detail")}  # not the whole
                 figures |= found | why | {"column": PARTS, "parts": served.parts, "in_parts": round(share, 3)}
                 serving = self.served_in_parts

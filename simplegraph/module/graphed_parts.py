@@ -37,7 +37,8 @@ class PartsReport:
         lines = [f"{name}: {part}" for name, part in self.parts.items()]
         for why, names in reasons.items():
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            lines.append(f"{', '.join(names[:_SHOWN])}{more} runs eagerly: {why}")
+            runs = "runs" if len(names) == 1 else "run"
+            lines.append(f"{', '.join(names[:_SHOWN])}{more} {runs} eagerly: {why}")
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -155,7 +155,8 @@ def _sift(
     below: dict[str, nn.Module] = {}
     for name, part in level.items():
         (replays, eager), stats = ran[name], graphs.parts[name].graph_stats
-        operators = max((graph.nodes or least for graph in stats.graphs.values()), default=0)
+        graphs_nodes = (graph.nodes for graph in stats.graphs.values())
+        operators = max((least if nodes is None else nodes for nodes in graphs_nodes), default=0)
         if replays and not eager and operators >= least:
             continue
         graphs.take_out(name)

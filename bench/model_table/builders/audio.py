@@ -152,6 +152,21 @@ def _crepe(tiny: bool) -> nn.Module:
     return model
 
 
+def _pesto(tiny: bool) -> nn.Module:
+    """Load a trained estimator of pitch; its weights lie in its package."""
+    import pesto
+
+    model: nn.Module = pesto.load_model("mir-1k_g7", step_size=10.0, sampling_rate=SECOND)
+    return model
+
+
+def _tones(tiny: bool, lengths: list[int], seed: int) -> Call:
+    """Make a tone for each row, as many tenths of a second as the longest, and five at least."""
+    moments = torch.arange(max(*lengths, 5) * SECOND // 10) / SECOND
+    pitches = [110.0 * (1 + length % 5) + seed for length in lengths]
+    return (torch.stack([(2 * torch.pi * pitch * moments).sin() for pitch in pitches]),), {"convert_to_freq": True}
+
+
 def _vocos(tiny: bool) -> nn.Module:
     from vocos.heads import ISTFTHead
     from vocos.models import VocosBackbone
@@ -219,6 +234,7 @@ MODELS = {
         _wavernn,
     ),
     "torchcrepe_pitch": TableModel(_crepe, _positional(1024)),
+    "pesto_pitch": TableModel(_pesto, _tones),
     "vocos_vocoder": TableModel(
         _vocos, lambda tiny, lengths, seed: ((noise(len(lengths), 16 if tiny else 100, 20, seed=seed),), {})
     ),

@@ -63,6 +63,13 @@ def _frames(tiny: bool, lengths: list[int], seed: int) -> Call:
     return (noise(len(lengths), 3, frames, side, side, seed=seed),), {}
 
 
+def _landmarks(tiny: bool) -> Any:
+    """Load the trained network that finds the eyes, nose and mouth in crops of faces; it lies in its package."""
+    import facenet_pytorch
+
+    return facenet_pytorch.ONet()
+
+
 TINY_SIDE = {"min_size": 64, "max_size": 64}
 VIT = {"img_size": 32, "depth": 2, "embed_dim": 48, "num_heads": 4}
 
@@ -96,4 +103,5 @@ MODELS = {
     "torchvision_fasterrcnn": _detector("fasterrcnn_mobilenet_v3_large_320_fpn", TINY_SIDE),
     "torchvision_retinanet": _detector("retinanet_resnet50_fpn", TINY_SIDE),
     "torchvision_ssdlite": _detector("ssdlite320_mobilenet_v3_large"),
+    "facenet_pytorch_landmarks": TableModel(_landmarks, _square(48, 48)),
 }

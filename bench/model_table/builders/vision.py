@@ -85,7 +85,7 @@ def _sam(tiny: bool) -> Any:
     return transformers.SamModel(transformers.SamConfig(**(settings if tiny else {})))
 
 
-def _depth(kind: str, **more: Any) -> Callable[[bool], Any]:
+def _depth(kind: str, tiny_settings: Settings, real_settings: Settings) -> Callable[[bool], Any]:
     """Return a builder of a depth estimator on a DINOv2 backbone."""
 
     def build(tiny: bool) -> Any:
@@ -97,8 +97,8 @@ def _depth(kind: str, **more: Any) -> Callable[[bool], Any]:
         if tiny:
             backbone |= {"out_features": ["stage1", "stage2", "stage3", "stage4"]}
         made = transformers.Dinov2Config(**{name: value for name, value in backbone.items() if name != "model_type"})
-        widths = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16} if tiny else {}
-        config = getattr(transformers, f"{kind}Config")(backbone_config=made, **widths, **more)
+        widths = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16} | tiny_settings
+        config = getattr(transformers, f"{kind}Config")(backbone_config=made, **(widths if tiny else real_settings))
         return getattr(transformers, f"{kind}ForDepthEstimation")(config)
 
     return build
@@ -150,9 +150,7 @@ def _grounding(tiny: bool) -> Any:
 def _queried(tiny: bool, lengths: list[int], seed: int) -> Call:
     """Make images with two texts to look for in each."""
     found = images(tiny, lengths, seed)[1]
-    side = found["pixel_values"].shape[-1] if tiny else 768
-    ids = numbers(100, 2 * len(lengths), 8, seed=seed)
-    return (), {"input_ids": ids, "pixel_values": noise(len(lengths), 3, side, side, seed=seed)}
+    return (), {"input_ids": numbers(100, 2 * len(lengths), 8, seed=seed)} | found
 
 
 VIDEO = PATCHES | {"num_frames": 4, "tubelet_size": 2}
@@ -168,7 +166,14 @@ MODELS = {
     "siglip": TableModel(_both("Siglip"), _captioned(8)),
     "segformer": _vision("Segformer", SEGFORMER, head="ForSemanticSegmentation"),
     "dpt": TableModel(_dpt, images),
-    "depthanything": TableModel(_depth("DepthAnything", patch_size=8, reassemble_hidden_size=32), images),
+    "depthanything": TableModel(
+        _depth(
+            "DepthAnything",
+            {"patch_size": 8, "reassemble_hidden_size": 32},
+            {"patch_size": 14, "reassemble_hidden_size": 768},
+        ),
+        images,
+    ),
     "owl_vit": TableModel(_both("OwlViT"), _queried, {"exact_shapes": True}),  # two texts to an image
     "detr": TableModel(_detr, _sized(64, 512)),
     "rt_detr": TableModel(_rt_detr, _sized(64, 640)),
