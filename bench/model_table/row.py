@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,6 +56,8 @@ def measure_row(
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[gpu % len(visible)] if visible[0] else str(gpu)
     device = torch.device(kind)
+    # Convolutions of other batch sizes are as close as their kernels' precision.
+    torch.backends.cudnn.allow_tf32 = False
     started = time.perf_counter()
     with _quiet(), few_threads(torch.device("cpu")), _grad_off(entry):  # others run beside it
         try:
@@ -154,9 +157,10 @@ class Row:
                 why = {name: figures[name] for name in ("reason", "detail")}  # not the whole
                 figures |= found | why | {"column": PARTS, "parts": served.parts, "in_parts": round(share, 3)}
                 serving = self.served_in_parts
-        if self.device.type == "cuda" and "wrong" not in figures:
-            figures |= self.timed(serving, turn)
-        return figures
+        if self.device.type != "cuda" or "wrong" in figures or figures.get("reason") == "refused":
+            return figures
+        del plain, served  # they hold the model, which is made anew
+        return figures | self.timed(serving, turn)
 
     def served_whole(self) -> contextlib.AbstractContextManager[ServedModel]:
         """Serve the model as its entry says."""
@@ -253,6 +257,7 @@ class Row:
         turn: contextlib.AbstractContextManager[Any],
     ) -> Figures:
         """Measure eager, served and the kernels alone, in the precision that its users have."""
+        reason = ""
         for dtype in (torch.bfloat16, torch.float32):
             try:
                 self.model = None  # before the next one takes its memory
@@ -265,9 +270,15 @@ class Row:
                 continue
             generates = self.entry.integration == GENERATION
             args, kwargs = self._call(RAGGED[1], 3, dtype) if generates else call
-            with serving() as served:
-                timed = token_times if generates else call_times
-                found = timed(served.call, self._unserved(served), args, kwargs, self.device, turn)
+            timed = token_times if generates else call_times
+            try:
+                with serving() as served:
+                    found = timed(served.call, self._unserved(served), args, kwargs, self.device, turn)
+            except Exception as error:  # the row has its answers all the same
+                return {
+                    "untimed": f"{type(error).__name__}: {error}"[:TOLD],
+                    "traceback": traceback.format_exc()[-2000:],
+                }
             return {"dtype": str(dtype).removeprefix("torch.")} | found
         return {"untimed": reason[:TOLD]}
 

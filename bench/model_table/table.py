@@ -113,7 +113,7 @@ def limits(row: Figures) -> list[str]:
     if row.get("answers") == "differ":
         broken.append("answers differ")
     if row.get("ms") is None:
-        return broken
+        return broken + ([f"untimed: {row['untimed'].splitlines()[0]}"] if row.get("untimed") else [])
     if row["ms"] > AT_MOST_EAGER * row["eager_ms"]:
         broken.append(f"{row['ms'] / row['eager_ms']:.2f} times eager")
     factor, more = AT_MOST_KERNELS

@@ -105,6 +105,7 @@ def test_a_limit_that_a_row_does_not_keep_is_told() -> None:
     assert table.limits(row | {"ms": 0.6}) == ["kernels * 1.15 + 117 us"]
     assert table.limits(row | {"ms": 0.6, "column": PIECEWISE}) == []
     assert table.limits({"column": FULL, "answers": "differ"}) == ["answers differ"]
+    assert table.limits({"column": FULL, "answers": "equal", "untimed": "no memory\nat all"}) == ["untimed: no memory"]
 
 
 def test_shares_are_of_the_rows_that_could_be_measured() -> None:
