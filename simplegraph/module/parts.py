@@ -22,7 +22,7 @@ from simplegraph.reasons import Reason
 # Eager calls after which graphs may serve.
 _SOON = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN, Reason.BATCH_DIM_UNCONFIRMED}
 _RUNS = 8  # of the model, until parts that can have graphs have replayed
-_DEFAULTS: dict[str, Any] = {"progress": False, "max_signatures": 64, "on_too_many_signatures": "flush"}
+_DEFAULTS: dict[str, Any] = {"progress": False, "max_signatures": 64}  # of parts that are called several times
 
 
 def wrap_parts(
@@ -45,7 +45,7 @@ def wrap_parts(
     The model is run on the inputs a few times, from its children down: a part that is not replayed by then, or that
     replays too little, is put back, and its own children are tried. Each graph is compared with eager at its first
     replays, and the model's result with what it was. Parts capture each combination of input shapes that comes by
-    itself, unless `capture_sizes` is given; all share their graphs' memory.
+    itself, up to `max_signatures` (64), unless `capture_sizes` is given; all share their graphs' memory.
 
     Args:
         model: in evaluation mode, on its device.

@@ -93,6 +93,7 @@ def test_a_row_on_a_gpu_times_eager_and_replays_alone(monkeypatch: pytest.Monkey
         figures = row.timed(row.served_whole, turns)
     assert figures["dtype"] == "bfloat16"
     assert figures["eager_ms"] > 0
+    assert figures["timed_eagerly"] == 0
     # Of a decode step: what a long generation has more than a short one.
     assert figures["kernel_ms"] == (0 if entry.integration == GENERATION else 0.25)
     assert turns.taken == 2
@@ -102,6 +103,7 @@ def test_a_limit_that_a_row_does_not_keep_is_told() -> None:
     row = {"column": FULL, "answers": "equal", "eager_ms": 1.0, "ms": 0.5, "kernel_ms": 0.42}
     assert table.limits(row) == []
     assert table.limits(row | {"ms": 1.03, "kernel_ms": 1.0}) == ["1.03 times eager"]
+    assert table.limits(row | {"timed_eagerly": 3}) == ["timed eagerly"]
     assert table.limits(row | {"ms": 0.6}) == ["kernels * 1.15 + 117 us"]
     assert table.limits(row | {"ms": 0.6, "column": PIECEWISE}) == []
     assert table.limits({"column": FULL, "answers": "differ"}) == ["answers differ"]
