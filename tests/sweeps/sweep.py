@@ -43,6 +43,7 @@ class Verdict:
         raised: samples that eager itself refuses, and the wrapped module likewise.
         unstable: samples for which eager differs from itself.
         defects: samples that differ from eager, by what differs.
+        causes: why captures of samples were refused, by sample.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Verdict:
     unstable: int = 0
     eager: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     defects: dict[str, str] = dataclasses.field(default_factory=dict)
+    causes: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -103,6 +105,8 @@ class _Trial:
                 return
         stats = self.model.graph_stats
         reasons = sorted(reason.value for reason in stats.eager if reason not in _STEPS)
+        if stats.failures:
+            verdict.causes[self.sample.label] = next(iter(stats.failures.values()))
         if stats.replays:
             verdict.replayed += 1
             verdict.rounded += self.rounded

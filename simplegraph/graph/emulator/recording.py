@@ -14,6 +14,7 @@ from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
 from simplegraph.graph.emulator import operators as ops
+from simplegraph.graph.emulator import waits
 from simplegraph.graph.emulator.collectives import Launches
 from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, Output, Recorded, RecordedCall, poison_byte
 from simplegraph.graph.host.constants import SERVING
@@ -58,6 +59,7 @@ class _FunctionMode(overrides.TorchFunctionMode):
 
     READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.cpu)
     FACTORIES = (torch.tensor, torch.as_tensor, torch.asarray)
+    SPLITS = (torch.tensor_split, Tensor.tensor_split)
 
     def __init__(self, recording: EmulatedCapture) -> None:
         super().__init__()
@@ -68,18 +70,39 @@ class _FunctionMode(overrides.TorchFunctionMode):
         self._check(func, args, kwargs)
         if func is torch.nn.functional.one_hot:
             return self._one_hot(*args, **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.device and isinstance(args[0] if args else kwargs.get("type"), str) and result.type == "cpu":
+            self._recording.named_hosts.append(result)
+        if self._moves_to_device(func, args, kwargs) and self._recording.is_host(result):
+            return torch.empty(result.shape, dtype=result.dtype).copy_(result)
+        return result
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        # x.to(y.device) moves nothing, here or on a GPU; only the string asks for the host by its name.
-        named = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, str)]
-        if func in self.READS or (func is Tensor.to and "cpu" in named):
-            self._recording.fail(f"{ops.READ_BACK} (Tensor.{func.__name__})")
+        recording = self._recording
+        named = self._names_host(args[1:], kwargs)
+        if (func in self.READS or (func is Tensor.to and named)) and not recording.is_host(args[0]):
+            recording.fail(f"{ops.READ_BACK} (Tensor.{func.__name__})")
         if func is Tensor.pin_memory or kwargs.get("pin_memory"):
-            self._recording.fail("pinned memory was allocated, which a capture does not permit")
+            recording.fail("pinned memory was allocated, which a capture does not permit")
         from_host = func in self.FACTORIES and kwargs.get("device") is not None and not ops.tensors(args[:1])
-        if from_host and not SERVING.active:
-            self._recording.fail(f"{ops.FROM_HOST} (torch.{func.__name__})")
+        if from_host and not named and not SERVING.active:
+            recording.fail(f"{ops.FROM_HOST} (torch.{func.__name__})")
+        if func in self.SPLITS and not all(map(recording.is_host, ops.tensors([args[1:], kwargs]))):
+            recording.fail(f"{ops.READ_BACK} (torch.tensor_split, which reads where to split on the host)")
+
+    def _names_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """True if a device among the arguments is the CPU by its name; x.to(y.device) moves nothing on a GPU either."""
+        given = (*args, kwargs.get("device"))
+        return "cpu" in [arg for arg in given if isinstance(arg, str)] or any(
+            arg is host for arg in given for host in self._recording.named_hosts
+        )
+
+    def _moves_to_device(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """True if a GPU would have the result, for all that this makes or moves on the host."""
+        if func is Tensor.new_tensor:
+            return True
+        given = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, (str, torch.device))]
+        return func in (*self.FACTORIES, Tensor.to) and bool(given) and not self._names_host(args[1:], kwargs)
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """As on CUDA; the CPU operator reads the classes back to check them."""
@@ -124,6 +147,7 @@ class EmulatedCapture:
         generators: those beside the default one that may be drawn from.
         captured: finds the memory of a tensor that any pool has.
         broken: the first rule that was broken.
+        named_hosts: devices that were made of the word "cpu" in the capture.
     """
 
     arena: Arena
@@ -133,6 +157,7 @@ class EmulatedCapture:
 
     def __post_init__(self) -> None:
         self.broken: EmulatorError | None = None
+        self.named_hosts: list[torch.device] = []
         self._random = [(it, it.get_state()) for it in (torch.default_generator, *self.generators)]
         self._known_generators = {_identity(generator) for generator, _ in self._random}
         self._calls: list[RecordedCall] = []
@@ -183,11 +208,14 @@ class EmulatedCapture:
         for leaf in ops.leaves([args, kwargs]):
             if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
                 self.fail(f"{ops.operator_label(func)} draws from a generator that the capture was not told of")
-        if ops.reads_value(func, kwargs):
+        if self._all_host(func, args, kwargs):
+            return
+        if ops.reads_value(func, kwargs) or waits.waits_for_value(func, args, kwargs, self.is_host):
             self.fail(f"{ops.READ_BACK} ({ops.operator_label(func)})")
         if ops.masks(func, args) and not self._fills_by_mask(args):
             self.fail(f"{ops.READ_BACK} ({ops.operator_label(func)} with a boolean mask)")
-        if ops.operator_name(func) == "aten::lift_fresh" and self._is_host_array(args[0]):
+        is_lift = ops.operator_name(func) == "aten::lift_fresh"
+        if is_lift and not SERVING.active and self._is_host_array(args[0]):
             self.fail(f"{ops.FROM_HOST} (data of shape {tuple(args[0].shape)})")
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -195,6 +223,8 @@ class EmulatedCapture:
         inputs = ops.tensors([args, kwargs])
         if any(tensor.is_meta for tensor in inputs):
             return func(*args, **kwargs)
+        if self._all_host(func, args, kwargs):
+            return self._frozen(func, func(*args, **kwargs))
         for tensor in inputs:
             memory = self._memory_of(tensor, func)
             if ops.operator_name(func) == "aten::lift_fresh" and memory.pool is None:
@@ -210,6 +240,7 @@ class EmulatedCapture:
         results = ops.tensors(result)
         if any(tensor.is_meta for tensor in results):
             return result
+        self._frozen(func, [results[place] for place in waits.host_results(func, args, kwargs, self.is_host)])
         created = self._create(func, results)
         if ops.does_work(func, written, created):
             view = functools.partial(self._view, func)
@@ -217,6 +248,19 @@ class EmulatedCapture:
             self._calls.append(
                 RecordedCall(call, ops.map_tree(Tensor, view, args), ops.map_tree(Tensor, view, kwargs), outputs)
             )
+        return result
+
+    def _all_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """True if an operator runs on the CPU beside a GPU, too, and is over when the capture is."""
+        inputs = ops.tensors([args, kwargs])
+        if not inputs or torch.Tag.nondeterministic_seeded in func.tags or not all(map(self.is_host, inputs)):
+            return False
+        return not ops.written_tensors(func, args, kwargs)
+
+    def _frozen(self, func: Any, result: Any) -> Any:
+        """Keep as constants what an operator of the host returned."""
+        for tensor in ops.tensors(result):
+            self._memory_of(tensor, func).freeze()
         return result
 
     def finish(self) -> Recorded | None:
@@ -310,5 +354,11 @@ class EmulatedCapture:
         """True if this is ``x[mask] = 0.0``, which is masked_fill_ on CUDA."""
         if len(args) <= 2 or len(ops.tensors(args[1])) != 1:
             return False
-        memory = self._memories.get(storage_key(args[2]))
-        return memory is not None and memory.value is not None and args[2].numel() == 1
+        return self.is_host(args[2]) and args[2].numel() == 1
+
+    def is_host(self, value: Any) -> bool:
+        """True for a tensor that follows from Python data alone: beside a GPU, too, it is on the CPU."""
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return False
+        memory = self._memories.get(storage_key(value))
+        return memory is not None and memory.value is not None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from simplegraph.errors import HostError
+from simplegraph.graph import patches
 from simplegraph.graph.breaks.operators import ACTIVE
 from simplegraph.graph.failures import BREAK
 from simplegraph.graph.host.constants import LARGEST_BYTES, SERVING, WATCHED_BYTES, content, is_watchable, span
@@ -62,7 +64,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         SERVING.active, before = True, SERVING.active
         self._draws.begin()
         try:
-            with super().following():
+            with super().following(), self._splits_noted():
                 yield
         except RuntimeError as error:
             if self._error is None or error is self._error or error.__cause__ is not None:
@@ -71,6 +73,28 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         finally:
             SERVING.active = before
             self._draws.end()
+
+    @contextlib.contextmanager
+    def _splits_noted(self) -> Iterator[None]:
+        """Note the CPU tensors of indices that torch.tensor_split reads, without an operator that a mode would see."""
+        owners = () if self._emulated else (torch, torch.Tensor)
+        try:
+            for owner in owners:
+                patches.replace(owner, "tensor_split", self._noting(owner.tensor_split))
+            yield
+        finally:
+            for owner in owners:
+                patches.restore(owner, "tensor_split")
+
+    def _noting(self, split: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(split)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if SERVING.active and ACTIVE.recorder is self._recorder:
+                indices = [each for each in strided_tensors((*args[1:], *kwargs.values())) if each.is_cpu]
+                self._note_reads(indices, "torch.tensor_split")
+            return split(*args, **kwargs)
+
+        return noting
 
     def check_refused(self) -> None:
         """Raise what was refused, even if the forward swallowed it and went on."""
@@ -106,7 +130,11 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
                     self._refuse(f"{found}, which a replay would not do", remedy)
         if reads_no_value(func):
             return
-        for tensor in host:
+        self._note_reads(host, str(func.overloadpacket), on_host=on_host)
+
+    def _note_reads(self, tensors: Sequence[Tensor], reader: str, *, on_host: bool = True) -> None:
+        """Note the CPU tensors from before that are read, and refuse those whose value does not exist yet."""
+        for tensor in tensors:
             drawn = self._draws.drawn_at(tensor)
             if drawn is not None:
                 self._refuse_draw(drawn)
@@ -114,7 +142,7 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             if known is None:
                 self._note_read(tensor)
             elif on_host and not known:
-                found = f"a tensor was read back to Python while its value does not exist yet ({func.overloadpacket})"
+                found = f"a tensor was read back to Python while its value does not exist yet ({reader})"
                 self._refuse(found, f"Keep it on the device, or {BREAK}.")
 
     def _is_outside(self, tensor: Tensor) -> bool:
@@ -141,7 +169,9 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         raise error
 
     def _lift(self, func: Any, tensor: Tensor) -> Tensor:
-        result: Tensor = self._find(content(tensor), tensor).clone() if is_list(tensor) else func(tensor)
+        if is_list(tensor):
+            self._find(content(tensor), tensor)
+        result: Tensor = func(tensor)
         return result
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

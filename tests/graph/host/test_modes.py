@@ -222,6 +222,15 @@ def test_values_of_before_are_noted_once_and_those_that_change_unseen_refused() 
     assert "table is on the CPU" in refused(lambda x: table.to(x.device), name=lambda _: "table")
 
 
+@pytest.mark.parametrize("owner", [torch, Tensor])
+def test_the_places_where_a_tensor_is_split_are_noted_though_no_operator_reads_them(owner: Any) -> None:
+    places = torch.tensor([1, 3])
+    capture = captured(lambda x: owner.tensor_split(x, places, 1)[0])
+    assert [tensor.data_ptr() for tensor in capture.reads.values()] == [places.data_ptr()]
+    assert not captured(lambda x: owner.tensor_split(x, torch.tensor([1, 3]), 1)[0]).reads
+    assert "tensor_split" not in vars(Tensor)
+
+
 def test_shapes_of_large_tensors_may_be_used() -> None:
     table = torch.ones(100)
     assert not captured(lambda x: (torch.zeros_like(table, device=x.device), table[:50].shape)).reads
