@@ -169,6 +169,18 @@ class GraphDevice(Protocol):
         One under way counts, until it is abandoned. Borrowed tensors own nothing. Cheap where there is none.
         """
 
+    def inventory(self, pool: GraphPool, segments: Sequence[Any], known: Sequence[Any]) -> Any:
+        """Read what captured segments of a pool touch.
+
+        Args:
+            pool: what they were captured into.
+            segments: captured, and not reset.
+            known: each `simplegraph.graph.inventory.KnownMemory` that their owner keeps alive.
+
+        Returns:
+            The `simplegraph.graph.inventory.Inventory`; None where there is no driver that could tell.
+        """
+
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         """Return the same memory without owning it, or `tensor` itself where that is impossible.
 

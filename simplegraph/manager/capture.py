@@ -33,6 +33,7 @@ from simplegraph.graph.transformers_masks import answering, decisions
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key, joined_labels
 from simplegraph.manager.progress import CaptureBar, capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable
+from simplegraph.manager.touched import inspect
 from simplegraph.nested import WithheldError
 
 logger = logging.getLogger("simplegraph")
@@ -158,6 +159,8 @@ class GraphCapture:
             finally:  # whatever came of the others
                 with self.parts.timed("instantiate"):
                     unready = _wait_for_graphs(table, jobs)
+            with self.parts.timed("inventory"):
+                unready |= inspect(table, jobs, list(_tensors_of(self.observers)))
             dropped = _on_all_ranks(table, "instantiating", jobs, unready)
             table.forget([job for job in jobs if job.label in dropped])
             self._failed |= dropped

@@ -125,7 +125,8 @@ class CaptureSummary:
         seconds: wall time, warmup included.
         bytes: device memory taken, as the device's free memory saw it.
         parts: where the seconds went: ``communicators`` that were set up, ``meetings`` of ranks, which includes waiting
-            for the slowest, ``warmup``, ``capture``, and ``instantiate``, waiting for the driver at the end.
+            for the slowest, ``warmup``, ``capture``, ``instantiate``, waiting for the driver at the end, and
+            ``inventory``, asking it what graphs touch.
     """
 
     captured: int

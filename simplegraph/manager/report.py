@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from simplegraph.graph.inventory import KnownMemory
 from simplegraph.manager.jobs import headline, merged_failures
 from simplegraph.manager.stats import GraphCounters, GraphStats
 from simplegraph.reasons import DOCUMENTATION
@@ -26,12 +27,16 @@ class GraphReport:
         device: where the graphs are.
         emulated: True if these are imitated graphs, without speed.
         optimizations: what `optimize` did to the module.
+        pointers: show what the kernels of the largest and the smallest graph touch.
+        names: names for memory in there.
     """
 
     stats: GraphStats
     device: str
     emulated: bool = False
     optimizations: tuple[str, ...] = ()
+    pointers: bool = False
+    names: tuple[KnownMemory, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything in the report as plain values; seconds, bytes, rows."""
@@ -69,6 +74,8 @@ class GraphReport:
         graphs = self._graphs()
         lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
+        if self.pointers:
+            lines += [line for graph in graphs for line in _touched(graph, self.names)]
         eager = stats.eager.most_common()
         lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
         slower = stats.slower.most_common()
@@ -99,7 +106,8 @@ def _row(graph: GraphCounters) -> tuple[str, ...]:
 def _as_dict(graph: GraphCounters) -> dict[str, Any]:
     """Return a graph's counters as plain values; `steps` only where there are several."""
     fields = {field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)}
-    costs, _ = fields.pop("costs"), fields.pop("paddings")
+    costs, _, inventory = fields.pop("costs"), fields.pop("paddings"), fields.pop("inventory")
+    fields["inventory"] = None if inventory is None else inventory.to_dict()
     fields |= {"inputs": dict(graph.inputs), "replays": graph.replays, "padded_tokens": graph.padded_tokens}
     return fields | ({"steps": [dataclasses.asdict(cost) for cost in costs()]} if graph.breaks else {})
 
@@ -117,6 +125,13 @@ def _shares(graph: GraphCounters) -> str:
     ]
     untimed = "" if times else " (timed at the second replay)"
     return f"  {graph.mode} {graph.size}: {', '.join(shown)}{untimed}"
+
+
+def _touched(graph: GraphCounters, names: Sequence[KnownMemory]) -> Iterator[str]:
+    if graph.inventory is not None:
+        count, seconds = graph.inventory.nodes, graph.inventory.seconds
+        yield f"  {graph.mode} {graph.size} touches, as {count} nodes tell (read in {seconds * 1e3:.1f} ms):"
+        yield from (f"    {line}" for line in graph.inventory.lines(names))
 
 
 def _mib(count: int) -> str:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from simplegraph.graph.inventory import Inventory
 from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
@@ -32,6 +33,7 @@ class GraphCounters:
         proof: which calls were compared with eager and agreed, "exact" and "padded" ones, or why it is "unverified";
             proof_seconds: the time that took, the eager runs included.
         inputs: what it was captured for, by argument, as text: dtype and shape, or value.
+        inventory: what it touches, if the driver was asked.
         costs: its steps and their times; see `StepCost`.
         paddings: how often it was replayed, by the number of padding rows.
     """
@@ -48,6 +50,7 @@ class GraphCounters:
     proof_seconds: float = 0.0
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     costs: Callable[[], Sequence[Any]] = tuple
+    inventory: Inventory | None = None
     paddings: list[int] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
@@ -91,6 +92,8 @@ class ProgramTable:
         failures: what could not be captured, by key.
         hooks: called around every capture and replay.
         constants: what warmups moved to the device from Python data, for captures.
+        foreign: tensors that graphs touch and no operator named; they are kept alive.
+        unowned: addresses that graphs touch and that are in no tensor's memory.
     """
 
     config: CudaGraphConfig
@@ -103,6 +106,8 @@ class ProgramTable:
     failures: dict[Key, CaptureError] = dataclasses.field(default_factory=dict)
     hooks: list[GraphHooks] = dataclasses.field(default_factory=list)
     constants: FrozenConstants = dataclasses.field(default_factory=FrozenConstants)
+    foreign: list[Tensor] = dataclasses.field(default_factory=list)
+    unowned: set[int] = dataclasses.field(default_factory=set)
     _traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
     _trace_of_any_size: BreakTrace | None = None
     _warned: set[str] = dataclasses.field(default_factory=set)  # origins of failures
@@ -281,3 +286,4 @@ class ProgramTable:
         self._traces.clear()
         self._trace_of_any_size = None
         self.constants.clear()
+        self.foreign.clear()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.graph.generators import default_generator
+from simplegraph.graph.inventory import KnownMemory
 from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.manager.table import ProgramTable
@@ -88,3 +89,12 @@ def held_generators(call: Call) -> tuple[torch.Generator, ...]:
     passed = [arg.leaf for arg in call.layout.args if isinstance(arg, ConstantArg)]
     drawn = [*Survey(call.module).generators.values(), *(leaf for leaf in passed if isinstance(leaf, torch.Generator))]
     return tuple(dict.fromkeys(drawn))
+
+
+def named_memory(module: nn.Module) -> tuple[KnownMemory, ...]:
+    """Name the memory of every tensor that a module holds."""
+    found = []
+    for held in held_tensors(module):
+        for storage in (part.untyped_storage() for part in parts(held.tensor) if has_address(part)):
+            found.append(KnownMemory(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), held.name))
+    return tuple(found)

@@ -27,6 +27,7 @@ from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.call import Graphed, invoke
 from simplegraph.module.functions import FunctionModule, GraphedFunction, P, R, check_function
+from simplegraph.module.memory import named_memory
 from simplegraph.module.runner import GraphRunner
 
 # The attribute under which a module keeps what rewrote it, which lists that by `lines`.
@@ -135,12 +136,18 @@ class CudaGraphWrapper(Graphed):
         """Drop all graphs and their memory; later calls capture again."""
         self._graph_runner.reset()
 
-    def graph_report(self) -> GraphReport:
-        """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``."""
+    def graph_report(self, *, pointers: bool = False) -> GraphReport:
+        """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``.
+
+        Args:
+            pointers: show what the kernels of the largest and the smallest graph touch, as the CUDA driver tells.
+        """
         modules: Any = self
         kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]
         lines = tuple(line for each in kept if each is not None for line in each.lines())
-        return dataclasses.replace(self._graph_runner.report(), optimizations=lines)
+        names = named_memory(modules) if pointers else ()
+        report = self._graph_runner.report()
+        return dataclasses.replace(report, optimizations=lines, pointers=pointers, names=names)
 
     @property
     def graph_stats(self) -> GraphStats:

@@ -124,6 +124,11 @@ class Allocations:
                 self._home = start, end, probe
         return None
 
+    @property
+    def workspaces(self) -> tuple[PoolId, ...]:
+        """The pools that libraries have their workspaces in."""
+        return () if self._workspaces is None else (self._workspaces,)
+
     def keep_workspaces(self) -> None:
         """Let cuBLAS have its workspaces for this thread and stream in memory that is given to nothing else.
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,107 +14,25 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import ConfigError
-from simplegraph.graph.cuda import forks
-from simplegraph.graph.cuda.allocator import Addresses, Allocations, owned_addresses, segments
-from simplegraph.graph.cuda.driver import captured_nodes, captured_so_far, new_stream, unjoined_operations
+from simplegraph.graph.cuda import allocator, forks
+from simplegraph.graph.cuda.allocator import Allocations, owned_addresses, segments
+from simplegraph.graph.cuda.driver import captured_nodes, captured_so_far, cuda_driver, new_stream, unjoined_operations
+from simplegraph.graph.cuda.inventory.places import Places
+from simplegraph.graph.cuda.inventory.reading import device_memory, read_inventory
+from simplegraph.graph.cuda.segment import CudaPool, CudaSegment, OwnedGraph, graveyard
 from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
 from simplegraph.graph.generators import order_draws
+from simplegraph.graph.inventory import Inventory, KnownMemory
 
 logger = logging.getLogger("simplegraph")
 
+_MOST_FORMER = 1 << 14  # ranges
 _MOST_RELEASED = 32 << 20  # bytes of released pools that may stay with the allocator
-
-# Graphs that are no longer used. Destroying one takes it out of its generators' books, which another
-# thread's capture may be writing just then without the interpreter's lock: so that waits for CAPTURE_LOCK.
-_graveyard: collections.deque[torch.cuda.CUDAGraph] = collections.deque()
-
-
-# Instantiates graphs while the next ones are captured: the driver needs a fifth of a capture's time for it.
-_instantiating = concurrent.futures.ThreadPoolExecutor(1, "simplegraph-instantiate")
-
-
-class _Owned:
-    """Ends a `torch.cuda.CUDAGraph`: its memory at once, the graph itself when no capture runs.
-
-    Args:
-        graph: what ends.
-        ready: done once it is instantiated, if another thread does that.
-    """
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, ready: concurrent.futures.Future[None] | None = None) -> None:
-        self.graph = graph
-        self.reset = weakref.finalize(self, _bury, graph, ready)
-        self.reset.atexit = False
-
-
-def _bury(graph: torch.cuda.CUDAGraph, ready: concurrent.futures.Future[None] | None) -> None:
-    if ready is not None and not ready.cancel():
-        ready.exception()  # waits; whoever waits for the segment is told
-    _graveyard.append(graph)
-    if not torch.cuda.is_current_stream_capturing():
-        graph.reset()
-
-
-class CudaSegment:
-    """One `torch.cuda.CUDAGraph`."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _Pool, num_nodes: int | None, device: torch.device) -> None:
-        self.num_nodes = num_nodes
-        self._ready = _instantiating.submit(_instantiate, graph, device)
-        self._owned = _Owned(graph, self._ready)
-        self._count = weakref.finalize(self, pool.dropped, pool.id)
-        self._count.atexit = False
-        pool.segments[pool.id] += 1
-        self.replay = graph.replay  # the bound C++ method: a replay enters no Python frame of ours
-
-    def wait(self) -> None:
-        self._ready.result()
-
-    def reset(self) -> None:
-        self._owned.reset()
-        self._count()
-
-
-def _instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        graph.instantiate()
-
-
-@dataclasses.dataclass(eq=False)
-class _Pool:
-    """A memory pool of torch's allocator, or several after failed captures.
-
-    Attributes:
-        id: what captures allocate from.
-        anchors: by id, a one-node graph. While it lives, the allocator gives none of the pool's memory back, and
-            the pool can be captured into: into one that its last graph released, it cannot (an internal assert).
-        segments: by id, how many live graphs it has.
-        addresses: what is known of whose memory an address is.
-        owned: addresses of its blocks that something owned when last asked; owned_before: before the last Program.
-    """
-
-    id: tuple[int, int]
-    anchors: dict[tuple[int, int], _Owned] = dataclasses.field(default_factory=dict)
-    segments: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
-    addresses: Addresses = dataclasses.field(default_factory=Addresses)
-    owned: set[int] = dataclasses.field(default_factory=set)
-    owned_before: set[int] = dataclasses.field(default_factory=set)
-
-    def dropped(self, pool_id: tuple[int, int]) -> None:
-        """Count that one of a pool's graphs is gone."""
-        self.segments[pool_id] -= 1
-        self.retire(pool_id)
-
-    def retire(self, pool_id: tuple[int, int]) -> None:
-        """Give a pool back that captures no longer go to, once its last graph is gone."""
-        if pool_id != self.id and not self.segments[pool_id] and pool_id in self.anchors:
-            del self.anchors[pool_id]
-            self.addresses = Addresses()
 
 
 class _Capture(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    pool: _Pool
+    pool: CudaPool
     generators: Sequence[torch.Generator]
 
 
@@ -154,6 +69,7 @@ class CudaDevice:
         self.drawing_stream = 0
         self._allocations = Allocations(self.torch_device)
         self.keep_workspaces = self._allocations.keep_workspaces
+        self._former: set[tuple[int, int]] = set()  # ranges that the allocator had when it was asked
         self._released = 0  # bytes of pools that the allocator may still hold
         self._thread = threading.local()
         # On the path of every replay, so without a Python frame of their own.
@@ -161,7 +77,7 @@ class CudaDevice:
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
     def new_pool(self) -> GraphPool:
-        handle = _Pool((0, 0))
+        handle = CudaPool((0, 0))
         if self._released > _MOST_RELEASED:
             self.release_cached_memory()
         with self._on_own_stream():
@@ -174,14 +90,14 @@ class CudaDevice:
         with torch.inference_mode(False):  # else it could only be written in that mode
             return torch.zeros(1, device=self.torch_device)
 
-    def _refresh(self, handle: _Pool, generators: Sequence[torch.Generator] = ()) -> None:
+    def _refresh(self, handle: CudaPool, generators: Sequence[torch.Generator] = ()) -> None:
         """Let captures go to a fresh pool of the allocator from now on."""
-        _graveyard.clear()
+        graveyard.clear()
         cell = self._scratch
         handle.id = torch.cuda.graph_pool_handle()
         order_draws(self)
         anchor = torch.cuda.CUDAGraph()
-        handle.anchors[handle.id] = _Owned(anchor)
+        handle.anchors[handle.id] = OwnedGraph(anchor)
         for generator in generators:
             anchor.register_generator_state(generator)
         anchor.capture_begin(pool=handle.id, capture_error_mode="thread_local")
@@ -238,7 +154,7 @@ class CudaDevice:
             self._lasting.add(stream.cuda_stream)
 
     def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
-        _graveyard.clear()
+        graveyard.clear()
         graph = torch.cuda.CUDAGraph(keep_graph=True)  # the end of its capture leaves it to be instantiated
         for generator in generators:
             graph.register_generator_state(generator)
@@ -271,7 +187,7 @@ class CudaDevice:
         self._thread.capture = None
         capture.pool.addresses.forget_others()
         if num_nodes == 0:
-            _Owned(capture.graph).reset()
+            OwnedGraph(capture.graph).reset()
             return None
         return CudaSegment(capture.graph, capture.pool, num_nodes, self.torch_device)
 
@@ -332,14 +248,27 @@ class CudaDevice:
         return bool(address) and handle.addresses.find(address, handle.anchors)
 
     def left_alive(self, pool: GraphPool) -> set[int]:
-        handle: _Pool = pool.handle
+        handle: CudaPool = pool.handle
         return self._owned_blocks(handle) - handle.owned_before
 
-    def _owned_blocks(self, handle: _Pool) -> set[int]:
+    def _owned_blocks(self, handle: CudaPool) -> set[int]:
         """List the addresses of the pool's blocks that something owns, one by one only where they have changed."""
         if not (_CAN_COMPARE and torch._C._cuda_checkPoolLiveAllocations(self.index, handle.id, handle.owned)):
             handle.owned = owned_addresses(handle.id)
         return handle.owned
+
+    def inventory(self, pool: GraphPool, segments: Sequence[CudaSegment], known: Sequence[KnownMemory]) -> Inventory:
+        driver, handle = cuda_driver(), pool.handle
+        try:
+            with torch.cuda.device(self.torch_device):
+                graphs = [segment.raw_graph for segment in segments]
+                workspaces = self._allocations.workspaces
+                present = [each for each in allocator.segments() if each["device"] == self.index]
+                places = Places(present, handle.anchors, workspaces, known, self._former, device_memory(driver))
+                self._former = places.present | (self._former if len(self._former) < _MOST_FORMER else set())
+                return read_inventory(driver, graphs, places)
+        except Exception as error:  # a report is not worth a capture
+            return Inventory(notes=collections.Counter([f"{type(error).__name__}: {error}"]))
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         if not _CAN_BORROW or tensor.is_conj() or tensor.is_neg():  # lazy bits that metadata does not carry

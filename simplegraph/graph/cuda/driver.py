@@ -109,6 +109,11 @@ def new_stream() -> int | None:
     return None if failed else handle.value
 
 
+def cuda_driver() -> Any:
+    """Return the CUDA driver, whose functions are called by their names; None where there is none."""
+    return _driver()
+
+
 @functools.cache
 def _driver() -> Any:
     """Load the CUDA driver, which torch has loaded already; None where it is another one."""

@@ -24,6 +24,7 @@ from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, living
 from simplegraph.graph.emulator.operators import COMPILED
 from simplegraph.graph.emulator.recording import EmulatedCapture
 from simplegraph.graph.emulator.segment import EmulatorSegment
+from simplegraph.graph.inventory import KnownMemory
 
 _functions: Any = overrides  # typed loosely because torch leaves it untyped
 
@@ -261,6 +262,9 @@ class EmulatorDevice:
         recording = self._thread.recording
         begun = recording.left_alive() if recording is not None and recording.arena is arena else set()
         return begun | {memory.address for memory in arena.of_group() if not memory.reusable()}
+
+    def inventory(self, pool: GraphPool, segments: Sequence[Any], known: Sequence[KnownMemory]) -> None:
+        """Return None: a replay here refuses memory that was freed by itself."""
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         memory = self._captured(tensor)

@@ -26,7 +26,8 @@ assert_type(model.capture_graphs(torch.ones(2, 4)), sg.CaptureSummary)
 assert_type(model.graph_stats.replays, int)
 assert_type(model.graph_report().to_json(), str)
 assert_type(model.static_inputs(2), dict[str, torch.Tensor])
-model.graph_report(3)  # E: Too many arguments for "graph_report"
+assert_type(model.graph_report(pointers=True).to_json(), str)
+model.graph_report(True)  # E: Too many positional arguments for "graph_report"
 model.reset_graphs("now")  # E: Too many arguments for "reset_graphs"
 
 takes_a_decoder(model)

@@ -1,0 +1,105 @@
+"""What a captured graph touches, as the driver tells it: addresses, and whose memory they are in."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+
+class MemoryKind(enum.Enum):
+    """Whose memory an address is in."""
+
+    POOL = "memory of the graph's own pool"
+    KNOWN = "memory that the graph's owner keeps alive"
+    WORKSPACE = "a library's workspace"
+    FOREIGN = "live memory that nobody accounts for"
+    OUTSIDE = "device memory that torch did not allocate"
+    FREED = "memory that was given back"
+
+
+class KnownMemory(NamedTuple):
+    """Memory that somebody keeps alive: where it begins and ends, and its name."""
+
+    start: int
+    end: int
+    name: str
+
+
+class Touch(NamedTuple):
+    """An address that a node of a graph has.
+
+    Attributes:
+        node: the kernel's name, or what else it does.
+        address: the address; offset: from the start of the block, or of the known memory, that it is in.
+        place: whose memory that is; name: its name, if it is known.
+        certain: False if the address is a word of a struct, which may be padding that holds anything.
+    """
+
+    node: str
+    address: int
+    offset: int
+    place: MemoryKind
+    name: str
+    certain: bool
+
+
+@dataclasses.dataclass
+class Inventory:
+    """The addresses in the nodes of one captured graph.
+
+    Attributes:
+        nodes: how many nodes there are.
+        touches: what they touch, in their order.
+        notes: what could not be read, and how often.
+        seconds: the time that reading took.
+    """
+
+    nodes: int = 0
+    touches: list[Touch] = dataclasses.field(default_factory=list)
+    notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    seconds: float = 0.0
+
+    def certain(self, place: MemoryKind) -> list[Touch]:
+        """List the addresses in this place that are no padding."""
+        return [touch for touch in self.touches if touch.place is place and touch.certain]
+
+    def lines(self, names: Sequence[KnownMemory] = ()) -> Iterator[str]:
+        """Yield one line for each kernel with what it touches, and what could not be read.
+
+        Args:
+            names: of memory, better ones than the driver's reader had.
+        """
+        shown: dict[str, dict[str, None]] = {}
+        for touch in self.touches:
+            shown.setdefault(touch.node, {}).setdefault(_shown(touch, names))
+        for node, places in shown.items():
+            yield f"{node}: {', '.join(places)}"
+        for note, count in self.notes.items():
+            yield f"not read: {count} x {note}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        touches = [{**touch._asdict(), "place": touch.place.name.lower()} for touch in self.touches]
+        return {"nodes": self.nodes, "touches": touches, "notes": dict(self.notes), "seconds": self.seconds}
+
+
+def merged(parts: Sequence[Inventory]) -> Inventory:
+    """Put the inventories of a Program's segments together."""
+    whole = Inventory()
+    for part in parts:
+        whole.nodes += part.nodes
+        whole.touches += part.touches
+        whole.notes += part.notes
+        whole.seconds += part.seconds
+    return whole
+
+
+def _shown(touch: Touch, names: Sequence[KnownMemory]) -> str:
+    if touch.place is MemoryKind.POOL:
+        return "pool"
+    named = next((each.name for each in names if each.start <= touch.address < each.end), touch.name)
+    what = named or f"{touch.place.value} at {touch.address:#x}"
+    return what if touch.certain else f"{what}?"

@@ -1,0 +1,204 @@
+"""What the driver tells of captured graphs: whose memory kernels touch that no operator of torch's has named."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.graph.inventory import Inventory, MemoryKind
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+pytestmark = pytest.mark.usefixtures("device_works")
+
+LARGE = 3 << 20  # elements: the allocator gives such a tensor a segment of its own
+
+
+@triton.jit
+def _add_hidden(x, hidden, y, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    tl.store(y + at, tl.load(x + at, mask=inside) + tl.load(hidden + at % 8, mask=inside), mask=inside)
+
+
+class Address:
+    """An address without the tensor, as a library has it; Triton takes it for one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.address = tensor.dtype, tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Adding(nn.Module):
+    """Adds what is hidden at an address, and does something with it in a capture, once it is read.
+
+    Both are found in `kept`, a list that is no attribute.
+    """
+
+    def __init__(self, hidden: Callable[[], Any], then: Callable[[], object] = bool) -> None:
+        super().__init__()
+        self.hidden, self.then = hidden, then
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        _add_hidden[(triton.cdiv(x.numel(), 64),)](x, self.hidden(), y, x.numel(), BLOCK=64)
+        if torch.cuda.is_current_stream_capturing():
+            self.then()
+        return y
+
+
+@pytest.fixture
+def kept() -> Iterator[list[Tensor]]:
+    """Tensors that only a list holds, all ones."""
+    tensors = [torch.ones(LARGE, device="cuda")]
+    yield tensors
+    tensors.clear()
+
+
+def captured(module: nn.Module, rows: tuple[int, ...] = (4,), width: int = 8) -> Any:
+    model: Any = sg.wrap(module.cuda().eval(), capture_sizes=list(rows), padding=False, progress=False, verify=0)
+    model.capture_graphs(torch.ones(1, width, device="cuda"))
+    return model
+
+
+def inventory(model: Any) -> Inventory:
+    (graph,) = model.graph_stats.graphs.values()
+    return graph.inventory  # type: ignore[no-any-return]
+
+
+def refusal(model: Any) -> str:
+    (message,) = model.graph_stats.failures.values()
+    assert not model.graph_stats.graphs
+    return str(message)
+
+
+def test_a_freed_workspace_is_found_before_a_replay(kept: list[Tensor]) -> None:
+    address = Address(kept[0])
+    model = captured(Adding(lambda: address, kept.clear))
+    assert f"_add_hidden touches memory at {address.address:#x} that was given back" in refusal(model)
+
+
+def test_a_weight_that_was_repacked_elsewhere_is_found(kept: list[Tensor]) -> None:
+    address = Address(kept[0])
+    packed = torch.ones(LARGE, device="cuda")
+    model = captured(Adding(lambda: address, lambda: kept.__setitem__(0, packed)))
+    assert "_add_hidden" in refusal(model)
+
+
+def test_a_tensor_that_was_resized_is_found(kept: list[Tensor]) -> None:
+    address = Address(kept[0])
+    model = captured(Adding(lambda: address, lambda: kept[0].untyped_storage().resize_(0)))
+    assert "_add_hidden" in refusal(model)
+
+
+def test_memory_that_was_unmapped_is_found(kept: list[Tensor]) -> None:
+    captured(Adding(lambda: Address(kept[0])))  # an earlier inventory saw it
+    address = Address(kept[0])
+    kept.clear()
+    gc.collect()
+    other = torch.ones(8, device="cuda")
+    module = Adding(lambda: address if torch.cuda.is_current_stream_capturing() else other)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert "_add_hidden" in refusal(captured(module))
+
+
+def test_an_address_in_a_closure_is_kept_alive(kept: list[Tensor], caplog: pytest.LogCaptureFixture) -> None:
+    address = Address(kept[0])
+    model = captured(Adding(lambda: address))
+    kept.clear()
+    gc.collect()
+    torch.zeros(LARGE, device="cuda")  # would get the memory, were it free
+    x = torch.randn(4, 8, device="cuda")
+    assert torch.equal(model(x), x + 1)
+    assert model.graph_stats.replays == 1
+    assert not [record for record in caplog.records if "no tensor" in record.message]
+
+
+def test_a_block_of_another_graphs_pool_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    graph, static = torch.cuda.CUDAGraph(), torch.ones(LARGE, device="cuda")
+    with torch.cuda.graph(graph):
+        other = static + 0
+    graph.replay()
+    address = Address(other)
+    del other
+    gc.collect()
+    model = captured(Adding(lambda: address), rows=(2, 4))
+    (record,) = [record for record in caplog.records if "belongs to no tensor" in record.message]
+    assert "_add_hidden" in record.message
+    assert len(model.graph_stats.graphs) == 2
+
+
+def test_a_side_write_of_triton_is_in_the_report() -> None:
+    counter = torch.zeros(LARGE, device="cuda")
+    module = Adding(lambda: counter)
+    model = captured(module)
+    certain = [touch for touch in inventory(model).touches if touch.certain and touch.node == "_add_hidden"]
+    assert counter.data_ptr() in {touch.address for touch in certain}
+    assert len(certain) == 3  # the input, what is hidden and the output
+    assert MemoryKind.POOL in {touch.place for touch in certain}
+
+
+class Block(nn.Module):
+    """What models are made of."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)[:, None]
+        y = x + self.attention(y, y, y, need_weights=False)[0][:, 0]
+        y = y + self.down(nn.functional.gelu(self.up(y)))
+        return nn.functional.dropout(y.softmax(-1).cumsum(-1), 0.1, training=True)
+
+
+def test_a_plain_model_raises_no_alarm_and_all_of_it_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    model = captured(nn.Sequential(*(Block() for _ in range(4))), rows=(2, 8), width=64)
+    stats = model.graph_stats
+    assert (len(stats.graphs), stats.failures) == (2, {})
+    assert not [record for record in caplog.records if "no tensor" in record.message]
+    for graph in stats.graphs.values():
+        found = graph.inventory
+        assert found.notes == {}
+        assert found.nodes == graph.nodes
+        assert not found.certain(MemoryKind.FREED)
+    touched = {touch.address for graph in stats.graphs.values() for touch in graph.inventory.touches}
+    weights = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    assert {name for name, address in weights.items() if address not in touched} == set()
+    text = str(model.graph_report(pointers=True))
+    assert "0.norm.weight" in text
+
+
+def test_reading_costs_at_most_15_microseconds_a_node() -> None:
+    model = captured(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(200))))
+    model.reset_graphs()  # the first of a process loads what it needs
+    model.capture_graphs(torch.ones(1, 8, device="cuda"))
+    found = inventory(model)
+    assert found.nodes >= 400
+    assert found.seconds / found.nodes < 15e-6
+
+
+def test_a_copy_and_a_fill_are_read() -> None:
+    class Copying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(4, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state.copy_(x)
+            return self.state.clone().zero_() + x
+
+    found = inventory(captured(Copying()))
+    assert {"copy to", "copy from"} <= {touch.node for touch in found.touches}
+    assert found.notes == {}

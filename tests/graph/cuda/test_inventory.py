@@ -1,0 +1,243 @@
+"""The inventory of a graph, as a stand-in for the driver tells it, with parameters in memory of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from simplegraph.graph.cuda.inventory.nodes import ProcessMemory
+from simplegraph.graph.cuda.inventory.places import Places
+from simplegraph.graph.cuda.inventory.reading import device_memory, read_inventory
+from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, merged
+
+BASE = 0x7F00_0000_0000
+POOL, OTHER_POOL, WORKSPACES = (0, 3), (0, 4), (0, 5)
+
+
+def segment(start: int, pool: tuple[int, int], *blocks: tuple[int, str]) -> dict[str, Any]:
+    total = sum(size for size, _ in blocks)
+    described = [{"size": size, "state": state} for size, state in blocks]
+    return {"address": BASE + start, "total_size": total, "segment_pool_id": pool, "blocks": described}
+
+
+LIVE, FREE = "active_allocated", "inactive"
+SEGMENTS = [
+    segment(0x0000, (0, 0), (0x400, LIVE), (0x400, FREE), (0x800, LIVE)),
+    segment(0x2000, POOL, (0x800, LIVE), (0x800, FREE)),
+    segment(0x4000, OTHER_POOL, (0x1000, LIVE)),
+    segment(0x6000, WORKSPACES, (0x1000, LIVE)),
+]
+WEIGHT, FREED, UNKNOWN, TEMPORARY = BASE, BASE + 0x480, BASE + 0x900, BASE + 0x2880
+FOREIGN_POOL, WORKSPACE, UNMAPPED, LIBRARY = BASE + 0x4010, BASE + 0x6020, BASE + 0x8030, BASE + 0x7000
+KNOWN = [KnownMemory(WEIGHT, WEIGHT + 0x400, "weight")]
+FORMER = [(BASE + 0x8000, BASE + 0x9000)]
+
+
+def places(**more: Any) -> Places:
+    return Places(SEGMENTS, [POOL], [WORKSPACES], KNOWN, FORMER, **more)
+
+
+class Kernel:
+    """A kernel node: its parameters, each as bytes, given one by one or packed."""
+
+    kind = 0
+
+    def __init__(self, name: str, *parameters: bytes, packed: bool = False, function: bool = True) -> None:
+        self.name, self.parameters, self.function = name, parameters, function
+        self.buffers = [ctypes.create_string_buffer(each, len(each)) for each in parameters]
+        self.addresses = (ctypes.c_void_p * max(1, len(parameters)))(*map(ctypes.addressof, self.buffers))
+        self.buffer = ctypes.create_string_buffer(b"".join(parameters), sum(map(len, parameters)))
+        self.size = ctypes.c_size_t(len(self.buffer))
+        options = (1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0)
+        self.extra = (ctypes.c_void_p * 5)(*options)
+        self.packed = packed
+
+    def fill(self, out: Any) -> None:
+        out.func, out.kern = (id(self), None) if self.function else (None, id(self))
+        if self.packed:
+            out.extra = ctypes.addressof(self.extra)
+        else:
+            out.params = ctypes.addressof(self.addresses)
+
+
+class Other:
+    """A node of another kind: fields that the driver fills in, or a graph inside."""
+
+    def __init__(self, kind: int, inside: Sequence[Any] = (), **fields: Any) -> None:
+        self.kind, self.inside, self.fields = kind, inside, fields
+
+    def fill(self, out: Any) -> None:
+        for name, value in self.fields.items():
+            setattr(out, name, value)
+
+
+class Driver:
+    """Answers of CUDA's driver about graphs, which are lists of nodes."""
+
+    def __init__(self, nodes: Sequence[Any]) -> None:
+        self.graphs = {1: list(nodes)}
+        self.nodes: dict[int, Any] = {}
+        self._take(nodes)
+
+    def _take(self, nodes: Sequence[Any]) -> None:
+        for node in nodes:
+            self.nodes[id(node)] = node
+            if getattr(node, "inside", ()):
+                self.graphs[id(node)] = list(node.inside)
+                self._take(node.inside)
+
+    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:
+        found = self.graphs[graph.value]
+        count._obj.value = len(found)
+        if nodes is not None:
+            nodes[:] = [id(node) for node in found]
+        return 0
+
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
+        kind._obj.value = self.nodes[node.value].kind
+        return 0
+
+    def _fill(self, node: Any, out: Any) -> int:
+        self.nodes[node.value].fill(out._obj)
+        return 0
+
+    cuGraphKernelNodeGetParams_v2 = cuGraphMemcpyNodeGetParams = cuGraphMemsetNodeGetParams = _fill
+
+    def cuGraphChildGraphNodeGetGraph(self, node: Any, graph: Any) -> int:
+        graph._obj.value = node.value
+        return 0
+
+    def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:
+        parameters = self.nodes[function.value].parameters
+        if index.value >= len(parameters):
+            return 1
+        offset._obj.value = sum(map(len, parameters[: index.value]))
+        size._obj.value = len(parameters[index.value])
+        return 0
+
+    def cuFuncGetName(self, name: Any, function: Any) -> int:
+        name._obj.value = self.nodes[function.value].name.encode()
+        return 0
+
+    cuKernelGetParamInfo, cuKernelGetName = cuFuncGetParamInfo, cuFuncGetName
+
+
+def pointer(*addresses: int) -> bytes:
+    return struct.pack(f"<{len(addresses)}Q", *addresses)
+
+
+def taken(*nodes: Any, **more: Any) -> Inventory:
+    return read_inventory(Driver(nodes), [1], places(**more))
+
+
+def seen(inventory: Inventory) -> list[tuple[str, MemoryKind, int, bool]]:
+    return [(touch.node, touch.place, touch.offset, touch.certain) for touch in inventory.touches]
+
+
+@pytest.mark.parametrize("how", [{}, {"packed": True}, {"function": False}])
+def test_each_pointer_of_a_kernel_is_in_the_memory_it_belongs_to(how: dict[str, bool]) -> None:
+    scalar = struct.pack("<i", 7)
+    every = (WEIGHT + 8, FREED, UNKNOWN, TEMPORARY, FOREIGN_POOL, WORKSPACE, UNMAPPED)
+    found = taken(Kernel("scale", *map(pointer, every), scalar, struct.pack("<q", 1 << 20), **how))
+    assert seen(found) == [
+        ("scale", MemoryKind.KNOWN, 8, True),
+        ("scale", MemoryKind.FREED, 0x80, True),
+        ("scale", MemoryKind.FOREIGN, 0x100, True),
+        ("scale", MemoryKind.POOL, 0x880, True),
+        ("scale", MemoryKind.FOREIGN, 0x10, True),
+        ("scale", MemoryKind.WORKSPACE, 0x20, True),
+        ("scale", MemoryKind.FREED, 0x30, True),
+    ]
+    assert (found.nodes, found.notes) == (1, {})
+
+
+def test_a_word_of_a_struct_is_uncertain_and_an_array_of_pointers_is_not() -> None:
+    mixed = pointer(UNKNOWN, 5, FREED) + struct.pack("<i", 1)
+    found = taken(Kernel("gemm", mixed), Kernel("add", pointer(WEIGHT, UNKNOWN)))
+    assert [touch.certain for touch in found.touches] == [False, False, True, True]
+    assert [touch.address for touch in found.certain(MemoryKind.FOREIGN)] == [UNKNOWN]
+    assert not found.certain(MemoryKind.FREED)
+
+
+def test_the_end_of_a_tensor_is_not_the_freed_memory_behind_it() -> None:
+    end = WEIGHT + 0x400
+    assert [place for _, place, *_ in seen(taken(Kernel("sum", pointer(WEIGHT), pointer(end))))] == [MemoryKind.KNOWN]
+    assert [place for _, place, *_ in seen(taken(Kernel("sum", pointer(end))))] == [MemoryKind.FREED]
+
+
+def test_copies_fills_and_graphs_inside_are_read_too() -> None:
+    nodes = [
+        Other(1, source_type=2, source=UNKNOWN, target_type=2, target=TEMPORARY),
+        Other(1, source_type=1, source=UNKNOWN, target_type=2, target=WEIGHT),  # from the host
+        Other(2, target=FREED),
+        Other(4, inside=[Kernel("inner", pointer(WEIGHT)), Other(4, inside=[Kernel("innermost", pointer(WEIGHT))])]),
+    ]
+    assert [(node, place) for node, place, *_ in seen(taken(*nodes))] == [
+        ("copy from", MemoryKind.FOREIGN),
+        ("copy to", MemoryKind.POOL),
+        ("copy to", MemoryKind.KNOWN),
+        ("memset", MemoryKind.FREED),
+        ("inner", MemoryKind.KNOWN),
+        ("innermost", MemoryKind.KNOWN),
+    ]
+
+
+def test_what_cannot_be_read_is_noted_and_the_rest_is_read() -> None:
+    gone = Kernel("gone", pointer(WEIGHT))
+    gone.addresses[0] = 8  # no address of this process: a crash, were it read
+    nodes = [gone, Other(13), Other(3), Other(6), Other(5), Kernel("scale", pointer(WEIGHT))]
+    found = taken(*nodes)
+    assert found.notes == {"parameters of gone": 1, "conditional node": 1, "host callback": 1}
+    assert (found.nodes, [touch.node for touch in found.touches]) == (6, ["scale"])
+    assert next(iter(found.lines())) == "scale: weight"
+    assert "not read: 1 x conditional node" in list(found.lines())
+
+
+class Older(Driver):
+    """Cannot tell the parameters of a kernel."""
+
+    @property
+    def cuFuncGetParamInfo(self) -> Any:
+        raise AttributeError
+
+
+@pytest.mark.parametrize("driver", [None, Older([])])
+def test_a_driver_that_cannot_tell_leaves_a_note(driver: Any) -> None:
+    found = read_inventory(driver, [1], places())
+    assert list(found.notes) == [f"the driver has no {'cuGraphGetNodes' if driver is None else 'cuFuncGetParamInfo'}"]
+
+
+def test_whatever_goes_wrong_leaves_a_note() -> None:
+    driver = Driver([Kernel("scale", pointer(WEIGHT))])
+    driver.cuGraphNodeGetType = lambda *args: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    assert list(read_inventory(driver, [1], places()).notes) == ["ZeroDivisionError: division by zero"]
+
+
+def test_memory_that_torch_did_not_allocate_is_told_by_the_driver() -> None:
+    class Asked:
+        def cuPointerGetAttribute(self, kind: Any, attribute: int, address: Any) -> int:
+            kind._obj.value = 2
+            return 0 if address.value == LIBRARY else 1
+
+    nodes = [Kernel("nccl", pointer(LIBRARY), pointer(LIBRARY + 0x800))]
+    found = taken(*nodes, is_device_memory=device_memory(Asked()))
+    assert [(touch.address, touch.place) for touch in found.touches] == [(LIBRARY, MemoryKind.OUTSIDE)]
+
+
+def test_memory_of_this_process_is_read_and_a_wrong_address_is_an_error() -> None:
+    text = ctypes.create_string_buffer(b"abcdefgh", 8)
+    with ProcessMemory() as memory:
+        assert memory.read(ctypes.addressof(text), 8) == b"abcdefgh"
+        with pytest.raises(OSError, match=r"."):
+            memory.read(8, 8)
+
+
+def test_inventories_of_several_segments_are_one() -> None:
+    one, two = (taken(Kernel(name, pointer(WEIGHT))) for name in "ab")
+    whole = merged([one, two])
+    assert (whole.nodes, [touch.node for touch in whole.touches]) == (2, ["a", "b"])
+    assert whole.to_dict()["touches"][0]["place"] == "known"
