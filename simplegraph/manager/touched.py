@@ -75,6 +75,18 @@ def inspect(table: TouchingGraphs, jobs: Sequence[CaptureJob], read: Sequence[Te
     return refused
 
 
+def freed_since(table: TouchingGraphs, graph: Any) -> str | None:
+    """Say which kernel touches memory that was given back since a graph's capture; None if none is known to.
+
+    Only before its first proof: a graph that was replayed keeps what it keeps.
+    """
+    if graph.counters.proof:
+        return None
+    found = table.device.inventory(table.pool, graph.program.segments, ())
+    freed = [] if found is None else found.certain(MemoryKind.FREED)
+    return _said_of_freed(freed[0]) if freed else None
+
+
 def _memory(tensor: Tensor) -> Iterator[KnownMemory]:
     if tensor.layout is torch.strided and tensor.device.type == "cuda":
         storage = tensor.untyped_storage()
@@ -97,12 +109,16 @@ def _is_sure(touch: Touch, sure: set[tuple[str, int]]) -> bool:
 
 
 def _freed(job: CaptureJob, touch: Touch) -> CaptureError:
-    cause = f"the kernel {touch.node} touches memory at {touch.address:#x} that was given back"
+    cause = _said_of_freed(touch)
     return CaptureError(
         f"capturing {job.label} failed\n  {cause}: a replay would find there whatever comes next.\n"
         f"  Keep the tensor that it reads as an attribute of the module, or {BREAK}.",
         cause=cause,
     )
+
+
+def _said_of_freed(touch: Touch) -> str:
+    return f"the kernel {touch.node} touches memory at {touch.address:#x} that was given back"
 
 
 def _keep(table: TouchingGraphs, foreign: Sequence[Touch]) -> None:

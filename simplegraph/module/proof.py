@@ -15,6 +15,7 @@ from simplegraph.errors import VerificationError
 from simplegraph.graph.device import CAPTURE_LOCK
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.manager.proof import Effects, ReplayProof
+from simplegraph.manager.touched import freed_since
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.memory import ModuleMemory
 from simplegraph.module.padding import learn_numbers, refuse_numbers, refuse_padding
@@ -87,12 +88,15 @@ class _CallProof:
         started = time.perf_counter()
         self._table.stats.ran_eagerly(Reason.PROOF, size=self._call.batch)
         proof = ReplayProof(self._table, plan.graph, memory, self._where.generators())
-        found = None
+        found, freed = None, False
         try:
             _, observer = proof.run_eager(self._run, self._call.batch)
             number = learn_numbers(self._call.binding, self._table, observer.numbers)
             unknown = self._ranks.any(f"unknown memory that {self._label} writes", self._learn(proof, observer))
-            if not unknown:
+            gone = freed_since(self._table, plan.graph)
+            if self._ranks.any(f"freed memory that {self._label} touches", gone is not None):
+                unknown, found, freed = False, gone, True  # it may not be replayed at all
+            elif not unknown:
                 found = self._compare(proof, observer)
                 found = (number if plan.padding else None) or found
         finally:
@@ -103,7 +107,7 @@ class _CallProof:
             if plan.graph.keeps_writing_elsewhere():
                 self._leave_unverified("it keeps writing to other memory")
             return self._result
-        self._note(found)
+        self._note(found, freed=freed)
         return self._result if found is not None else plan.handed_out(self._result)
 
     def _run(self) -> Any:
@@ -167,8 +171,8 @@ class _CallProof:
 
     # The verdict.
 
-    def _note(self, found: str | None) -> None:
-        """Remember the verdict of all ranks."""
+    def _note(self, found: str | None, *, freed: bool = False) -> None:
+        """Remember the verdict of all ranks; `freed` if it touches memory that was given back, whatever the padding."""
         plan, call, table = self._plan, self._call, self._table
         error = None if found is None else VerificationError(found)
         failure = self._ranks.failure(f"the proof of {self._label}", error)
@@ -183,7 +187,7 @@ class _CallProof:
             return
         rank, said = failure
         where = f" on rank {rank}" if self._ranks.size > 1 else ""
-        if plan.padding:
+        if plan.padding and not freed:
             text = f"padding {call.batch} rows to {call.padded} changes the answer{where}"
             if call.binding.unsliceable is None:  # else a number of the batch size was found, and warned of
                 warn = table.config.on_capture_failure != "raise"

@@ -100,6 +100,18 @@ def test_a_tensor_that_was_resized_is_found(kept: list[Tensor]) -> None:
     assert "_add_hidden" in refusal(model)
 
 
+@pytest.mark.proofs
+def test_a_tensor_that_was_resized_after_the_capture_is_found_before_the_first_replay(kept: list[Tensor]) -> None:
+    address, x = Address(kept[0]), torch.randn(4, 8, device="cuda")
+    model: Any = sg.wrap(Adding(lambda: address).cuda().eval(), capture_sizes=[4], padding=False, progress=False)
+    model.capture_graphs(torch.ones(1, 8, device="cuda"))
+    assert len(model.graph_stats.graphs) == 1
+    kept[0].untyped_storage().resize_(0)
+    model(x)
+    assert "_add_hidden" in refusal(model)
+    assert model.graph_stats.replays == 0
+
+
 def test_memory_that_was_unmapped_is_found(kept: list[Tensor]) -> None:
     captured(Adding(lambda: Address(kept[0])))  # an earlier inventory saw it
     address = Address(kept[0])

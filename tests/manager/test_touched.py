@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph.emulator import EmulatorDevice
+from simplegraph.graph.emulator import EmulatorDevice, EmulatorSegment
 from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.manager import touched
 from simplegraph.reasons import Reason
@@ -60,6 +60,26 @@ def test_a_size_that_touches_freed_memory_runs_eagerly_and_names_the_kernel(monk
     assert list(stats.failures) == ["batch size 4"]
     assert "the kernel scale touches memory at 0x7f0000000480 that was given back" in stats.failures["batch size 4"]
     assert sorted(graph.size for graph in stats.graphs.values()) == [1, 2]
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("rows", [4, 3])
+def test_memory_that_was_freed_after_the_capture_is_found_before_the_first_replay(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    model: Any = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=[2, 4], progress=False)
+    model.capture_graphs(torch.ones(1, 4))
+    tell(monkeypatch, lambda count: [touch(MemoryKind.FREED)])
+    replays: list[object] = []
+    replay = EmulatorSegment.replay
+    monkeypatch.setattr(EmulatorSegment, "replay", lambda self: (replays.append(self), replay(self)))
+    x = torch.randn(rows, 4)
+    for _ in range(3):
+        assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
+    assert not replays
+    assert model.graph_stats.eager[Reason.CAPTURE_FAILED] == 2
+    assert [graph.size for graph in model.graph_stats.graphs.values()] == [2]
+    assert "the kernel scale touches memory" in model.graph_stats.failures["batch size 4"]
 
 
 def test_only_the_largest_and_the_smallest_size_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
