@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,16 @@ from torch import Tensor
 
 from simplegraph.graph.cuda.device import CudaDevice, cuda_device
 from simplegraph.graph.device import GraphPool
+
+
+@pytest.fixture(autouse=True)
+def _memory_released() -> Iterator[None]:
+    """Give all free memory back after a test, where that is asked for: a sanitizer then sees what reads it."""
+    yield
+    if os.environ.get("SIMPLEGRAPH_TESTS_RELEASE_MEMORY"):
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

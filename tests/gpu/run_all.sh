@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go: the tests, those of the whole GPU's memory by themselves, a stress test, torch's own
-# databases of operators, and random programs. What may run beside each other does, on all GPUs of the machine.
+# databases of operators, verdicts on captures, and random programs. What may run beside each other does, on all GPUs of the machine.
 # Usage: tests/gpu/run_all.sh FOLDER [pytest options]; logs go there, and a line for each part as it ends.
 set -uo pipefail
 out=$(mkdir -p "${1:?usage: tests/gpu/run_all.sh FOLDER [pytest options]}" && cd "$1" && pwd)
@@ -26,7 +26,7 @@ part() {
     return 0
 }
 
-rm -f "$out/failed"
+rm -f "$out/failed" "$out/parity.json"
 part tests 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu -n "$workers" --ignore tests/gpu/test_cuda_distributed.py -m "not alone" "$@" &
 if ((gpus > 1)); then
     GPUS=0,1 part distributed 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu/test_cuda_distributed.py -n 4 "$@" &
@@ -38,6 +38,7 @@ done
 ((gpus > 2)) || wait
 part sweeps 2 400 "$python" -m tests.sweeps --device cuda --modes no_grad,inference_mode --samples 5 \
     --workers $((workers < 14 ? workers : 14)) --seconds 300 --out "$out/sweeps.json" &
+part parity 3 400 "$python" -m tests.parity --device cuda --seconds 300 --json "$out/parity.json" &
 part fuzz 3 400 "$python" -m tests.fuzz --calls 20000 --device cuda --workers $((workers < 6 ? workers : 6)) &
 wait
 part alone 0 200 "${tests[@]}" tests/gpu -m alone "$@"

@@ -8,7 +8,7 @@ from typing import Any
 _NONE = ("raised", "unstable", "no sample")
 # Forwards for which the devices differ, by the beginning of their names, and why.
 KNOWN: dict[str, str] = {
-    "to_sparse": "an output that is not dense is refused before the capture on one device, by it on the other",
+    "tensor_split (": "a tensor of places as an argument is the host's beside a GPU, and a device's on the emulator",
 }
 
 
