@@ -91,6 +91,8 @@ def _memory(tensor: Tensor) -> Iterator[KnownMemory]:
     if tensor.layout is torch.strided and tensor.device.type == "cuda":
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
+        if not start:
+            return
         yield KnownMemory(
             start, start + storage.nbytes(), f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         )

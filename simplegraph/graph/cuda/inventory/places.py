@@ -52,22 +52,30 @@ class Places:
         self._former = _ordered(Block(*each, MemoryKind.FREED) for each in set(former) - self.present)
         self._is_device_memory = is_device_memory
         every = [*self._blocks, *self._known, *self._former]
+        kinds = (self._known, self._blocks, self._former)
+        self._ordered = [([block.start for block in blocks], blocks) for blocks in kinds]
+        self._found: dict[int, Block | None] = {}  # kernels share addresses
         self.low = min((block.start for block in every), default=0)
         self.high = max((block.end for block in every), default=0)
 
     def find(self, address: int) -> Block | None:
         """Find the range that an address is in; None if it is no address of the device."""
-        for blocks in (self._known, self._blocks, self._former):
-            block = _containing(blocks, address)
-            if block is not None:
-                return block
+        if address not in self._found:
+            self._found[address] = self._look_up(address)
+        return self._found[address]
+
+    def _look_up(self, address: int) -> Block | None:
+        for starts, blocks in self._ordered:
+            at = bisect.bisect_right(starts, address) - 1
+            if at >= 0 and address < blocks[at].end:
+                return blocks[at]
         return Block(address, address, MemoryKind.OUTSIDE) if self._is_device_memory(address) else None
 
     def ends_before(self, address: int) -> Block | None:
         """Find the range that ends where an address begins, as the end of a tensor does."""
         return next((b for blocks in (self._known, self._blocks) for b in blocks if b.end == address), None)
 
-    def touch(self, node: str, address: int, *, certain: bool, beside: Collection[Block]) -> Touch | None:
+    def touch(self, node: str, address: int, *, certain: bool, beside: Sequence[Block | None]) -> Touch | None:
         """Say what a node touches by an address; None if that is no address, or only the end of a range.
 
         Args:
@@ -99,8 +107,3 @@ def _blocks(segment: dict[str, Any], own: Collection[PoolId], workspaces: Collec
         found.append(Block(start, end, MemoryKind.FREED if free else MemoryKind.FOREIGN))
         start = end
     return found
-
-
-def _containing(blocks: Sequence[Block], address: int) -> Block | None:
-    at = bisect.bisect_right(blocks, address, key=operator.attrgetter("start")) - 1
-    return blocks[at] if at >= 0 and address < blocks[at].end else None

@@ -55,7 +55,7 @@ def read_inventory(
 
 def _add(inventory: Inventory, places: Places, words: Sequence[Word]) -> None:
     """Note what one node touches, each address once."""
-    beside = {block for word in words if (block := places.find(word.value)) is not None}
+    beside = [places.find(word.value) for word in words]
     certain: dict[tuple[str, int], bool] = {}
     for word in words:
         certain[word.name, word.value] = certain.get((word.name, word.value), False) or word.certain
