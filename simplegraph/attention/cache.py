@@ -105,7 +105,7 @@ class PagedKVCache:
                     f"expect {shape} and {self.dtype}."
                 )
         if self.device.type == "cuda" and _has_triton():
-            from simplegraph.attention.kernels.pages import write_pages
+            from simplegraph.fused.cache_kernels import write_pages
 
             keys, values = self._pages(layer)
             write_pages(k, v, keys, values, slot_mapping, self.page_size, self.layout)

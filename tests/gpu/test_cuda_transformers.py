@@ -22,8 +22,9 @@ import tiny_multimodal  # noqa: E402
 import tiny_states  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
+from simplegraph.fused import choice  # noqa: E402
+from simplegraph.fused.operators import DTYPES  # noqa: E402
 from simplegraph.integrations.transformers import GraphedGeneration, graph_encoder, graph_generation  # noqa: E402
-from simplegraph.integrations.transformers.kernels.rotary import DTYPES  # noqa: E402
 from simplegraph.integrations.transformers.kernels.usable import triton_runs  # noqa: E402
 
 CUDA = torch.device("cuda")
@@ -312,7 +313,7 @@ def test_fewer_kernels_a_step_and_the_same_logits(dtype: torch.dtype) -> None:
 def test_rotary_embeddings_by_the_kernel_have_the_same_bits(
     rows: int, heads: int, shared: int, elements: int, dtype: torch.dtype
 ) -> None:
-    from simplegraph.integrations.transformers.kernels.triton_kernels import rotate
+    from simplegraph.fused.cache_kernels import rotate
 
     torch.manual_seed(rows)
     for positions in (1, rows):
@@ -332,7 +333,7 @@ def test_rotary_embeddings_by_the_kernel_have_the_same_bits(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("elements", [16, 64, 128])
 def test_triton_runs_here(elements: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
-    triton_runs.cache_clear()
+    choice._problem.cache_clear()
     assert triton_runs(CUDA, dtype, elements)
     assert not caplog.text
 
@@ -368,7 +369,7 @@ def test_a_token_takes_one_kernel_for_rotary_embeddings_cache_and_norm(dtype: to
             assert not graphs.stats.failures
     assert counts[True]["_rotate"] == layers
     assert counts[True]["_write_pages"] == layers
-    assert counts[True]["_rms_norm"] == 2 * layers + 1
+    assert counts[True]["_norm"] == 2 * layers + 1
     total = {fused: sum(of.values()) for fused, of in counts.items()}
     # Ten kernels for embeddings, two for the cache, and six or more for each of two norms, which are now one each.
     assert total[False] - total[True] >= layers * (9 + 1 + 2 * 5)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
 
 import pytest
 import torch
 
-from simplegraph.integrations.transformers.kernels.rotary import DTYPES
+from simplegraph.fused.operators import DTYPES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton's interpreter cuts numbers to bfloat16 off, where GPUs round them.
@@ -24,3 +26,17 @@ def has_triton() -> bool:
 
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
+
+
+def stand_in_kernels(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
+    """Make `kernels` stand in for Triton's kernels, on any device: an object with the functions that are called."""
+    from simplegraph import fused
+    from simplegraph.fused import choice, triton_operators
+
+    for name in ("row_kernels", "cache_kernels"):
+        monkeypatch.setitem(sys.modules, f"simplegraph.fused.{name}", kernels)
+        monkeypatch.setattr(fused, name, kernels, raising=False)
+    monkeypatch.setattr(triton_operators, "_INTERPRETED", True)
+    for function in (choice._triton, choice._without_triton, choice._problem):
+        plain = getattr(function, "__wrapped__", function)  # without what is known of the real ones
+        monkeypatch.setattr(choice, function.__name__, plain)

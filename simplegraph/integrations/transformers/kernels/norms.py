@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.choice import chosen_operators
 from simplegraph.integrations.transformers.kernels.texts import instructions, recognize
 from simplegraph.integrations.transformers.overrides import Forward
 
@@ -75,7 +76,7 @@ def norm_forwards(model: nn.Module, *, triton: bool = False) -> dict[nn.Module, 
 
     In half precision they round once, where the original may round twice: results differ by a unit in the last place.
     """
-    normalize = _by_triton if triton else _by_torch
+    normalize = chosen_operators(triton=triton).rms_norm
     return {module: functools.partial(_run_norm, normalize, module, norm) for module, norm in rms_norms(model).items()}
 
 
@@ -84,22 +85,6 @@ def _run_norm(normalize: Normalize, module: Any, norm: Norm, *args: Any, **kwarg
     if kwargs or len(args) != 1 or not _fits_norm(args[0], weight):
         return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
     return normalize(args[0], weight, getattr(module, norm.eps), norm.offset)
-
-
-def _by_torch(hidden_states: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    if not offset:
-        return nn.functional.rms_norm(hidden_states, weight.shape, weight, eps)
-    # In half precision the sum of the offset and a small weight would lose the weight.
-    exact = nn.functional.rms_norm(hidden_states.float(), weight.shape, weight.float() + offset, eps)
-    return exact.type_as(hidden_states)
-
-
-def _by_triton(hidden_states: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    from simplegraph.integrations.transformers.kernels.triton_kernels import MAX_COLUMNS, rms_norm
-
-    if len(weight) > MAX_COLUMNS or torch.is_grad_enabled():
-        return _by_torch(hidden_states, weight, eps, offset)
-    return rms_norm(hidden_states, weight, eps, offset)
 
 
 def _fits_norm(hidden_states: Tensor, weight: Tensor) -> bool:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.choice import chosen_operators
+from simplegraph.fused.operators import DTYPES
 from simplegraph.integrations.transformers.kernels.texts import instructions, recognize, with_names
 from simplegraph.integrations.transformers.overrides import Forward
 
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAME, _HALF = "apply_rotary_pos_emb", "rotate_half"
 
 
@@ -50,26 +51,8 @@ def rotary_forwards(model: nn.Module, rotate: Rotate) -> dict[nn.Module, Forward
 
 
 def rotation(*, triton: bool) -> Rotate:
-    """Return the function that embeds queries and keys: the Triton kernel if `triton`, else `rotate_both`."""
-    if not triton:
-        return rotate_both
-    from simplegraph.integrations.transformers.kernels.triton_kernels import rotate
-
-    return rotate
-
-
-def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Embed queries and keys at once with torch's operators.
-
-    Args:
-        q: (rows, heads, tokens, elements).
-        k: as `q`, with any number of heads.
-        cos: (rows or 1, tokens, elements), the dtype of `q`.
-        sin: as `cos`.
-    """
-    both = torch.cat((q, k), dim=1)
-    turned: Tensor = both * cos.unsqueeze(1) + rotate_half(both) * sin.unsqueeze(1)
-    return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
+    """Return the function that embeds queries and keys: the Triton kernel if `triton`, else by torch's operators."""
+    return chosen_operators(triton=triton).rotate
 
 
 def _with_rotate(forward: FunctionType, rotate: Rotate) -> FunctionType:

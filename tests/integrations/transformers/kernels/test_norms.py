@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
-from interpreted import EXACT_DTYPES, needs_triton  # noqa: E402
+from interpreted import EXACT_DTYPES, needs_triton, stand_in_kernels  # noqa: E402
 from operators_seen import OperatorRecorder  # noqa: E402
 from tiny_generation import GREEDY, TOKENS  # noqa: E402
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
@@ -51,10 +49,13 @@ def test_a_fused_norm_is_within_a_unit_in_the_last_place(kind: Any, dtype: torch
 
 @pytest.mark.parametrize("case", ["few columns", "too many columns", "gradient", "another dtype"])
 def test_triton_s_norm_is_for_what_it_takes(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = ModuleType("simplegraph.integrations.transformers.kernels.triton_kernels")
-    kernel.MAX_COLUMNS = 8
-    kernel.rms_norm = lambda x, weight, eps, offset: torch.full_like(x, eps)  # told apart by its answer
-    monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+    class Kernels:
+        MAX_COLUMNS = 8
+
+        def norm(self, x: Tensor, residual: None, weight: Tensor, bias: None, eps: float, *, offset: float) -> Any:
+            return torch.full_like(x, eps), x  # told apart by its answer
+
+    stand_in_kernels(monkeypatch, Kernels())
     columns = 16 if case == "too many columns" else 8
     norm = LlamaRMSNorm(columns, eps=0.25).to(device)
     hidden = torch.randn(3, columns, device=device)
@@ -174,7 +175,7 @@ def test_a_generation_has_fused_norms_in_its_steps_only_if_they_are_wanted(
 def test_the_norm_s_kernel_is_as_exact_as_torch_s(
     dtype: torch.dtype, columns: int, offset: float, device: torch.device
 ) -> None:
-    from simplegraph.integrations.transformers.kernels.triton_kernels import rms_norm
+    from simplegraph.fused.triton_operators import TritonOperators
 
     x = (3 * torch.randn(3, 2, 2 * columns, device=device)).to(dtype)[..., ::2]
     weight = torch.randn(columns, device=device).to(dtype)
@@ -183,7 +184,7 @@ def test_the_norm_s_kernel_is_as_exact_as_torch_s(
         for each, given_weight in ((x.double(), weight.double() + offset), (x.float(), weight.float() + offset))
     )
     by_torch = by_torch.to(dtype)
-    found = rms_norm(x, weight, 1e-5, offset)
+    found = TritonOperators().rms_norm(x, weight, 1e-5, offset)
     assert found.dtype is dtype
     unit = torch.finfo(dtype).eps * exact.abs()
     slack = 4 * torch.finfo(torch.float32).eps * exact.abs().max()

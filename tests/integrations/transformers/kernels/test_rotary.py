@@ -24,13 +24,12 @@ from tiny_generation import GREEDY, TOKENS  # noqa: E402
 from transformers.models.gpt_neox import modeling_gpt_neox  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
+from simplegraph.fused.operators import DTYPES, Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.kernels.rotary import (  # noqa: E402
-    DTYPES,
     Rotate,
     rotary_attentions,
     rotary_forwards,
-    rotate_both,
     rotation,
 )
 from simplegraph.integrations.transformers.kernels.texts import with_names  # noqa: E402
@@ -74,7 +73,7 @@ def assert_the_same_bits(rotate: Rotate, dtype: torch.dtype, draw: Any) -> None:
 @given(data=st.data())
 @settings(max_examples=60)
 def test_heads_embedded_together_have_the_same_bits(dtype: torch.dtype, data: Any) -> None:
-    assert_the_same_bits(rotate_both, dtype, data.draw)
+    assert_the_same_bits(Operators().rotate, dtype, data.draw)
 
 
 @needs_triton
@@ -91,7 +90,7 @@ def test_the_kernel_has_the_same_bits(dtype: torch.dtype, data: Any) -> None:
 def counted(calls: list[int], *tensors: Tensor) -> Any:
     calls.append(1)
     # A product of matrices picks its kernel by strides.
-    return tuple(embedded.contiguous() for embedded in rotate_both(*tensors))
+    return tuple(embedded.contiguous() for embedded in Operators().rotate(*tensors))
 
 
 def attention(device: torch.device, dtype: torch.dtype = torch.float32) -> Any:

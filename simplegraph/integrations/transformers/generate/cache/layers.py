@@ -71,7 +71,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _write_together(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write by one kernel, for which all heads of all rows are heads of one token and the layer is one page."""
-        from simplegraph.attention.kernels.pages import write_pages
+        from simplegraph.fused.cache_kernels import write_pages
 
         k, v = (state.flatten(0, 2).unsqueeze(0) for state in (key_states, value_states))
         keys, values = (kept.flatten(0, 1).unsqueeze(0) for kept in (self.keys, self.values))

@@ -16,8 +16,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from interpreted import needs_triton  # noqa: E402
 
+from simplegraph.fused.operators import DTYPES  # noqa: E402
 from simplegraph.integrations.transformers.generate.cache.layers import FixedLayer  # noqa: E402
-from simplegraph.integrations.transformers.kernels.rotary import DTYPES  # noqa: E402
 
 
 @needs_triton
@@ -48,7 +48,7 @@ def test_what_the_kernel_would_not_copy_is_written_by_torch(
     case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
-    kernels = ModuleType("simplegraph.attention.kernels.pages")
+    kernels = ModuleType("simplegraph.fused.cache_kernels")
     kernels.write_pages = lambda *args: written.append(args)
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
     dtype = torch.bfloat16 if case == "float32 into bfloat16" else torch.float32

@@ -1,0 +1,159 @@
+"""Chooses the operators for a device: Triton's kernels after a trial of each, before anything is captured."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplegraph.fused.operators import DTYPES, Operators
+
+_log = logging.getLogger("simplegraph")
+
+
+class KernelTrial(NamedTuple):
+    """A kernel in the shape that a model has: the trial compiles the variant that the model will run.
+
+    Attributes:
+        operator: name of a method of `Operators`.
+        sizes: see the functions in `_TRIALS`.
+    """
+
+    operator: str
+    sizes: tuple[int | str, ...]
+
+
+def operators_for(device: torch.device, dtype: torch.dtype, trials: Collection[KernelTrial]) -> Operators:
+    """Return Triton's operators if every trial compiles, runs and is correct; else torch's, and log why.
+
+    Triton needs a C compiler, and supports only some GPUs. A trial takes 0.05 to 0.35 s the first time on a machine.
+
+    Args:
+        device: of the tensors.
+        dtype: of the tensors.
+        trials: the operators that will run, with their sizes.
+    """
+    if device.type != "cuda" or dtype not in DTYPES or _without_triton():
+        return Operators()
+    correct = all(_problem(device, dtype, trial) is None for trial in dict.fromkeys(trials))
+    return _triton() if correct else Operators()
+
+
+def chosen_operators(*, triton: bool) -> Operators:
+    """Return Triton's operators, or torch's."""
+    return _triton() if triton else Operators()
+
+
+@functools.cache
+def _without_triton() -> bool:
+    try:
+        _triton()
+    except ImportError:
+        return True
+    return False
+
+
+@functools.cache
+def _triton() -> Operators:
+    from simplegraph.fused.triton_operators import TritonOperators
+
+    return TritonOperators()
+
+
+@functools.cache
+def _problem(device: torch.device, dtype: torch.dtype, trial: KernelTrial) -> str | None:
+    """Say what is wrong with a kernel, and log it once; None if it is correct."""
+    try:
+        found = find_error(_triton(), device, dtype, trial)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    if found is not None:
+        _log.warning(
+            "Triton's kernels do not run on %s, so torch's operators run instead: %s (%s)",
+            device,
+            found,
+            trial.operator,
+        )
+    return found
+
+
+def find_error(operators: Operators, device: torch.device, dtype: torch.dtype, trial: KernelTrial) -> str | None:
+    """Say how an operator's results differ from torch's; None if they do not."""
+    run, exact, wrong = _TRIALS[trial.operator]
+    with torch.inference_mode(False), torch.no_grad():
+        found = run(operators, functools.partial(_numbers, device, dtype), *trial.sizes)
+        expected = run(Operators(), functools.partial(_numbers, device, dtype), *trial.sizes)
+        # Torch rounds up to three times, and adds up in another order.
+        tolerance = 0.0 if exact else max(4 * torch.finfo(dtype).eps, 1e-5)
+        for one, other in zip(found, expected, strict=True):
+            if not torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance):
+                return wrong
+    return None
+
+
+_Numbers = Callable[..., Tensor]
+
+
+def _numbers(device: torch.device, dtype: torch.dtype, *shape: int, phase: float = 0.0) -> Tensor:
+    """Make numbers between -1 and 1. They are not random: the user's generators must not advance."""
+    count = torch.Size(shape).numel()
+    return torch.cos(1.7 * torch.arange(count, device=device) + 0.3 + phase).to(dtype).view(shape)
+
+
+def _rms_norm(operators: Operators, numbers: _Numbers, columns: int, offset: int = 0) -> Sequence[Tensor]:
+    return [operators.rms_norm(numbers(2, columns), numbers(columns, phase=1), 1e-5, float(offset))]
+
+
+def _add_rms_norm(operators: Operators, numbers: _Numbers, columns: int, offset: int = 0) -> Sequence[Tensor]:
+    x, residual = numbers(2, columns), numbers(2, columns, phase=2)
+    return operators.add_rms_norm(x, residual, numbers(columns, phase=1), 1e-5, float(offset))
+
+
+def _add_layer_norm(operators: Operators, numbers: _Numbers, columns: int, biased: int = 1) -> Sequence[Tensor]:
+    x, residual, bias = numbers(2, columns), numbers(2, columns, phase=2), numbers(columns, phase=3)
+    return operators.add_layer_norm(x, residual, numbers(columns, phase=1), bias if biased else None, 1e-5)
+
+
+def _gated(operators: Operators, numbers: _Numbers, columns: int, kind: str) -> Sequence[Tensor]:
+    return [operators.gated(numbers(2, columns), numbers(2, columns, phase=1), kind)]
+
+
+def _rotate(operators: Operators, numbers: _Numbers, elements: int) -> Sequence[Tensor]:
+    q, k, cos, sin = (numbers(1, elements, phase=phase) for phase in range(4))
+    shape = (1, 1, 1, elements)
+    return operators.rotate(q.view(shape), k.view(shape), cos.unsqueeze(0), sin.unsqueeze(0))
+
+
+def _rotate_and_write(
+    operators: Operators, numbers: _Numbers, heads: int, kv_heads: int, elements: int, page_size: int, normed: int
+) -> Sequence[Tensor]:
+    qkv = numbers(3, heads + 2 * kv_heads, elements)
+    pages = qkv.new_zeros(2, 3, page_size, kv_heads, elements)  # the last page is scratch, where rows without slots go
+    norms = (numbers(elements, phase=1), numbers(elements, phase=2)) if normed else None
+    positions, slots = (torch.tensor(row, device=qkv.device) for row in ([1, 0, 2], [2 * page_size - 1, -1, 0]))
+    table = numbers(3, elements, phase=3).float()
+    operators.rotate_and_write(qkv, positions, table, (pages[0], pages[1]), slots, heads, norms, 1e-5)
+    return qkv[:, :heads], pages[:, :2]
+
+
+def _write_pages(operators: Operators, numbers: _Numbers, elements: int, layout: str) -> Sequence[Tensor]:
+    k, v = numbers(2, 1, elements), numbers(2, 1, elements, phase=1)
+    pages = k.new_zeros(2, 2, *((2, 1) if layout == "NHD" else (1, 2)), elements)
+    operators.write_pages(k, v, (pages[0], pages[1]), torch.tensor([1, -1], device=k.device), layout)
+    return [pages[:, :1]]
+
+
+# How an operator is tried, if its results must be torch's to the bit, and what is wrong if they are not as expected.
+_TRIALS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], bool, str]] = {
+    "rms_norm": (_rms_norm, False, "the norm's results differ from torch's"),
+    "add_rms_norm": (_add_rms_norm, False, "the results of sum and norm differ from torch's"),
+    "add_layer_norm": (_add_layer_norm, False, "the results of sum and norm differ from torch's"),
+    "gated": (_gated, False, "the gated activation's results differ from torch's"),
+    "rotate": (_rotate, True, "the rotary embedding's products are not rounded as torch's are"),
+    "rotate_and_write": (_rotate_and_write, False, "the cache does not hold the keys and values that were written"),
+    "write_pages": (_write_pages, True, "the cache does not hold the keys and values that were written"),
+}

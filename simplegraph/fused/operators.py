@@ -1,0 +1,112 @@
+"""The fused operators by torch: what the kernels must answer, and what runs where they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernels
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+)
+
+
+class Operators:
+    """Torch's operators. Norms are (..., columns) to the same; weights and biases (columns,).
+
+    Attributes:
+        name: of what runs them; triton: True for Triton's kernels.
+    """
+
+    name = "torch"
+    triton = False
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """Normalize by the root of the mean of squares; `offset` is added to the weights."""
+        if not offset:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        # In half precision the sum of the offset and a small weight would lose the weight.
+        return F.rms_norm(x.float(), weight.shape, weight.float() + offset, eps).type_as(x)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the RMS norm of ``x + residual``, and that sum."""
+        total = x + residual
+        return self.rms_norm(total, weight, eps, offset), total
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the layer norm of ``x + residual``, and that sum."""
+        total = x + residual
+        return F.layer_norm(total, weight.shape, weight, bias, eps), total
+
+    def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        """Return ``activation(gate) * up``; `kind` is a name in `ACTIVATIONS`."""
+        return ACTIVATIONS[kind](gate) * up
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed queries and keys at once.
+
+        Args:
+            q: (rows, heads, tokens, elements).
+            k: as `q`, with any number of heads.
+            cos: (rows or 1, tokens, elements), the dtype of `q`.
+            sin: as `cos`.
+        """
+        both = torch.cat((q, k), dim=1)
+        low, high = both.chunk(2, dim=-1)
+        turned = both * cos.unsqueeze(1) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1)
+        return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        pages: tuple[Tensor, Tensor],
+        slots: Tensor,
+        num_heads: int,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Norm and rotate queries in place; norm and rotate keys, and write them and the values to their pages.
+
+        Args:
+            qkv: (T, num_heads + 2 * num_kv_heads, head_dim); keys are rotated in place, too, or left as they are.
+            positions: (T,) int64.
+            table: (max_model_len, head_dim) float32: the cosines of a position, then its sines.
+            pages: keys and values, (num_pages + 1, page_size, num_kv_heads, head_dim); the last page is scratch.
+            slots: (T,) int64, page * page_size + offset; -1 for none.
+            num_heads: heads of the queries.
+            norms: weights of the RMS norms of queries and keys, (head_dim,); None for no norm.
+            eps: of the norms.
+        """
+        rotated = (qkv.shape[1] + num_heads) // 2
+        cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        for index, part in enumerate((qkv[:, :num_heads], qkv[:, num_heads:rotated])):
+            heads = part if norms is None else F.rms_norm(part, norms[index].shape, norms[index], eps)
+            low, high = heads.float().chunk(2, dim=-1)
+            part.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
+        self.write_pages(qkv[:, num_heads:rotated], qkv[:, rotated:], pages, slots, "NHD")
+
+    def write_pages(self, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor], slots: Tensor, layout: str) -> None:
+        """Write tokens to their slots.
+
+        Args:
+            k: (T, num_kv_heads, head_dim).
+            v: as `k`.
+            pages: keys and values of one layer, with equal strides; the last page is scratch.
+            slots: (T,) int64, page * page_size + offset; rows with -1 are skipped.
+            layout: "NHD", a page is (page_size, num_kv_heads, head_dim); "HND", (num_kv_heads, page_size, head_dim).
+        """
+        for kept, part in zip(pages, (k, v), strict=True):
+            by_token = kept if layout == "NHD" else kept.transpose(1, 2)
+            size = by_token.shape[1]
+            place = torch.where(slots < 0, len(by_token) * size - 1, slots)
+            by_token.index_put_((place // size, place % size), part)

@@ -1,0 +1,155 @@
+"""Triton kernels over rows: a norm with a residual, a gated activation.
+
+Imported only if Triton is installed. Nothing is specialized for the number of rows: there is one variant for each dtype
+and shape of a model, so that no capture has to compile one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_COLUMNS = 16384  # the most that one program can hold
+_GATE_BLOCK = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm(  # type: ignore[no-untyped-def]
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    total_ptr,
+    eps,
+    OFFSET: tl.constexpr,
+    ADDED: tl.constexpr,
+    CENTERED: tl.constexpr,
+    BIASED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add a residual and normalize a row in each program, in float32 from the rounded sum on."""
+    start = tl.program_id(0).to(tl.int64) * COLUMNS
+    column = tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    x = tl.load(x_ptr + start + column, inside, 0.0).to(tl.float32)
+    if ADDED:
+        x += tl.load(residual_ptr + start + column, inside, 0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + start + column, total, inside)
+        x = total.to(tl.float32)
+    if CENTERED:
+        x = tl.where(inside, x - tl.sum(x, 0) * (1.0 / COLUMNS), 0.0)
+    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32) + OFFSET
+    variance = tl.sum(x * x, 0) * (1.0 / COLUMNS)
+    x = x * tl.div_rn(1.0, tl.sqrt_rn(variance + eps)) * weight
+    if BIASED:
+        x += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)
+    tl.store(out_ptr + start + column, x.to(out_ptr.dtype.element_ty), inside)
+
+
+def norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    centered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute an RMS norm, or a layer norm if `centered`, of a sum over the last dimension.
+
+    Args:
+        x: (..., columns), at most `MAX_COLUMNS`; float32, bfloat16 or float16.
+        residual: added to `x`, of its shape and dtype; None for nothing.
+        weight: (columns,), the dtype of `x`.
+        bias: as `weight`; None for nothing.
+        eps: added to the variance.
+        offset: added to the weights.
+        centered: True subtracts the mean.
+
+    Returns:
+        The norm, and the sum: `x` itself without a residual.
+    """
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    columns = x.shape[-1]
+    block = triton.next_power_of_2(columns)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
+        _norm[(x.numel() // columns,)](
+            x,
+            x if residual is None else residual.contiguous(),
+            weight,
+            weight if bias is None else bias.contiguous(),
+            out,
+            total,
+            eps,
+            OFFSET=offset,
+            ADDED=residual is not None,
+            CENTERED=centered,
+            BIASED=bias is not None,
+            COLUMNS=columns,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 256)),
+        )
+    return out, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate(  # type: ignore[no-untyped-def]
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    gate_row,
+    up_row,
+    KIND: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply the activation of a gate by a factor, for a part of a row in each program; rounded once."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    gate = tl.load(gate_ptr + row * gate_row + column, inside, 0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row + column, inside, 0.0).to(tl.float32)
+    if KIND == "gelu":
+        active = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
+    else:
+        # 0.5 * (1 + tanh(z)) is the sigmoid of 2 z, without the difference that cancels.
+        z = gate
+        if KIND == "gelu_tanh":
+            z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        active = gate / (1.0 + tl.exp(-z))
+    tl.store(out_ptr + row * COLUMNS + column, (active * up).to(out_ptr.dtype.element_ty), inside)
+
+
+def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """Compute ``activation(gate) * up``, in float32 and rounded once.
+
+    Args:
+        gate: (..., columns); float32, bfloat16 or float16.
+        up: as `gate`, of the same shape and dtype.
+        kind: "silu", "gelu" or "gelu_tanh".
+    """
+    columns = gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    gates, ups = (part.reshape(-1, columns) for part in (gate, up))
+    gates, ups = (part if part.stride(1) == 1 else part.contiguous() for part in (gates, ups))
+    rows = len(gates)
+    with torch.cuda.device_of(gate):  # type: ignore[no-untyped-call]
+        _gate[(rows, triton.cdiv(columns, _GATE_BLOCK))](
+            gates,
+            ups,
+            out,
+            *(part.stride(0) if rows > 1 else columns for part in (gates, ups)),
+            KIND=kind,
+            COLUMNS=columns,
+            BLOCK=_GATE_BLOCK,
+            num_warps=4,
+        )
+    return out

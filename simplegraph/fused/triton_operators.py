@@ -1,0 +1,104 @@
+"""The fused operators by Triton's kernels, and by torch for inputs that these do not take."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.fused.operators import DTYPES, Operators
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run on a CPU
+
+
+class TritonOperators(Operators):
+    """The kernels. Their results are rounded once, torch's text often twice: they are as exact, not equal to the bit.
+
+    `rotate` is equal to the bit. Tensors that require gradients, other dtypes and other devices are for torch.
+    """
+
+    name = "Triton"
+    triton = True
+
+    def __init__(self) -> None:
+        from simplegraph.fused import cache_kernels, row_kernels
+
+        self._rows: Any = row_kernels
+        self._cache: Any = cache_kernels
+
+    def _takes(self, *tensors: Tensor | None) -> bool:
+        """True for tensors on a GPU, of one dtype that the kernels know, without gradients and with elements."""
+        given = [tensor for tensor in tensors if tensor is not None]
+        first = given[0]
+        return (
+            (first.is_cuda or _INTERPRETED)
+            and first.dtype in DTYPES
+            and all(tensor.dtype is first.dtype for tensor in given)
+            and first.numel() > 0
+            and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
+        )
+
+    def _norms(self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None = None) -> bool:
+        return (
+            self._takes(x, residual, weight, bias)
+            and weight.shape == x.shape[-1:]
+            and weight.numel() <= self._rows.MAX_COLUMNS
+            and (residual is None or residual.shape == x.shape)
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        if not self._norms(x, None, weight):
+            return super().rms_norm(x, weight, eps, offset)
+        normed: Tensor = self._rows.norm(x, None, weight, None, eps, offset=offset)[0]
+        return normed
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        if not self._norms(x, residual, weight):
+            return super().add_rms_norm(x, residual, weight, eps, offset)
+        return self._rows.norm(x, residual, weight, None, eps, offset=offset)  # type: ignore[no-any-return]
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if not self._norms(x, residual, weight, bias):
+            return super().add_layer_norm(x, residual, weight, bias, eps)
+        return self._rows.norm(x, residual, weight, bias, eps, centered=True)  # type: ignore[no-any-return]
+
+    def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        if gate.shape != up.shape or not self._takes(gate, up):
+            return super().gated(gate, up, kind)
+        return self._rows.gated(gate, up, kind)  # type: ignore[no-any-return]
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._takes(q, k, cos, sin):
+            return super().rotate(q, k, cos, sin)
+        return self._cache.rotate(q, k, cos, sin)  # type: ignore[no-any-return]
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        pages: tuple[Tensor, Tensor],
+        slots: Tensor,
+        num_heads: int,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        head_dim = qkv.shape[-1]
+        alike = qkv.stride()[1:] == (head_dim, 1) and all(part.dtype is qkv.dtype for part in (*pages, *(norms or ())))
+        if head_dim & (head_dim - 1) or not alike or not self._takes(qkv):
+            super().rotate_and_write(qkv, positions, table, pages, slots, num_heads, norms, eps)
+        else:
+            self._cache.rotate_and_write(qkv, positions, table, *pages, slots, num_heads, norms, eps)
+
+    def write_pages(self, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor], slots: Tensor, layout: str) -> None:
+        if not self._takes(k, v):
+            super().write_pages(k, v, pages, slots, layout)
+        else:
+            size = pages[0].shape[1 if layout == "NHD" else 2]
+            self._cache.write_pages(k, v, *pages, slots, size, layout)

@@ -1,0 +1,158 @@
+"""Triton's kernels are tried before they are used, and torch's operators serve where they fail."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreted import EXACT_DTYPES, needs_triton, stand_in_kernels
+from torch import Tensor
+
+from simplegraph.fused import choice
+from simplegraph.fused.choice import KernelTrial, operators_for
+from simplegraph.fused.operators import ACTIVATIONS, Operators
+
+TRIALS = {
+    "rms_norm": (64, 1),
+    "add_rms_norm": (64,),
+    "add_layer_norm": (64,),
+    "gated": (64, "gelu_tanh"),
+    "rotate": (64,),
+    "rotate_and_write": (4, 2, 16, 8, 1),
+    "write_pages": (64, "HND"),
+}
+
+
+class Kernels:
+    """Stands in for Triton's kernels, by torch's operators."""
+
+    MAX_COLUMNS = 64
+    torch = Operators()
+
+    def norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        centered: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        if centered:
+            return F.layer_norm(total, weight.shape, weight, bias, eps), total
+        return F.rms_norm(total.float(), weight.shape, weight.float() + offset, eps).type_as(x), total
+
+    def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        return (ACTIVATIONS[kind](gate.float()) * up).to(gate.dtype)
+
+    def rotate(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return self.torch.rotate(*tensors)
+
+    def rotate_and_write(self, qkv: Tensor, positions: Tensor, table: Tensor, *rest: Any) -> None:
+        keys, values, *rest = rest
+        self.torch.rotate_and_write(qkv, positions, table, (keys, values), *rest)
+
+    def write_pages(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, *rest: Any) -> None:
+        self.torch.write_pages(k, v, (keys, values), slots, rest[-1])
+
+
+class WrongKernels(Kernels):
+    def norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Any, eps: float, **settings: Any) -> Any:
+        return super().norm(x, residual, weight, bias, 0.1, **settings)
+
+    def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        return super().gated(gate, up, "silu")
+
+    def rotate(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Round once."""
+        wide = super().rotate(*(tensor.double() for tensor in tensors))
+        return tuple(tensor.to(tensors[0].dtype) for tensor in wide)
+
+    def rotate_and_write(self, qkv: Tensor, *rest: Any) -> None:
+        """Swap the halves of a head."""
+        super().rotate_and_write(qkv, *rest)
+        qkv.copy_(torch.cat(qkv.chunk(2, dim=-1)[::-1], dim=-1))
+
+    def write_pages(self, k: Tensor, v: Tensor, *rest: Any) -> None:
+        super().write_pages(k, k, *rest)
+
+
+class Uncompiled:
+    MAX_COLUMNS = 64
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+
+class Device:
+    """A GPU, as far as the question goes."""
+
+    type = "cuda"
+
+    def __str__(self) -> str:
+        return "cuda:7"
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda count, device: arange(count))
+
+
+@pytest.mark.parametrize("operator", TRIALS)
+@pytest.mark.parametrize("wrong", [WrongKernels, Uncompiled])
+def test_where_a_kernel_fails_or_answers_otherwise_torch_s_operators_serve(
+    operator: str, wrong: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trials: list[Any] = [KernelTrial(name, sizes) for name, sizes in TRIALS.items()]
+    stand_in_kernels(monkeypatch, Kernels())
+    assert operators_for(Device(), torch.bfloat16, trials).name == "Triton"
+    assert not caplog.text
+    stand_in_kernels(monkeypatch, wrong())
+    trial = KernelTrial(operator, TRIALS[operator])
+    assert operators_for(Device(), torch.bfloat16, [trial]).name == "torch"
+    assert "cuda:7" in caplog.text
+    assert operator in caplog.text
+    assert ("C compiler" in caplog.text) is (wrong is Uncompiled)
+    assert caplog.handler.level <= logging.WARNING
+
+
+def test_without_a_compiler_one_line_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = choice._problem
+    stand_in_kernels(monkeypatch, Uncompiled())
+    monkeypatch.setattr(choice, "_problem", known)
+    device = Device()
+    for _ in range(2):
+        assert not operators_for(device, torch.float16, [KernelTrial(*each) for each in TRIALS.items()]).triton
+    assert len(caplog.records) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", EXACT_DTYPES)
+@pytest.mark.parametrize("trial", [*TRIALS.items(), ("rotate", (2,)), ("rotate", (80,)), ("rms_norm", (4096,))])
+def test_the_kernels_pass_their_own_trial(
+    dtype: torch.dtype, trial: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert choice.find_error(choice.chosen_operators(triton=True), device, dtype, KernelTrial(*trial)) is None
+
+
+def test_a_trial_draws_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    for trial in TRIALS.items():
+        assert choice.find_error(Operators(), torch.device("cpu"), torch.float32, KernelTrial(*trial)) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_cpu_is_not_asked_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "find_error", lambda *args: pytest.fail("it was tried"))
+    assert not operators_for(torch.device("cpu"), torch.float32, [KernelTrial("rms_norm", (8,))]).triton

@@ -1,0 +1,188 @@
+"""Fused operators, by Triton and by torch: as exact as the operators that a model would run, at any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreted import EXACT_DTYPES, INTERPRETED, needs_triton
+from torch import Tensor
+
+from simplegraph.fused.operators import ACTIVATIONS, DTYPES, Operators
+
+
+def triton() -> Operators:
+    from simplegraph.fused.triton_operators import TritonOperators
+
+    return TritonOperators()
+
+
+# An operator, and the dtypes in which it rounds: Triton's interpreter cuts numbers to bfloat16 off.
+MAKES: list[Any] = [
+    *(pytest.param(Operators, dtype, id=f"torch-{dtype}") for dtype in DTYPES),
+    *(pytest.param(triton, dtype, id=f"triton-{dtype}", marks=needs_triton) for dtype in EXACT_DTYPES),
+]
+every = pytest.mark.parametrize(("make", "dtype"), MAKES)
+
+
+def numbers(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 3.0) -> Tensor:
+    return (scale * torch.randn(shape, device=device)).to(dtype)
+
+
+def check(found: Tensor, exact: Tensor, text: Tensor, *, kernels: bool) -> None:
+    """Assert that results err by half a unit if they come from the kernels, and at most as much as the model's text."""
+    assert found.dtype is text.dtype
+    assert found.shape == exact.shape
+    unit = torch.finfo(found.dtype).eps
+    error, own = ((each.double() - exact).abs() for each in (found, text))
+    slack = 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+    assert error.max() <= own.max() * 1.05 + slack
+    if kernels:
+        assert (error <= (4 if found.dtype is torch.float32 else 0.502) * unit * exact.abs() + slack).all()
+
+
+@every
+@pytest.mark.parametrize("columns", [1, 100, 2048])
+@pytest.mark.parametrize("rows", [(1,), (3, 2), (65,)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_sum_and_its_rms_norm(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    columns: int,
+    rows: tuple[int, ...],
+    offset: float,
+    device: torch.device,
+) -> None:
+    x, residual, weight = (
+        numbers(*shape, dtype=dtype, device=device) for shape in ((*rows, columns), (*rows, columns), (columns,))
+    )
+    before = x.clone(), residual.clone()
+    normed, total = make().add_rms_norm(x, residual, weight, 1e-5, offset)
+    assert torch.equal(total, x + residual)  # the sum that the model's text has, to the bit
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+    exact = F.rms_norm(total.double(), (columns,), weight.double() + offset, 1e-5)
+    wide = total.float()
+    text = weight.float() + offset
+    text = (text * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5))).to(dtype)
+    check(normed, exact, text, kernels=make is triton)
+    assert torch.equal(make().rms_norm(total, weight, 1e-5, offset), normed)
+
+
+@every
+@pytest.mark.parametrize("columns", [1, 100, 1024])
+@pytest.mark.parametrize("rows", [(1,), (3, 2)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_sum_and_its_layer_norm(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    columns: int,
+    rows: tuple[int, ...],
+    biased: bool,
+    device: torch.device,
+) -> None:
+    x, residual = (numbers(*rows, columns, dtype=dtype, device=device) + 5 for _ in range(2))
+    weight, bias = (numbers(columns, dtype=dtype, device=device) for _ in range(2))
+    given = bias if biased else None
+    normed, total = make().add_layer_norm(x, residual, weight, given, 1e-5)
+    assert torch.equal(total, x + residual)
+    exact = F.layer_norm(total.double(), (columns,), weight.double(), bias.double() if biased else None, 1e-5)
+    check(normed, exact, F.layer_norm(total, (columns,), weight, given, 1e-5), kernels=False)
+
+
+@every
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("columns", [1, 100, 1500])
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_gated_activation(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    kind: str,
+    columns: int,
+    joined: bool,
+    device: torch.device,
+) -> None:
+    both = numbers(5, 2, 2 * columns, dtype=dtype, device=device, scale=4)
+    gate, up = both.chunk(2, dim=-1) if joined else (part.contiguous() for part in both.chunk(2, dim=-1))
+    found = make().gated(gate, up, kind)
+    assert found.is_contiguous()
+    exact = ACTIVATIONS[kind](gate.double()) * up.double()
+    # torch's own GELU by tanh loses the small results of large negative gates.
+    check(found, exact, ACTIVATIONS[kind](gate) * up, kernels=make is triton and kind == "silu")
+
+
+def rotated(heads: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    cos, sin = table.double()[positions].unsqueeze(1).chunk(2, dim=-1)
+    low, high = heads.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+@every
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "elements"), [(4, 2, 64), (7, 1, 16), (3, 3, 24)])
+def test_rotation_and_cache_write(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    normed: bool,
+    heads: int,
+    kv_heads: int,
+    elements: int,
+    device: torch.device,
+) -> None:
+    """Heads of 24 elements are for torch; a row without a slot leaves every page alone."""
+    tokens, page, num_pages = 9, 4, 5
+    rows = {"dtype": dtype, "device": device}
+    wide = numbers(tokens, heads + 2 * kv_heads + 1, elements, **rows)
+    qkv, norms = wide[:, :-1], tuple(numbers(elements, **rows) for _ in range(2))
+    beside = wide[:, -1].clone()
+    angles = torch.arange(32, device=device)[:, None] / 10 ** torch.linspace(0, 2, elements // 2, device=device)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+    positions = torch.randint(0, 32, (tokens,), device=device)
+    slots = torch.randperm(num_pages * page, device=device)[:tokens]
+    slots[[2, 7]] = -1
+    memory = numbers(2, num_pages + 1, page, kv_heads, elements, **rows)
+    q, k, v = (part.double() for part in qkv.split((heads, kv_heads, kv_heads), dim=1))
+    if normed:
+        q, k = (F.rms_norm(part, (elements,), norm.double(), 1e-5) for part, norm in zip((q, k), norms, strict=True))
+    q, k = (rotated(part, table, positions) for part in (q, k))
+    kept = memory[:, :num_pages].flatten(1, 2).double()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            kept[0, slot], kept[1, slot] = k[row], v[row]
+    pages = (memory[0], memory[1])
+    make().rotate_and_write(qkv, positions, table, pages, slots, heads, norms if normed else None, 1e-5)
+    unit = torch.finfo(dtype).eps
+    for found, exact in ((qkv[:, :heads], q), (memory[:, :num_pages].flatten(1, 2), kept)):
+        torch.testing.assert_close(found.double(), exact, rtol=2 * unit, atol=6 * unit)
+    assert torch.equal(memory[1, :num_pages].flatten(0, 1).double(), kept[1])  # values are copied
+    assert torch.equal(wide[:, -1], beside)
+
+
+@needs_triton
+@pytest.mark.parametrize("case", ["gradient", "float64", "another dtype", "no rows", "another shape"])
+def test_what_the_kernels_do_not_take_is_for_torch(case: str, device: torch.device) -> None:
+    given = {"dtype": torch.float64 if case == "float64" else torch.float32, "device": device}
+    x, residual = torch.randn(0 if case == "no rows" else 3, 8, **given), torch.randn(1, 8, **given)
+    if case != "another shape":
+        residual = residual.expand_as(x)
+    weight = torch.randn(8, **given).to(torch.bfloat16 if case == "another dtype" else given["dtype"])
+    if case == "another dtype":
+        x, residual = x.to(torch.bfloat16), residual.float()
+    x.requires_grad_(case == "gradient")
+    expected = Operators().add_rms_norm(x, residual, weight, 1e-5)
+    found = triton().add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(found, expected)
+    assert found[0].requires_grad is (case == "gradient")
+    gate = x if case != "another dtype" else residual
+    wide = residual.double()
+    assert torch.equal(triton().gated(gate, wide, "silu"), Operators().gated(gate, wide, "silu"))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs kernels on a CPU")
+@needs_triton
+def test_tensors_that_were_moved_to_a_cpu_are_for_torch() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    assert torch.equal(triton().rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
