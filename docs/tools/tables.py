@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.training.requirements import beyond_eager
 from docs.tools.raw import ROOT, extra, load, startup
 from simplegraph.batch.dispatch import resolve_mode
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
@@ -337,6 +338,36 @@ def _host() -> str:
     return _grid(["us a call", "bare replay", "above it, inputs in place", "above it, four inputs copied"], rows)
 
 
+def _training() -> str:
+    arms = ("eager", "hand-made", "train-step", "forward-backward", "compiled-reduce-overhead")
+    rows = []
+    for name, found in load("h200_training")["workloads"].items():
+        kernels = f"{found['eager']['kernel_ms']:.2f}"
+        rows.append([name, kernels, *(f"{found[arm]['ms']:.2f}" if arm in found else "" for arm in arms)])
+    names = ("eager", "a graph made by hand", "**`train_step`**", "**`training=True`**", "compiled, reduce-overhead")
+    return _grid(["a step, ms", "eager's kernels", *names], rows)
+
+
+def _training_start() -> str:
+    rows = []
+    known = load("h200_training")["workloads"] | load("h200_training_first")["workloads"]
+    for name, found in known.items():
+        if "train-step" not in found:
+            continue
+        eager, ours, compiled = (found[arm] for arm in ("eager", "train-step", "compiled-reduce-overhead"))
+        seconds = [beyond_eager(ours, eager, ours["first_replay"]), beyond_eager(compiled, eager, compiled["steady"])]
+        rows.append([name, *(f"{each:.2f}" for each in seconds if each is not None)])
+    return _grid(["s beyond eager's first steps", "first replay of `train_step`", "compiled"], rows)
+
+
+def _training_pairs() -> str:
+    rows = []
+    for name, found in load("h200_training_pairs")["workloads"].items():
+        ours, theirs = (found["in turn"]["ms"][arm] for arm in ("forward-backward", "make-graphed-callables"))
+        rows.append([name, f"{ours:.3f}", f"{theirs:.3f}", f"{ours / theirs:.2f}"])
+    return _grid(["a step, ms", "`training=True`", "`make_graphed_callables`", "ratio"], rows)
+
+
 def _modes() -> str:
     """Which mode each one becomes with attention of each support level, as the dispatcher resolves it."""
     backends = {
@@ -374,5 +405,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "dtensor": _dtensor,
     "consensus": _consensus,
     "host": _host,
+    "training": _training,
+    "training-start": _training_start,
+    "training-pairs": _training_pairs,
     "modes": _modes,
 }
