@@ -140,7 +140,7 @@ class OutputLengths:
             return
         self._learn_sizes(length, padded, leaves, others)
         self._least[padded] = min(length, self._least.get(padded, length))
-        cut = _cut(others, {at: leaves[at[0]].shape[at[1]] for at in self._sizes})
+        cut = cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._sizes})
         found = first_difference(cut, leaves)
         otherwise = padded_run.left_otherwise(run)
         found = found or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
@@ -153,7 +153,7 @@ class OutputLengths:
     def _learn_sizes(self, length: int, padded: int, leaves: Sequence[Any], others: Sequence[Any]) -> None:
         """Learn how sizes follow the length; what grows for the first time did not at lengths that were seen before."""
         for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
-            for dim in _grown_dims(leaf, other):
+            for dim in grown_dims(leaf, other):
                 if (index, dim) not in self._sizes:
                     rule = self._sizes[index, dim] = SizeRule()
                     for seen, shapes in self._shapes.items():
@@ -271,7 +271,7 @@ class LengthBuckets:
         if sizes is None:
             return self._learn(server, rule, call, module)
         leaves, spec = flatten(server.call(module, *call.at(call.padded)))
-        return spec.unflatten(_cut(leaves, sizes, dense=self.config.outputs == "clone"))
+        return spec.unflatten(cut_outputs(leaves, sizes, dense=self.config.outputs == "clone"))
 
     def capture_all(self, server: Server, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
         """Capture every batch size at every length, the longest first. Raises InputError."""
@@ -323,13 +323,14 @@ def _declared(declared: Mapping[str, Any], name: str) -> Any:
     return next((declared[prefix] for prefix in prefixes(name) if prefix in declared), None)
 
 
-def _grown_dims(leaf: Any, other: Any) -> Sequence[int]:
+def grown_dims(leaf: Any, other: Any) -> Sequence[int]:
+    """List the dimensions in which another output is larger; none if one of the two is no tensor."""
     if not isinstance(leaf, Tensor) or not isinstance(other, Tensor) or leaf.dim() != other.dim():
         return ()
     return [dim for dim in range(leaf.dim()) if leaf.shape[dim] < other.shape[dim]]
 
 
-def _cut(leaves: Sequence[Any], sizes: Mapping[tuple[int, int], int], *, dense: bool = False) -> list[Any]:
+def cut_outputs(leaves: Sequence[Any], sizes: Mapping[tuple[int, int], int], *, dense: bool = False) -> list[Any]:
     """Cut outputs; `dense` copies those that have gaps then, which eager's have not."""
     cut = list(leaves)
     for (index, dim), size in sizes.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from simplegraph.manager.differences import first_difference
+from simplegraph.module.lengths import cut_outputs, grown_dims
 from simplegraph.module.outputs import unreturnable
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
@@ -73,13 +73,13 @@ class LengthRule:
     """Cuts a model's padded outputs to a length, in the dimensions that grow with it.
 
     Args:
-        dims: for each output, the dimensions that grow with the length.
+        grown: the dimensions that grow with the length, by output.
         refusal: what else padding changes, if anything: such calls cannot be padded.
         reason: of the refusal.
     """
 
-    def __init__(self, dims: list[tuple[int, ...]], refusal: str = "", reason: Reason = Reason.LENGTH_PADDING) -> None:
-        self._dims = dims
+    def __init__(self, grown: list[tuple[int, int]], refusal: str = "", reason: Reason = Reason.LENGTH_PADDING) -> None:
+        self._grown = grown
         self._refusal, self._reason = refusal, reason
 
     @classmethod
@@ -102,18 +102,15 @@ class LengthRule:
         changed = f"from {length} to {padded} tokens" if padded > length else "without the mask"
         if spec != padded_spec:
             return cls([], f"{changed}, the structure of the outputs changes")
-        pairs = list(zip(leaves, padded_leaves, strict=True))
-        rule = cls([_grown_dims(leaf, other) for leaf, other in pairs])
-        for (leaf, other), dims in zip(pairs, rule._dims, strict=True):
-            fits = not isinstance(leaf, Tensor) or all(
-                (leaf.shape[d], other.shape[d]) == (length, padded) for d in dims
-            )
-            if not fits:
+        pairs = zip(leaves, padded_leaves, strict=True)
+        grown = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)]
+        for index, dim in grown:
+            leaf, other = leaves[index], padded_leaves[index]
+            if (leaf.shape[dim], other.shape[dim]) != (length, padded):
                 return cls([], f"{changed}, an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}")
-        cut = flatten(rule.cut(padded_outputs, length))[0]
-        hidden = functools.partial(_without_hidden, visible)
-        found = first_difference(list(map(hidden, cut, rule._dims)), list(map(hidden, leaves, rule._dims)))
-        return rule if found is None else cls([], f"{changed}, {found}")
+        cut = cut_outputs(padded_leaves, dict.fromkeys(grown, length))
+        found = first_difference(_without_hidden(visible, cut, grown), _without_hidden(visible, leaves, grown))
+        return cls(grown) if found is None else cls([], f"{changed}, {found}")
 
     @property
     def refuses(self) -> bool:
@@ -132,26 +129,20 @@ class LengthRule:
     def cut(self, outputs: Any, length: int) -> Any:
         """Cut the outputs to the real tokens."""
         leaves, spec = flatten(outputs)
-        for index, dims in enumerate(self._dims):
-            for dim in dims:
-                leaves[index] = leaves[index].narrow(dim, 0, length)
-        return spec.unflatten(leaves)
+        return spec.unflatten(cut_outputs(leaves, dict.fromkeys(self._grown, length)))
 
 
-def _without_hidden(visible: Tensor | None, leaf: Any, dims: tuple[int, ...]) -> Any:
-    """Zero what an output holds for tokens that the mask hides, in all dimensions that follow the length."""
-    if visible is None or not dims or leaf.shape[0] != visible.shape[0]:
-        return leaf
-    for dim in dims:
-        shape = [size if at in (0, dim) else 1 for at, size in enumerate(leaf.shape)]
-        leaf = leaf.masked_fill(~visible.view(shape), 0)
-    return leaf
-
-
-def _grown_dims(leaf: Any, other: Any) -> tuple[int, ...]:
-    if not isinstance(leaf, Tensor) or not isinstance(other, Tensor) or leaf.dim() != other.dim():
-        return ()
-    return tuple(dim for dim in range(leaf.dim()) if leaf.shape[dim] < other.shape[dim])
+def _without_hidden(visible: Tensor | None, leaves: Sequence[Any], grown: Sequence[tuple[int, int]]) -> list[Any]:
+    """Zero what outputs hold for tokens that the mask hides, in all dimensions that follow the length."""
+    leaves = list(leaves)
+    if visible is None:
+        return leaves
+    for index, dim in grown:
+        leaf = leaves[index]
+        if leaf.shape[0] == visible.shape[0]:
+            shape = [size if at in (0, dim) else 1 for at, size in enumerate(leaf.shape)]
+            leaves[index] = leaf.masked_fill(~visible.view(shape), 0)
+    return leaves
 
 
 def eighths(largest: int) -> list[int]:
