@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +17,6 @@ from bench.models.llama import Llama
 from bench.models.workload import INPUT_NAMES, PAD_VALUES, Batch
 from bench.tools.measure import Timeline
 from simplegraph import wrap  # by name: the library loads here, not under the clock
-from simplegraph.errors import install_command
 
 
 class Upfront(Arm):
@@ -145,24 +142,29 @@ class Piecewise(Upfront):
 
 
 class _Fused(Upfront):
-    """Layers of FlashInfer's fused operators, which round in another order than the plain ones."""
+    """Layers of fused operators, which round in another order than the plain ones."""
 
     exact = False
 
     @classmethod
     def check_available(cls, device: torch.device) -> None:
-        require_cuda(device, "FlashInfer")
-        flashinfer()
+        require_cuda(device, "Triton's kernels")
 
     @classmethod
     def load(cls, setup: Setup) -> None:
-        """Compile the kernels that are not in FlashInfer's cache yet."""
-        with fused(setup.model, flashinfer()):
+        """Compile the kernels that are not in Triton's cache yet.
+
+        Raises:
+            NotAvailable: they do not run here.
+        """
+        with fused(setup.model) as operators:
+            if not operators.triton:
+                raise NotAvailable("Triton's kernels do not run on this machine; the log says why.")
             setup.model(*setup.batch(1))
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        with fused(self.setup.model, flashinfer()), super().starting():
+        with fused(self.setup.model), super().starting():
             yield
 
 
@@ -176,18 +178,6 @@ class PiecewiseFused(_Fused, Piecewise):
     """As `Piecewise`, with fused layers."""
 
     name = "simplegraph-piecewise-fused"
-
-
-def flashinfer() -> ModuleType:
-    """Import FlashInfer.
-
-    Raises:
-        NotAvailable: it is not installed.
-    """
-    try:
-        return importlib.import_module("flashinfer")
-    except ImportError as error:
-        raise NotAvailable(f"FlashInfer cannot be imported ({error}); {install_command('bench-gpu')}") from None
 
 
 def _of_captures(summary: Any) -> dict[str, Any]:

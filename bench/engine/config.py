@@ -50,7 +50,7 @@ class EngineConfig:
         capture_sizes: in tokens; the library's default ones up to `max_num_seqs` for decoding, and up to 512 for mixed
             steps.
         overlap: plan and launch a step before the previous one has ended.
-        fused: True to run layers on fused operators; by default if these are installed.
+        fused: True to run layers on fused operators; by default in half precision, if Triton's kernels run.
         compiled: True to run plain layers through torch.compile, split at attention, instead: the baseline.
         progress: show a progress bar while capturing.
 

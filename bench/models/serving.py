@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-
 import torch
 from torch import Tensor, nn
 
 from bench.models.llama import Llama, Tap
+from bench.models.serving_fused import ServingLayers, serving_operators
 from bench.models.serving_step import ServingStep
 from simplegraph.attention import AttentionBackend, BackendGroup
 
@@ -20,7 +18,8 @@ class ServingLlama(nn.Module):
         llama: weights; its own cache is not used.
         backend: attention and the cache.
         max_num_tokens: tokens of a step.
-        fused: True to run layers on fused operators of FlashInfer and Triton; by default if these are installed.
+        fused: True to run layers on fused operators, by torch where Triton's kernels do not run; None does so only in
+            half precision, and where they run.
         compiled: True to run plain layers compiled, split at attention.
     """
 
@@ -40,11 +39,10 @@ class ServingLlama(nn.Module):
             from bench.models.serving_compiled import CompiledLayers
 
             self._compiled = CompiledLayers(llama, backend)
-        elif can_fuse(llama) if fused is None else fused:
-            from bench.models.serving_fused import ServingLayers
-
-            flashinfer = importlib.import_module("flashinfer")
-            self._fused = ServingLayers(llama.model, flashinfer, backend, max_num_tokens)
+        elif fused or (fused is None and llama.model.embed_tokens.weight.dtype in (torch.float16, torch.bfloat16)):
+            operators = serving_operators(llama.model, backend)
+            if fused or operators.triton:
+                self._fused = ServingLayers(llama.model, operators, backend, max_num_tokens)
         self.train(llama.training)
 
     @property
@@ -61,10 +59,3 @@ class ServingLlama(nn.Module):
         if self._fused is not None:
             return self._fused.run(hidden, positions, tap)
         return decoder.run_layers(hidden, ServingStep(*decoder.rotary_emb(positions, hidden.dtype)), tap)
-
-
-def can_fuse(llama: Llama) -> bool:
-    """True for a model in half precision, on a GPU, with FlashInfer and Triton installed."""
-    weight = llama.model.embed_tokens.weight
-    installed = all(importlib.util.find_spec(name) is not None for name in ("flashinfer", "triton"))
-    return weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16) and installed

@@ -107,12 +107,12 @@ class PagedKVCache:
         if self.device.type == "cuda" and _has_triton():
             from simplegraph.fused.cache_kernels import write_pages
 
-            keys, values = self._pages(layer)
+            keys, values = self.pages(layer)
             write_pages(k, v, keys, values, slot_mapping, self.page_size, self.layout)
         else:
             self._write_by_index(layer, k, v, slot_mapping)
 
-    def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values with the page for padding."""
         index = self._index[layer]
         return self._memory[0, index], self._memory[1, index]
@@ -120,7 +120,7 @@ class PagedKVCache:
     @torch.no_grad()  # else keys that require a gradient would make the whole cache require one
     def _write_by_index(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         slots = torch.where(slot_mapping < 0, self.num_pages * self.page_size, slot_mapping)
-        for memory, rows in zip(self._pages(layer), (k, v), strict=True):
+        for memory, rows in zip(self.pages(layer), (k, v), strict=True):
             if self.layout == "NHD":
                 memory.view(-1, self.num_kv_heads, self.head_dim).index_copy_(0, slots, rows)
             else:

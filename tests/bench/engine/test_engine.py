@@ -77,6 +77,26 @@ def test_greedy_tokens_are_those_of_transformers(llama: Llama, reference: Any, m
     assert (CudaGraphMode.PIECEWISE in replayed) == ("PIECEWISE" in mode)
 
 
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+def test_fused_layers_need_no_kernels_to_generate_the_same_tokens(llama: Llama, reference: Any, mode: str) -> None:
+    served = engine(llama, mode=mode, fused=True)
+    assert served.runner.model.fused
+    assert not engine(llama, mode=mode).runner.model.fused  # on a CPU they are no gain
+    found = served.generate(prompts(6), SamplingParams(max_tokens=9))
+    assert found == [alone(reference, prompt, 9) for prompt in prompts(6)]
+
+
+def test_fused_layers_of_a_model_that_norms_its_heads_generate_the_same_tokens() -> None:
+    settings = transformers.Qwen3Config(**SHAPE, num_hidden_layers=2)
+    qwen = build_llama(settings, CacheShape(1, 4), 1, dtype=torch.float32, seed=4)
+    for name, weight in qwen.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5, generator=torch.Generator().manual_seed(0))
+    plain, fused = (engine(qwen, mode="NONE", fused=fused) for fused in (False, True))
+    params = SamplingParams(max_tokens=9)
+    assert fused.generate(prompts(6), params) == plain.generate(prompts(6), params)
+
+
 def test_requests_give_way_when_pages_run_out_and_still_get_their_tokens(llama: Llama, reference: Any) -> None:
     served = engine(llama, num_pages=20)
     asked = prompts(6, seed=3, longest=20)

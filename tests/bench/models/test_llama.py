@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.models.checkpoint import load_checkpoint
+from bench.models.fused import fused
 from bench.models.llama import CacheShape, Llama, build_llama
 from bench.models.workload import PAGE_SIZE, Workload
 
@@ -163,6 +164,21 @@ def test_padding_rows_leave_live_requests_and_their_cache_alone() -> None:
     assert with_padding.isfinite().all()
     for old, new in zip(caches, after, strict=True):
         torch.testing.assert_close(new[1:], old[1:])  # page 0 is scratch
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_fused_layers_give_the_logits_of_the_plain_ones(kind: str) -> None:
+    settings = getattr(transformers, f"{kind}Config")(
+        **config().to_dict() | {"model_type": kind.lower(), "head_dim": 8}
+    )
+    model = build_llama(settings, CACHE, REQUESTS, dtype=torch.float32)
+    ids = torch.randint(0, 97, (REQUESTS, 6), generator=torch.Generator().manual_seed(0))
+    expected = decode(model, ids)
+    model.reset_buffers()
+    with fused(model):
+        torch.testing.assert_close(decode(model, ids), expected, rtol=1e-4, atol=1e-5)
+    assert model.model.fused is None
 
 
 def test_the_same_seed_gives_the_same_model() -> None:
