@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.fused.choice import KernelTrial, operators_for
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.choice import operators_for
+from simplegraph.fused.operators import KernelTrial, Operators
 
 Call = Callable[[], Any]
 PAGE_SIZE, PAGES = 16, 64

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.models.llama import Attention, DecoderLayer, Llama, LlamaDecoder, LlamaStep, Tap
-from simplegraph.fused.choice import KernelTrial, operators_for
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.choice import operators_for
+from simplegraph.fused.operators import KernelTrial, Operators
 
 
 class FusedLayers:

@@ -13,8 +13,7 @@ from bench.models.fused import FusedLayers, decoder_operators
 from bench.models.llama import Attention, DecoderLayer, LlamaDecoder, Tap
 from bench.models.serving_step import ServingStep
 from simplegraph.attention import AttentionBackend, BackendGroup, attend
-from simplegraph.fused.choice import KernelTrial
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.operators import KernelTrial, Operators
 
 
 class ServingLayers(FusedLayers):

@@ -5,26 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from simplegraph.fused.operators import DTYPES, Operators
+from simplegraph.fused.operators import DTYPES, KernelTrial, Operators
 
 _log = logging.getLogger("simplegraph")
-
-
-class KernelTrial(NamedTuple):
-    """A kernel in the shape that a model has: the trial compiles the variant that the model will run.
-
-    Attributes:
-        operator: name of a method of `Operators`.
-        sizes: see the functions in `_TRIALS`.
-    """
-
-    operator: str
-    sizes: tuple[int | str, ...]
 
 
 def operators_for(device: torch.device, dtype: torch.dtype, trials: Collection[KernelTrial]) -> Operators:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernels
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 )
+
+
+class KernelTrial(NamedTuple):
+    """A kernel in the shape that a model has: the trial compiles the variant that the model will run.
+
+    Attributes:
+        operator: name of a method of `Operators`.
+        sizes: see the functions of `simplegraph.fused.choice`.
+    """
+
+    operator: str
+    sizes: tuple[int | str, ...]
 
 
 class Operators:

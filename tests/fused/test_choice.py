@@ -12,8 +12,8 @@ from interpreted import EXACT_DTYPES, needs_triton, stand_in_kernels
 from torch import Tensor
 
 from simplegraph.fused import choice
-from simplegraph.fused.choice import KernelTrial, operators_for
-from simplegraph.fused.operators import ACTIVATIONS, Operators
+from simplegraph.fused.choice import operators_for
+from simplegraph.fused.operators import ACTIVATIONS, KernelTrial, Operators
 
 TRIALS = {
     "rms_norm": (64, 1),

@@ -23,9 +23,9 @@ import tiny_states  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from simplegraph.fused import choice  # noqa: E402
-from simplegraph.fused.operators import DTYPES  # noqa: E402
+from simplegraph.fused.choice import operators_for  # noqa: E402
+from simplegraph.fused.operators import DTYPES, KernelTrial  # noqa: E402
 from simplegraph.integrations.transformers import GraphedGeneration, graph_encoder, graph_generation  # noqa: E402
-from simplegraph.integrations.transformers.kernels.usable import triton_runs  # noqa: E402
 
 CUDA = torch.device("cuda")
 TOKENS = 32
@@ -334,7 +334,8 @@ def test_rotary_embeddings_by_the_kernel_have_the_same_bits(
 @pytest.mark.parametrize("elements", [16, 64, 128])
 def test_triton_runs_here(elements: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     choice._problem.cache_clear()
-    assert triton_runs(CUDA, dtype, elements)
+    sizes: dict[str, Any] = {"rotate": (elements,), "rms_norm": (elements,), "write_pages": (elements, "HND")}
+    assert operators_for(CUDA, dtype, [KernelTrial(name, size) for name, size in sizes.items()]).triton
     assert not caplog.text
 
 

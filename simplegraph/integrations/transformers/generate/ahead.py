@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from simplegraph.integrations.transformers.kernels.texts import with_names
+from simplegraph.fused.layers.texts import with_names
 
 _CHECK = "DeferredStopCheck"
 

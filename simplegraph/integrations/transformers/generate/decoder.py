@@ -12,12 +12,13 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import CudaGraphConfig
+from simplegraph.fused.layers.table import operators_of
+from simplegraph.fused.operators import KernelTrial, Operators
 from simplegraph.graph.failures import user_location
 from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.launch import Launch
 from simplegraph.integrations.transformers.generate.token_step import POSITIONS, SHORTEN_MASK, masks_source
-from simplegraph.integrations.transformers.kernels.usable import triton_runs
 from simplegraph.manager.differences import difference
 from simplegraph.reasons import CannotBind, Reason
 
@@ -252,15 +253,21 @@ class FixedCacheDecoder:
             raise CannotBind(Reason.CACHE_FULL, f"the encoder's outputs have {source} tokens, {limit}")
         return self._sources[bisect.bisect_left(self._sources, source)] if self._sources else source
 
+    def _operators(self, device: torch.device, dtype: torch.dtype, elements: int) -> Operators:
+        """Return the operators of steps on a cache; torch's if nothing of the model is to be fused."""
+        if not self._step.fuses:
+            return Operators()
+        return operators_of(self._step.fused_layers(), device, dtype, KernelTrial("write_pages", (elements, "HND")))
+
     def _store_for(self, layout: CacheLayout) -> CacheStore:
         step = self._step
         if step.store is None or step.store.layout != layout:
             self.reset()
             elements, dtype, device = layout.kept
-            triton = step.fused_kernels and triton_runs(device, dtype, elements)
+            step.operators = self._operators(device, dtype, elements)
             source = self._source_length if layout.hidden is not None else 0
             try:
-                step.store = CacheStore(layout, self._rows, self._spans[-1], source, triton=triton)
+                step.store = CacheStore(layout, self._rows, self._spans[-1], source, triton=step.operators.triton)
             except torch.OutOfMemoryError:
                 shape = f"{self._rows} sequences of {self._length} tokens; lower max_batch_size or max_length"
                 raise CannotBind(Reason.CACHE_FULL, f"no memory for {shape}") from None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from simplegraph.errors import ConfigError
+from simplegraph.errors import ConfigError, did_you_mean
+from simplegraph.fused.layers.table import KINDS, listed, names_by_kind
 from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.generate.ahead import may_run_late, with_late_check
 from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
@@ -20,6 +22,7 @@ from simplegraph.integrations.transformers.generate.token_step import ROW_INPUTS
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, named
 from simplegraph.integrations.transformers.overrides import override_forwards
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
+from simplegraph.manager.report import GraphReport
 from simplegraph.module.mixin import check_unwrapped, wrap
 from simplegraph.reasons import CannotBind, Reason
 
@@ -49,6 +52,13 @@ class GraphedGeneration(GraphedModel):
     def reset(self) -> None:
         """Drop the graphs and their cache; later calls make them again."""
         self._decoder.reset()
+
+    def report(self) -> GraphReport:
+        """Report captures, replays, what ran eagerly and why, and the layers that run on fused operators in steps."""
+        step = self._step
+        lines = [listed(*each) for each in names_by_kind(self.model, step.fused_layers()).items()]
+        lines += [f"fused operators by {step.operators.name}"] if lines and step.store is not None else []
+        return dataclasses.replace(super().report(), optimizations=tuple(lines))
 
     # Replacements of the model's methods.
 
@@ -175,7 +185,7 @@ def graph_generation(
     max_source_length: int | None = None,
     capture_sizes: Sequence[int] | None = None,
     pool: GraphPool | None = None,
-    fused_kernels: bool = True,
+    fused_kernels: bool | Collection[str] = True,
     tokens_per_launch: int = 1,
 ) -> GraphedGeneration:
     """Make `model.generate(...)` decode through CUDA graphs from now on, without a compiler; results are the same.
@@ -201,9 +211,11 @@ def graph_generation(
         capture_sizes: batch sizes to capture, to which others are padded; None takes 1, 2, 4, ... up to
             `max_batch_size`. The cache has rows for the largest.
         pool: graph memory to share with other wrappers; see `graph_pool`.
-        fused_kernels: True replaces parts of the model's code, if it is recognized, by fused kernels in captured steps.
-            Rotary embeddings and writes to the cache are exact to the bit; RMS norms round once, where the model's code
-            in half precision rounds twice. False runs the model's own code.
+        fused_kernels: True runs layers of the model that are recognized on fused kernels in captured steps; `report`
+            names them. Rotary embeddings and writes to the cache are exact to the bit; norms and gated activations
+            round once, where the model's code in half precision rounds two or three times. False runs the model's own
+            code; names choose among "rms_norm", "residual" (sums with the norm after them), "gated", "activation" and
+            "rotary".
         tokens_per_launch: tokens of greedy decoding or sampling that one graph makes, up to 64, so that a slow or busy
             host is waited for less often. Results are the same, and a streamer gets as many tokens at once. Where
             something must happen after each token (see `Reason.ONE_TOKEN`), graphs of one token serve the generation.
@@ -217,7 +229,7 @@ def graph_generation(
     _check_generator(model, max_batch_size=max_batch_size, max_length=max_length, tokens_per_launch=tokens_per_launch)
     sizes = list(capture_sizes) if capture_sizes is not None else doubling(1, max_batch_size)
     step: Any = wrap(
-        named(TokenStep, type(model).__name__)(model, fused_kernels=fused_kernels),
+        named(TokenStep, type(model).__name__)(model, not_fused=_not_fused(fused_kernels)),
         pool=pool,
         capture_sizes=sizes,
         batch_dims=ROW_INPUTS,
@@ -230,6 +242,19 @@ def graph_generation(
     lengths = {"max_length": max_length, "max_source_length": source}
     decoder = FixedCacheDecoder(step, sizes, max_batch_size=max_batch_size, **lengths)
     return GraphedGeneration(model, step, decoder, tokens_per_launch)
+
+
+def _not_fused(chosen: bool | Collection[str]) -> set[str]:
+    """Return the names of layers that are not to be fused."""
+    if isinstance(chosen, bool):
+        return set() if chosen else set(KINDS)
+    unknown = sorted({chosen} if isinstance(chosen, str) else {*chosen} - KINDS.keys())
+    if unknown:
+        raise ConfigError(
+            f"fused_kernels has {', '.join(unknown)}{did_you_mean(unknown, KINDS)}; expected True, False, or a "
+            f"collection of {', '.join(KINDS)}."
+        )
+    return {*KINDS} - {*chosen}
 
 
 def _check_generator(model: Any, **sizes: int) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from simplegraph.config import BatchDim
+from simplegraph.fused.layers.layer import Layer
+from simplegraph.fused.layers.table import KINDS, find_layers, fused_forwards
+from simplegraph.fused.operators import Operators
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.known_length import KnownLength
 from simplegraph.integrations.transformers.generate.launch import Launch, Launched, RowState
 from simplegraph.integrations.transformers.generate.unmasked import masked_forwards, unmasked_parts
 from simplegraph.integrations.transformers.graphed_model import ModelStep
 from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads
-from simplegraph.integrations.transformers.kernels.norms import norm_forwards
-from simplegraph.integrations.transformers.kernels.rotary import rotary_forwards, rotation
 from simplegraph.integrations.transformers.overrides import override_forwards
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -40,9 +41,10 @@ class TokenStep(ModelStep):
 
     Args:
         model: the model.
-        fused_kernels: True to run rotary embeddings and RMS norms as one kernel each.
+        not_fused: names in `KINDS` of layers that run as the model has them.
 
     Attributes:
+        operators: the fused operators, chosen with the store; fuses: False if nothing is to be fused.
         store: the store to decode from; None until a generation brings its cache.
         ids_name: name of the model's argument that holds a step's tokens.
         cache_name: name of the model's argument and output that holds its cache.
@@ -51,16 +53,22 @@ class TokenStep(ModelStep):
 
     writes_padding_rows = True  # to rows of the store that belong to no sequence
 
-    def __init__(self, model: Any, *, fused_kernels: bool) -> None:
+    def __init__(self, model: Any, *, not_fused: Collection[str] = ()) -> None:
         super().__init__(model)
         self.store: CacheStore | None = None
-        self.fused_kernels = fused_kernels
+        self.operators = Operators()
+        self._not_fused = frozenset(not_fused)
+        self.fuses = bool(KINDS.keys() - self._not_fused)
         self.ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
         self._masks = _masks_taken(model)
         self.cache_name = _cache_name(model)
         self._unmasked = unmasked_parts(model)
         self._encodes = bool(model.config.is_encoder_decoder)
         self.shortening = [part for part in model.modules() if hasattr(part, SHORTEN_MASK)]
+
+    def fused_layers(self) -> dict[nn.Module, Layer]:
+        """Map the model's layers that run on fused operators to what is known of them."""
+        return find_layers(self.model, self._not_fused)
 
     def forward(
         self,
@@ -86,8 +94,10 @@ class TokenStep(ModelStep):
         """
         store: Any = self.store
         store.ran = True
+        fused = override_forwards(fused_forwards(self.fused_layers(), self.operators))
         if launch is None or rows is None:
-            return self._logits(span, source, order, carried, inputs)
+            with fused:
+                return self._logits(span, source, order, carried, inputs)
 
         def step(ids: Tensor) -> Tensor:
             logits = self._logits(span, source, order, carried, inputs | {self.ids_name: ids})
@@ -95,7 +105,8 @@ class TokenStep(ModelStep):
             inputs.update({name: inputs[name] + 1 for name in POSITIONS if isinstance(inputs.get(name), Tensor)})
             return logits
 
-        return launch.run(step, inputs[self.ids_name], rows)
+        with fused:
+            return launch.run(step, inputs[self.ids_name], rows)
 
     def _logits(
         self, span: int, source: int, order: Tensor | None, carried: Mapping[str, Tensor], inputs: Mapping[str, Any]
@@ -113,10 +124,7 @@ class TokenStep(ModelStep):
         if view.hidden is not None:
             encoded = store.encoder_outputs(view)
             inputs |= {"encoder_outputs": encoded} if self._encodes else {"encoder_hidden_states": encoded[0]}
-        forwards: dict[nn.Module, Any] = masked_forwards(self._unmasked, store.position, span)
-        if self.fused_kernels:
-            forwards |= norm_forwards(self.model, triton=store.triton)
-            forwards |= rotary_forwards(self.model, rotation(triton=store.triton))
+        forwards = masked_forwards(self._unmasked, store.position, span)
         short, length = dict.fromkeys(self.shortening, _same_mask), KnownLength(store.seen, 1, max(1, span - 1))
         with grouped_heads(), override_forwards(forwards), override_forwards(short, SHORTEN_MASK), length:
             outputs = self.run_model(**(inputs | {self.cache_name: view.cache, "return_dict": True}))

@@ -1,7 +1,7 @@
 """Rotary embeddings of queries and keys together: one kernel on a GPU, six operators elsewhere, instead of ten.
 
-Models define the embedding as a function in the module of their attention, and most are copies of one source. It is
-recognized if it equals the function below, instruction for instruction; any other function is left unchanged.
+Models define the embedding as a function in the module of their attention, and most are copies of one source. The
+attention's forward is copied with another function under that name; the original keeps its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.choice import chosen_operators
-from simplegraph.fused.operators import DTYPES
-from simplegraph.integrations.transformers.kernels.texts import instructions, recognize, with_names
-from simplegraph.integrations.transformers.overrides import Forward
+from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.texts import instructions, with_names
+from simplegraph.fused.operators import DTYPES, KernelTrial, Operators
 
-Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 _NAME, _HALF = "apply_rotary_pos_emb", "rotate_half"
 
 
@@ -37,31 +35,29 @@ def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: Any 
     return q_embed, k_embed
 
 
-def rotary_attentions(model: nn.Module) -> list[nn.Module]:
-    """List the modules of a model whose forward calls the recognized rotary embedding."""
-    return list(recognize(model, _calls_known_text))
+def rotary_layers(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Map the modules of a model whose forward calls the recognized rotary embedding to their layers."""
+    kinds = {kind for kind in set(map(type, model.modules())) if _calls_known_text(kind)}
+    return {module: _layer(module) for module in model.modules() if type(module) in kinds}
 
 
-def rotary_forwards(model: nn.Module, rotate: Rotate) -> dict[nn.Module, Forward]:
-    """Make forwards that embed by `rotate`, exact to the bit, for the modules that `rotary_attentions` lists."""
-    attentions = rotary_attentions(model)
-    functions: set[Any] = {type(module).forward for module in attentions}
-    changed = {function: _with_rotate(function, rotate) for function in functions}
-    return {module: functools.partial(changed[type(module).forward], module) for module in attentions}
+def _layer(module: Any) -> Layer:
+    elements = getattr(module, "head_dim", None)
+    trials = (KernelTrial("rotate", (elements,)),) if isinstance(elements, int) and elements % 2 == 0 else ()
+    return Layer("rotary", trials, functools.partial(_make, module))
 
 
-def rotation(*, triton: bool) -> Rotate:
-    """Return the function that embeds queries and keys: the Triton kernel if `triton`, else by torch's operators."""
-    return chosen_operators(triton=triton).rotate
+def _make(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    return functools.partial(_with_rotate(original.func, operators), module)
 
 
-def _with_rotate(forward: FunctionType, rotate: Rotate) -> FunctionType:
+def _with_rotate(forward: Any, operators: Operators) -> FunctionType:
     original = forward.__globals__[_NAME]
 
     def embed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if args or kwargs or not _fits_rotation(q, k, cos, sin):
             return original(q, k, cos, sin, *args, **kwargs)  # type: ignore[no-any-return]
-        return rotate(q, k, cos, sin)
+        return operators.rotate(q, k, cos, sin)
 
     return with_names(forward, {_NAME: embed})
 

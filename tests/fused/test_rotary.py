@@ -24,19 +24,37 @@ from tiny_generation import GREEDY, TOKENS  # noqa: E402
 from transformers.models.gpt_neox import modeling_gpt_neox  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
+from simplegraph.fused.choice import chosen_operators  # noqa: E402
+from simplegraph.fused.layers.rotary import rotary_layers  # noqa: E402
+from simplegraph.fused.layers.table import fused_forwards  # noqa: E402
+from simplegraph.fused.layers.texts import with_names  # noqa: E402
 from simplegraph.fused.operators import DTYPES, Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
-from simplegraph.integrations.transformers.kernels.rotary import (  # noqa: E402
-    Rotate,
-    rotary_attentions,
-    rotary_forwards,
-    rotation,
-)
-from simplegraph.integrations.transformers.kernels.texts import with_names  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402
 
 MODELS = tiny.DECODERS | tiny.MIXTURES
 WITH_ROTARY = sorted(set(MODELS) - {"gpt2"})
+Rotate = Callable[..., Any]
+
+
+def counted(calls: list[int]) -> Operators:
+    """Operators that count rotations."""
+
+    class Counted(Operators):
+        def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            calls.append(1)
+            # A product of matrices picks its kernel by strides.
+            return tuple(embedded.contiguous() for embedded in super().rotate(q, k, cos, sin))
+
+    return Counted()
+
+
+def rotary_attentions(model: nn.Module) -> list[nn.Module]:
+    return list(rotary_layers(model))
+
+
+def rotary_forwards(model: nn.Module, calls: list[int]) -> Any:
+    return fused_forwards(rotary_layers(model), counted(calls))
 
 
 # The functions.
@@ -81,16 +99,10 @@ def test_heads_embedded_together_have_the_same_bits(dtype: torch.dtype, data: An
 @given(data=st.data())
 @settings(max_examples=60)
 def test_the_kernel_has_the_same_bits(dtype: torch.dtype, data: Any) -> None:
-    assert_the_same_bits(rotation(triton=True), dtype, data.draw)
+    assert_the_same_bits(chosen_operators(triton=True).rotate, dtype, data.draw)
 
 
 # The forwards.
-
-
-def counted(calls: list[int], *tensors: Tensor) -> Any:
-    calls.append(1)
-    # A product of matrices picks its kernel by strides.
-    return tuple(embedded.contiguous() for embedded in Operators().rotate(*tensors))
 
 
 def attention(device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
@@ -164,7 +176,7 @@ def test_an_embedding_of_part_of_a_head_is_left_alone() -> None:
 def test_an_attention_answers_to_the_bit(dtype: torch.dtype, device: torch.device) -> None:
     module, calls = attention(device, dtype), []
     expected, before = call(module, dtype), dict(vars(module))
-    with override_forwards(rotary_forwards(module, functools.partial(counted, calls))):
+    with override_forwards(rotary_forwards(module, calls)):
         found = call(module, dtype)
     assert calls == [1]
     assert torch.equal(found, expected)
@@ -177,7 +189,7 @@ def test_everybody_else_has_the_model_s_own(case: str, device: torch.device) -> 
     module, other, calls = attention(device), attention(device), []
     if case == "own forward":
         module.forward = functools.partial(type(module).forward, module)
-    with override_forwards(rotary_forwards(module, functools.partial(counted, calls))):
+    with override_forwards(rotary_forwards(module, calls)):
         if case == "thread":
             thread = threading.Thread(target=call, args=(module,))
             thread.start()
@@ -204,7 +216,7 @@ def test_everybody_else_has_the_model_s_own(case: str, device: torch.device) -> 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_made_meanwhile_has_the_model_s_own(copied: Callable[[Any], Any], device: torch.device) -> None:
     module, calls = attention(device), []
-    with override_forwards(rotary_forwards(module, functools.partial(counted, calls))):
+    with override_forwards(rotary_forwards(module, calls)):
         other = copied(module)
         found = call(other)
     module.o_proj.weight.data.zero_()  # which is not the copy's
@@ -224,8 +236,7 @@ def test_steps_embed_together_only_if_that_is_wanted(
     plain, model = (tiny.build(MODELS[name], device) for _ in range(2))
     calls: list[int] = []
     monkeypatch.setattr(
-        "simplegraph.integrations.transformers.generate.token_step.rotation",
-        lambda **_: functools.partial(counted, calls),
+        "simplegraph.integrations.transformers.generate.decoder.operators_of", lambda *args: counted(calls)
     )
     batch = tiny.prompts([7, 4, 6], device)
     with graph_generation(model, max_batch_size=4, max_length=64, fused_kernels=fused_kernels) as graphs:

@@ -22,9 +22,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5LayerNorm  # noqa: E402
 
+from simplegraph.fused.choice import chosen_operators  # noqa: E402
+from simplegraph.fused.layers.norms import rms_norms  # noqa: E402
+from simplegraph.fused.layers.table import KINDS, RMS_NORM, find_layers, fused_forwards  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
-from simplegraph.integrations.transformers.kernels.norms import norm_forwards, rms_norms  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402
+
+
+def norm_forwards(model: nn.Module, *, triton: bool = False) -> Any:
+    layers = find_layers(model, KINDS.keys() - {RMS_NORM})
+    return fused_forwards(layers, chosen_operators(triton=triton))
 
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Olmo2RMSNorm, T5LayerNorm, GemmaRMSNorm, Gemma3RMSNorm])
@@ -154,7 +161,7 @@ def test_a_generation_has_fused_norms_in_its_steps_only_if_they_are_wanted(
     plain, model = (tiny.build(models[name], device) for _ in range(2))
     calls = []
     rms_norm = nn.functional.rms_norm
-    monkeypatch.setattr("simplegraph.integrations.transformers.generate.decoder.triton_runs", lambda *args: False)
+    monkeypatch.setattr("simplegraph.fused.choice._problem", lambda *args: "tested elsewhere")
     monkeypatch.setattr(nn.functional, "rms_norm", lambda *args, **kwargs: calls.append(1) or rms_norm(*args, **kwargs))
     batch = tiny.prompts([7, 4, 6], device)
     with graph_generation(model, max_batch_size=4, max_length=64, fused_kernels=fused_kernels) as graphs:

@@ -1,0 +1,123 @@
+"""Gated layers of a perceptron, ``activation(gate) * up``, and activations that are written as several operators."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.texts import KnownTexts, recognize
+from simplegraph.fused.operators import ACTIVATIONS, KernelTrial, Operators
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Gate(NamedTuple):
+    """The names of a gated layer's parts; `up` is "" if one projection gives both halves."""
+
+    gate: str
+    up: str
+    activation: str
+    down: str
+
+
+def _as_llama(self: Any, x: Any) -> Any:
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj
+
+
+def _as_phi(self: Any, hidden_states: Any) -> Any:
+    up_states = self.gate_up_proj(hidden_states)
+    gate, up_states = up_states.chunk(2, dim=-1)
+    up_states = up_states * self.activation_fn(gate)
+    return self.down_proj(up_states)
+
+
+_GATES = KnownTexts(
+    [
+        (_as_llama, Gate("gate_proj", "up_proj", "act_fn", "down_proj")),
+        (_as_phi, Gate("gate_up_proj", "", "activation_fn", "down_proj")),
+    ]
+)
+
+
+def _silu(self: Any, input: Any) -> Any:
+    return nn.functional.silu(input)
+
+
+def _new_gelu(self: Any, input: Any) -> Any:
+    return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))))
+
+
+def _by_attribute(self: Any, input: Any) -> Any:
+    return self.act(input)
+
+
+_ACTIVATIONS = KnownTexts([(_silu, "silu"), (_new_gelu, "gelu_tanh"), (_by_attribute, "")])
+
+
+def activation_kind(module: Any) -> str:
+    """Return the name in `ACTIVATIONS` of an activation module; "" if it is unknown, or if somebody hooked it."""
+    if "forward" in vars(module) or any(vars(module).get(name) for name in _HOOKS):
+        return ""
+    if type(module) is nn.SiLU:
+        return "silu"
+    if type(module) is nn.GELU:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate, "")
+    known = _ACTIVATIONS.get(type(module).forward)
+    if known != "":
+        return known or ""
+    function = module.act
+    if function is nn.functional.gelu:
+        return "gelu"
+    tanh = isinstance(function, functools.partial) and function.func is nn.functional.gelu and not function.args
+    return "gelu_tanh" if tanh and function.keywords == {"approximate": "tanh"} else ""
+
+
+def gate_layers(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Map the gated layers of a model to their layers."""
+    found = {}
+    for module, gate in recognize(model, _GATES).items():
+        kind = activation_kind(getattr(module, gate.activation))
+        if kind:
+            found[module] = Layer("gated", _trials(module, gate, kind), functools.partial(_gated, module, gate))
+    return found
+
+
+def _trials(module: Any, gate: Gate, kind: str) -> tuple[KernelTrial, ...]:
+    columns = getattr(getattr(module, gate.down), "in_features", None)
+    return () if columns is None else (KernelTrial("gated", (columns, kind)),)
+
+
+def _gated(module: Any, gate: Gate, operators: Operators, original: Forward) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kind = activation_kind(getattr(module, gate.activation))
+        if not kind or kwargs or len(args) != 1:
+            return original(*args, **kwargs)
+        states = getattr(module, gate.gate)(args[0])
+        states, up = (states, getattr(module, gate.up)(args[0])) if gate.up else states.chunk(2, dim=-1)
+        plain = type(states) is Tensor and type(up) is Tensor
+        product = operators.gated(states, up, kind) if plain else ACTIVATIONS[kind](states) * up
+        return getattr(module, gate.down)(product)
+
+    return forward
+
+
+def activation_layers(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Map activations that are written as eight operators, and that torch has as one, to their layers."""
+    known = recognize(model, KnownTexts([(_new_gelu, "gelu_tanh")]))
+    return {module: Layer("activation", (), functools.partial(_activation, kind)) for module, kind in known.items()}
+
+
+def _activation(kind: str, operators: Operators, original: Forward) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
+            return original(*args, **kwargs)
+        return ACTIVATIONS[kind](args[0])
+
+    return forward

@@ -1,0 +1,165 @@
+"""Norms: RMS norms that are written as seven or more operators, and torch's own norms behind a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.texts import KnownTexts, recognize
+from simplegraph.fused.operators import KernelTrial, Operators
+
+_NORMED = "_simplegraph_normed"  # a sum's norm, among the sum's attributes
+
+
+class Norm(NamedTuple):
+    """The parameters of a norm.
+
+    Attributes:
+        eps: name of the attribute that is added to the variance; offset: number that is added to the weights.
+        centered: True for a layer norm.
+    """
+
+    eps: str = "variance_epsilon"
+    offset: float = 0.0
+    centered: bool = False
+
+    def normalize(self, operators: Operators, module: Any, x: Tensor) -> Tensor:
+        """Run the norm."""
+        return operators.rms_norm(x, module.weight, getattr(module, self.eps), self.offset)
+
+    def normalize_sum(self, operators: Operators, module: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the norm on a sum; return both."""
+        weight, eps = module.weight, getattr(module, self.eps)
+        if self.centered:
+            return operators.add_layer_norm(x, residual, weight, module.bias, eps)
+        return operators.add_rms_norm(x, residual, weight, eps, self.offset)
+
+    def trial(self, module: Any, *, added: bool) -> KernelTrial:
+        """Return the trial of its kernel."""
+        if self.centered:
+            return KernelTrial("add_layer_norm", (len(module.weight), int(module.bias is not None)))
+        return KernelTrial("add_rms_norm" if added else "rms_norm", (len(module.weight), int(self.offset)))
+
+
+def _as_llama(self: Any, hidden_states: Any) -> Any:
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype)
+
+
+def _as_olmo(self: Any, hidden_states: Any) -> Any:
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return (self.weight * hidden_states).to(input_dtype)
+
+
+def _as_t5(self: Any, hidden_states: Any) -> Any:
+    variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        hidden_states = hidden_states.to(self.weight.dtype)
+    return self.weight * hidden_states
+
+
+def _as_gemma(self: Any, x: Any) -> Any:
+    output = self._norm(x.float())
+    output = output * (1.0 + self.weight.float())
+    return output.type_as(x)
+
+
+def _part_of_gemma(self: Any, x: Any) -> Any:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+_TEXTS = KnownTexts([(_as_llama, Norm()), (_as_olmo, Norm()), (_as_t5, Norm()), (_as_gemma, Norm("eps", 1.0))])
+_PARTS = KnownTexts([(_part_of_gemma, True)])
+_OWN = {nn.LayerNorm: Norm("eps", centered=True), nn.RMSNorm: Norm("eps")}
+
+
+def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
+    """Map the norms of a model that one kernel can replace to their parameters."""
+    return {module: norm for module, norm in recognize(model, _TEXTS).items() if _is_whole(module, norm)}
+
+
+def sum_norms(model: nn.Module) -> dict[nn.Module, Norm]:
+    """Map the norms of a model that one kernel can compute together with a sum to their parameters."""
+    own = {module: _OWN[type(module)] for module in model.modules() if _has_one_dimension(module)}
+    return own | rms_norms(model)
+
+
+def _is_whole(module: nn.Module, norm: Norm) -> bool:
+    """True if the part of its text that is a method is known, too, and no instance's own."""
+    if norm.offset and getattr(type(module), "_norm", None) not in _PARTS:
+        return False
+    return "_norm" not in vars(module)
+
+
+def _has_one_dimension(module: Any) -> bool:
+    return type(module) in _OWN and len(module.normalized_shape) == 1 and None not in (module.weight, module.eps)
+
+
+def norm_layer(module: Any, norm: Norm, *, alone: bool) -> Layer:
+    """Return the layer of a norm, which hands out what a sum computed; `alone` if it runs by operators otherwise."""
+
+    def make(operators: Operators, original: Forward) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) != 1:
+                return original(*args, **kwargs)
+            normed = _take(args[0], module)
+            if normed is None and alone and _fits(args[0], module.weight):
+                normed = norm.normalize(operators, module, args[0])
+            return original(*args) if normed is None else normed
+
+        return forward
+
+    return Layer("rms_norm" if alone else "residual", (norm.trial(module, added=False),) if alone else (), make)
+
+
+def add(operators: Operators, norms: dict[nn.Module, Norm], residual: Tensor, x: Tensor, module: Any) -> Tensor:
+    """Return ``residual + x``; if that goes into a known norm, computes it, too, and keeps it for the module's call."""
+    norm = norms.get(module)
+    if norm is None or not _fits_sum(residual, x, module):
+        return residual + x
+    # An inference tensor does not count writes to it.
+    with torch.inference_mode(False), torch.no_grad():
+        normed, total = norm.normalize_sum(operators, module, x, residual)
+    vars(total)[_NORMED] = module, normed, total._version
+    return total
+
+
+def _take(x: Any, module: nn.Module) -> Tensor | None:
+    """Return the norm that was computed with a sum, if it is this module's and nobody wrote to the sum since."""
+    kept = vars(x).pop(_NORMED, None) if type(x) is Tensor else None
+    if kept is None or kept[0] is not module or kept[2] != x._version:
+        return None
+    return kept[1]  # type: ignore[no-any-return]
+
+
+def _fits(x: Any, weight: Any) -> bool:
+    """True if one kernel gives the same result as the original operators.
+
+    Autocast, or a weight of another dtype, would change the dtype; the original computes in float32 even for float64.
+    A tensor subclass, such as DTensor, may not support the kernel.
+    """
+    if type(x) is not Tensor or type(weight) not in (Tensor, nn.Parameter):
+        return False
+    alike = (x.dtype, x.device) == (weight.dtype, weight.device) and x.shape[-1:] == weight.shape
+    return alike and x.dtype is not torch.float64 and not torch.is_autocast_enabled(x.device.type)
+
+
+def _fits_sum(residual: Any, x: Any, module: Any) -> bool:
+    """True if the sum is of equal tensors without gradients, and its norm can be computed now."""
+    if not _fits(x, module.weight) or type(residual) is not Tensor:
+        return False
+    if (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
+        return False
+    tensors = (residual, x, module.weight, getattr(module, "bias", None))
+    return not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors if each is not None)

@@ -1,0 +1,98 @@
+"""Layers whose branches are added to their input, with norms before the branches or behind the sums.
+
+Each sum goes into a norm: the layer's next one, or the first one of the layer that follows. One kernel computes both,
+and the norm's module hands out what was computed when it is called with exactly that sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.norms import Norm, add
+from simplegraph.fused.layers.residual_texts import RESIDUAL_TEXTS, ResidualText
+from simplegraph.fused.layers.texts import recognize
+from simplegraph.fused.operators import Operators
+
+# Names of the norm that follows a model's last layer; a wrong one costs a norm that nobody asks for.
+_LAST = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layernorm", "layer_norm", "post_layernorm")
+
+
+def residual_layers(
+    model: nn.Module, norms: Mapping[nn.Module, Norm]
+) -> tuple[dict[nn.Module, Layer], dict[nn.Module, Norm]]:
+    """Map the layers of a model with sums that go into these norms to their layers; return the norms of sums, too."""
+    known = recognize(model, RESIDUAL_TEXTS)
+    following: dict[nn.Module, nn.Module | None] = {}
+    _follow(model, None, known, following)
+    layers: dict[nn.Module, Layer] = {}
+    behind: dict[nn.Module, Norm] = {}
+    for module, text in known.items():
+        after = following.get(module)
+        targets = [each for name in text.norms if isinstance(each := getattr(module, name, None), nn.Module)]
+        own = {each: norms[each] for each in (*targets, after) if each is not None and each in norms}
+        if own:
+            trials = tuple(norm.trial(each, added=True) for each, norm in own.items())
+            make = functools.partial(_make, module, text, after if after in own else None, own)
+            layers[module] = Layer("residual", trials, make)
+            behind |= own
+    return layers, behind
+
+
+def _follow(
+    owner: nn.Module,
+    after: nn.Module | None,
+    known: Mapping[nn.Module, ResidualText],
+    following: dict[nn.Module, nn.Module | None],
+) -> None:
+    """Find the norm that reads each known layer's output: the next layer's first one, or the model's last."""
+    after = next((last for name in _LAST if (last := owner._modules.get(name)) is not None), after)
+    for child in owner.children():
+        listed = list(child) if isinstance(child, nn.ModuleList) else [child]
+        firsts = [*(_first(each, known) for each in listed[1:]), after]
+        for each, norm in zip(listed, firsts, strict=True):
+            if each in known:
+                following.setdefault(each, norm)
+            else:
+                _follow(each, norm, known, following)
+
+
+def _first(module: nn.Module, known: Mapping[nn.Module, ResidualText]) -> nn.Module | None:
+    """Return the norm that reads a layer's input."""
+    if module in known:
+        return getattr(module, known[module].first, None)
+    lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+    return _first(lists[0][0], known) if len(lists) == 1 and len(lists[0]) else None
+
+
+def _make(
+    module: nn.Module,
+    text: ResidualText,
+    after: nn.Module | None,
+    norms: dict[nn.Module, Norm],
+    operators: Operators,
+    original: Forward,
+) -> Callable[..., Any]:
+    signature = inspect.signature(original.func)
+    hidden_name = list(signature.parameters)[1]
+
+    def add_for(residual: Tensor, branch: Tensor, norm: nn.Module | None) -> Tensor:
+        return add(operators, norms, residual, branch, after if norm is None else norm)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            return original(*args, **kwargs)
+        bound = signature.bind(module, *args, **kwargs)
+        bound.apply_defaults()
+        _, hidden, *_ = bound.arguments.values()
+        given = {name: value for name, value in bound.arguments.items() if name not in ("self", hidden_name)}
+        given |= given.pop("kwargs", {})
+        result = text.run(module, hidden, given, add_for)
+        return original(*args, **kwargs) if result is NotImplemented else result
+
+    return forward

@@ -1,0 +1,91 @@
+"""The one table of what is recognized in a model, by the name that reports and options have for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from simplegraph.fused.choice import operators_for
+from simplegraph.fused.layers.gates import activation_layers, gate_layers
+from simplegraph.fused.layers.layer import Layer
+from simplegraph.fused.layers.norms import norm_layer, rms_norms, sum_norms
+from simplegraph.fused.layers.residuals import residual_layers
+from simplegraph.fused.layers.rotary import rotary_layers
+from simplegraph.fused.operators import KernelTrial, Operators
+
+RMS_NORM, RESIDUAL, GATED, ACTIVATION, ROTARY = "rms_norm", "residual", "gated", "activation", "rotary"
+_SHOWN = 4  # names in a line
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        RMS_NORM: "RMS norm of seven or more operators run as one",
+        RESIDUAL: "sum of a branch and the residual computed together with the norm after it",
+        GATED: "activation of a gate computed together with its product",
+        ACTIVATION: "activation of eight operators run as one",
+        ROTARY: "rotary embedding of queries and keys run as one",
+    }
+)
+
+
+def find_layers(model: nn.Module, skip: Collection[str] = ()) -> dict[nn.Module, Layer]:
+    """Map the modules of a model that are recognized to their layers.
+
+    Args:
+        model: any module.
+        skip: names in `KINDS` to leave out.
+    """
+    found: dict[nn.Module, Layer] = {}
+    alone = {} if RMS_NORM in skip else rms_norms(model)
+    norms = dict(alone)
+    if RESIDUAL not in skip:
+        found, behind = residual_layers(model, sum_norms(model))
+        norms |= behind
+    found |= {module: norm_layer(module, norm, alone=module in alone) for module, norm in norms.items()}
+    finders: dict[str, Callable[[nn.Module], dict[nn.Module, Layer]]] = {
+        GATED: gate_layers,
+        ACTIVATION: activation_layers,
+        ROTARY: rotary_layers,
+    }
+    for kind, find in finders.items():
+        if kind not in skip:
+            found |= find(model)
+    return found
+
+
+def operators_of(
+    layers: Mapping[nn.Module, Layer], device: torch.device, dtype: torch.dtype, *trials: KernelTrial
+) -> Operators:
+    """Return the operators for these layers, after the trials of their kernels and of others."""
+    return operators_for(device, dtype, [*(trial for layer in layers.values() for trial in layer.trials), *trials])
+
+
+def fused_forwards(layers: Mapping[nn.Module, Layer], operators: Operators) -> dict[nn.Module, Callable[..., Any]]:
+    """Make forwards of fused operators for these layers; their classes' own serve what operators do not take."""
+    return {
+        module: layer.make(operators, functools.partial(_plain_forward(module), module))
+        for module, layer in layers.items()
+    }
+
+
+def _plain_forward(module: Any) -> Callable[..., Any]:
+    forward: Callable[..., Any] = type(module).forward
+    return forward
+
+
+def listed(kind: str, names: Sequence[str]) -> str:
+    """Write a kind and the names of its layers in one line, of which only the first few are shown."""
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{kind} x {len(names)}: {', '.join(names[:_SHOWN])}{more}"
+
+
+def names_by_kind(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> dict[str, list[str]]:
+    """List the names of the layers by kind."""
+    names: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if module in layers:
+            names.setdefault(layers[module].kind, []).append(name or type(module).__name__)
+    return {kind: names[kind] for kind in KINDS if kind in names}
