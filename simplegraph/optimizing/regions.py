@@ -1,4 +1,4 @@
-"""Makes a module's forward use folded weights, and only that: elsewhere its layers and norms do what they did.
+"""Makes a module's forward use folded weights or fused operators; calls that look inside or train run as written.
 
 A pair is folded inside the forward of its owner, for which the pair was shown to hold. A call of the layer or the norm
 from anywhere else, such as a feature extractor's, gets what the module computes without `optimize`.
@@ -21,7 +21,7 @@ from simplegraph.graph.subclass import subclass
 from simplegraph.module.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 from simplegraph.optimizing.folded import Fold, FoldedMemory, Weights
 
-_REGION, _MEMORY = "_simplegraph_region", "_simplegraph_folded"
+_REGION, _MEMORY, _FUSED = "_simplegraph_region", "_simplegraph_folded", "_simplegraph_fused"
 
 
 class _Use:
@@ -122,6 +122,34 @@ def _forward_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+class _FusedForward:
+    """The forward of a recognized layer on fused operators."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # copies and pickles are of the plain module
+
+
+def _wants_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    return torch.is_grad_enabled() and any(each.requires_grad for each in (*module.parameters(), *given))
+
+
+def _forward_fused(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fused: _FusedForward | None = vars(self).get(_FUSED)
+        if fused is None or self.training or _observed() or _wants_gradients(self, args, kwargs):
+            return original(self, *args, **kwargs)
+        return fused.run(*args, **kwargs)
+
+    return forward
+
+
 @functools.cache
 def _changed(original: Any, forward: Any) -> type[nn.Module]:
     """Make a subclass with another forward; copies and pickles of its instances are of the original class."""
@@ -152,16 +180,23 @@ def install(owners: Sequence[tuple[nn.Module, Sequence[Fold]]], memory: FoldedMe
             _change(fold.norm, _forward_norm)
 
 
+def install_fused(forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
+    """Use these forwards for inference."""
+    for module, forward in forwards.items():
+        vars(module)[_FUSED] = _FusedForward(forward)
+        _change(module, _forward_fused)
+
+
 def is_installed(module: nn.Module) -> bool:
-    """True if the module's forward, or that of a module in it, uses folded weights."""
-    return any(vars(each).get(_REGION) is not None for each in module.modules())
+    """True if the module's forward, or that of a module in it, uses folded weights or fused operators."""
+    return any(vars(each).get(name) is not None for each in module.modules() for name in (_REGION, _FUSED))
 
 
 def uninstall(root: nn.Module) -> None:
     """Give every module its own class again; where that was changed once more since, what is left does nothing."""
     for module in root.modules():
         attributes = vars(module)
-        for name in (_REGION, _MEMORY):
+        for name in (_REGION, _MEMORY, _FUSED):
             attributes.pop(name, None)
         plain = vars(type(module)).get("_simplegraph_plain")
         if plain is not None:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 import simplegraph as sg
 from tests.module.answers import reasons
@@ -66,3 +67,28 @@ def test_the_graph_of_an_optimized_module_has_fewer_kernels_and_no_transposed_im
             convolved = module.blocks[0](torch.randn(4, 8, 8, 8, device=device, dtype=torch.float16))
         assert convolved.is_contiguous(memory_format=torch.channels_last)
         assert nodes[True] < nodes[False], nodes
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "llama", "gemma3"])
+def test_fused_layers_take_fewer_kernels_and_are_as_exact(name, device):
+    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("triton")
+    from tests.fused.test_layers import MODELS, call, tiny
+
+    with torch.no_grad():
+        module = tiny.build(MODELS[name], device)
+        wide, module = copy.deepcopy(module).double(), module.to(torch.bfloat16)
+        exact = call(wide, name, device, torch.float64)
+        kernels, errors = {}, {}
+        for optimized in (False, True):
+            if optimized:
+                handle = sg.optimize(module)
+                assert "fused operators by Triton" in str(handle)
+            errors[optimized] = error(call(module, name, device, torch.bfloat16), exact)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                call(module, name, device, torch.bfloat16)
+                torch.cuda.synchronize()
+            ran = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
+            kernels[optimized] = len([event for event in ran if not event.name.startswith("Mem")])
+        assert errors[True] <= 1.5 * errors[False] + 0.01, errors
+        assert kernels[True] < kernels[False], kernels

@@ -77,9 +77,14 @@ def _plain_forward(module: Any) -> Callable[..., Any]:
 
 
 def listed(kind: str, names: Sequence[str]) -> str:
-    """Write a kind and the names of its layers in one line, of which only the first few are shown."""
+    """Write a kind and the first few names of its layers in one line."""
+    return f"{kind} x {len(names)}: {shortened(names)}"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Join the first few names, and say how many more there are."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{kind} x {len(names)}: {', '.join(names[:_SHOWN])}{more}"
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def names_by_kind(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> dict[str, list[str]]:
