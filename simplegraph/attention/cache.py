@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from simplegraph.attention.metadata.bounds import check_counts
 from simplegraph.errors import ConfigError, InputError
+from simplegraph.fused.choice import triton_runs
 
 
 class PagedKVCache:
@@ -60,6 +59,7 @@ class PagedKVCache:
         with torch.inference_mode(False):
             self._memory = torch.zeros(2, num_layers, num_pages + 1, *page, head_dim, dtype=dtype, device=device)
         self.device = self._memory.device
+        self._by_triton = triton_runs(self.device)
         self._keys: dict[int, Tensor]
         self._values: dict[int, Tensor]
         self._keys, self._values = (
@@ -104,7 +104,7 @@ class PagedKVCache:
                     f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; the cache and {shape[0]} slots "
                     f"expect {shape} and {self.dtype}."
                 )
-        if self.device.type == "cuda" and _has_triton():
+        if self._by_triton:
             from simplegraph.fused.cache_kernels import write_pages
 
             keys, values = self.pages(layer)
@@ -126,9 +126,3 @@ class PagedKVCache:
             else:
                 page, offset = slots // self.page_size, slots % self.page_size
                 memory.transpose(1, 2).index_put_((page, offset), rows)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    found: Any = importlib.util.find_spec("triton")
-    return found is not None

@@ -17,14 +17,14 @@ _log = logging.getLogger("simplegraph")
 def operators_for(device: torch.device, dtype: torch.dtype, trials: Collection[KernelTrial]) -> Operators:
     """Return Triton's operators if every trial compiles, runs and is correct; else torch's, and log why.
 
-    Triton needs a C compiler, and supports only some GPUs. A trial takes 0.05 to 0.35 s the first time on a machine.
+    A trial takes 0.05 to 0.35 s the first time on a machine.
 
     Args:
         device: of the tensors.
         dtype: of the tensors.
         trials: the operators that will run, with their sizes.
     """
-    if device.type != "cuda" or dtype not in DTYPES or _without_triton():
+    if dtype not in DTYPES or not triton_runs(device):
         return Operators()
     correct = all(_problem(device, dtype, trial) is None for trial in dict.fromkeys(trials))
     return _triton() if correct else Operators()
@@ -35,13 +35,25 @@ def chosen_operators(*, triton: bool) -> Operators:
     return _triton() if triton else Operators()
 
 
+def triton_runs(device: torch.device) -> bool:
+    """True if the device is a GPU, and Triton is installed and can launch kernels; if it cannot, logs why once.
+
+    Every launch needs a module in C, which Triton compiles at its first use on a machine.
+    """
+    return device.type == "cuda" and _has_launcher()
+
+
 @functools.cache
-def _without_triton() -> bool:
+def _has_launcher() -> bool:
     try:
-        _triton()
+        from triton.runtime.driver import driver
+
+        return driver.active is not None
     except ImportError:
-        return True
-    return False
+        return False
+    except Exception as error:
+        _log.warning("Triton cannot launch kernels, so torch's operators run instead: %s", error)
+        return False
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -133,6 +135,38 @@ def test_without_a_compiler_one_line_is_logged_once(
     for _ in range(2):
         assert not operators_for(device, torch.float16, [KernelTrial(*each) for each in TRIALS.items()]).triton
     assert len(caplog.records) == 1
+
+
+class Driver(ModuleType):
+    """Triton's, on a machine without a C compiler."""
+
+    @property
+    def driver(self) -> Any:
+        return self
+
+    @property
+    def active(self) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+
+def test_where_triton_can_launch_nothing_no_kernel_is_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("triton", "triton.runtime"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "triton.runtime.driver", Driver("triton.runtime.driver"))
+    monkeypatch.setattr(choice, "find_error", lambda *args: pytest.fail("it was tried"))
+    choice._has_launcher.cache_clear()
+    try:
+        for _ in range(2):
+            assert not choice.triton_runs(Device())
+            assert not operators_for(Device(), torch.float16, [KernelTrial("rms_norm", (8,))]).triton
+    finally:
+        choice._has_launcher.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "Triton cannot launch kernels, so torch's operators run instead: Failed to find C compiler"
+    ]
+    assert not choice.triton_runs(torch.device("cpu"))
 
 
 @needs_triton

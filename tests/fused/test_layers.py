@@ -98,6 +98,25 @@ def test_every_sum_goes_into_its_norm_and_the_answers_stay(name: str, mode: Any,
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
+@pytest.mark.parametrize(("library", "name"), [("timm", "vit_tiny_patch16_224"), ("torchvision", "vit_b_16")])
+def test_image_transformers_of_other_libraries_are_known(library: str, name: str, device: torch.device) -> None:
+    models = pytest.importorskip(library).models
+    if library == "timm":
+        small: Any = {"img_size": 32, "depth": 2, "embed_dim": 48, "num_classes": 10}
+        model = pytest.importorskip("timm").create_model(name, **small)
+    else:
+        model = models.VisionTransformer(32, 16, 2, 4, 48, 96, num_classes=10)
+    model, operators = model.to(device).eval(), Recorded()
+    nn.init.normal_(model.head.weight if library == "timm" else model.heads.head.weight)
+    x = torch.randn(2, 3, 32, 32, device=device)
+    with torch.no_grad():
+        expected = model(x)
+        with fused(model, operators):
+            found = model(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert operators.sums == 4
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "bert"])
 def test_no_norm_runs_twice(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm that a sum computed is handed to the module that would compute it, whose hooks fire as before."""

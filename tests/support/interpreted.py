@@ -37,6 +37,7 @@ def stand_in_kernels(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
         monkeypatch.setitem(sys.modules, f"simplegraph.fused.{name}", kernels)
         monkeypatch.setattr(fused, name, kernels, raising=False)
     monkeypatch.setattr(triton_operators, "_INTERPRETED", True)
-    for function in (choice._triton, choice._without_triton, choice._problem):
+    monkeypatch.setattr(choice, "_has_launcher", lambda: True)
+    for function in (choice._triton, choice._problem):
         plain = getattr(function, "__wrapped__", function)  # without what is known of the real ones
         monkeypatch.setattr(choice, function.__name__, plain)

@@ -22,6 +22,7 @@ from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, InputError
+from simplegraph.fused.choice import triton_runs
 from simplegraph.manager.settings import Unpack
 
 _MAX_ROWS = 64  # query tokens times the query heads that share a key head
@@ -49,8 +50,8 @@ class TritonDecodeBackend(AttentionBackend):
             request times the query heads that share the key head).
 
     Raises:
-        ConfigError: the cache is not on a GPU or has another dtype, Triton is not installed, `mixed` cannot be made, or
-            a full graph needs `mixed`, which does not support it.
+        ConfigError: the cache is not on a GPU or has another dtype, Triton is not installed or finds no C compiler,
+            `mixed` cannot be made, or a full graph needs `mixed`, which does not support it.
         InputError: the elements of a head are not contiguous in `out`.
 
     Source: split-KV decoding, Flash-Decoding (Dao, Haziza, Massa, Sizov 2023).
@@ -75,6 +76,11 @@ class TritonDecodeBackend(AttentionBackend):
             raise ConfigError(f"the cache is on {cache.device}; Triton's kernels run on a GPU.")
         if importlib.util.find_spec("triton") is None:
             raise ConfigError("the decode kernel is written in Triton; to have it: pip install triton.")
+        if cache.device.type == "cuda" and not triton_runs(cache.device):
+            raise ConfigError(
+                f"Triton cannot launch kernels on {cache.device}, and the log says why: most often there is no C "
+                "compiler (CC, gcc or clang), or no Python.h. Install one, or take another backend."
+            )
         if cache.dtype not in _DTYPES:
             raise ConfigError(f"the cache is of {cache.dtype}; the decode kernel takes {', '.join(map(str, _DTYPES))}.")
         from simplegraph.attention.kernels import decode as decode_kernel

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
@@ -79,8 +80,17 @@ def _part_of_gemma(self: Any, x: Any) -> Any:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
+def _as_timm(self: Any, x: Any) -> Any:
+    if self._fast_norm:
+        x = fast_layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[name-defined]  # noqa: F821
+    else:
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    return x
+
+
 _TEXTS = KnownTexts([(_as_llama, Norm()), (_as_olmo, Norm()), (_as_t5, Norm()), (_as_gemma, Norm("eps", 1.0))])
 _PARTS = KnownTexts([(_part_of_gemma, True)])
+_OWN_TEXTS = KnownTexts([(_as_timm, Norm("eps", centered=True))])
 _OWN = {nn.LayerNorm: Norm("eps", centered=True), nn.RMSNorm: Norm("eps")}
 
 
@@ -91,8 +101,9 @@ def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
 
 def sum_norms(model: nn.Module) -> dict[nn.Module, Norm]:
     """Map the norms of a model that one kernel can compute together with a sum to their parameters."""
-    own = {module: _OWN[type(module)] for module in model.modules() if _has_one_dimension(module)}
-    return own | rms_norms(model)
+    own = {module: _OWN[type(module)] for module in model.modules() if type(module) in _OWN}
+    own |= {module: norm for module, norm in recognize(model, _OWN_TEXTS).items() if not module._fast_norm}
+    return {module: norm for module, norm in own.items() if _has_one_dimension(module)} | rms_norms(model)
 
 
 def _is_whole(module: nn.Module, norm: Norm) -> bool:
@@ -103,7 +114,7 @@ def _is_whole(module: nn.Module, norm: Norm) -> bool:
 
 
 def _has_one_dimension(module: Any) -> bool:
-    return type(module) in _OWN and len(module.normalized_shape) == 1 and None not in (module.weight, module.eps)
+    return len(module.normalized_shape) == 1 and module.weight is not None and module.eps is not None
 
 
 def norm_layer(module: Any, norm: Norm, *, alone: bool) -> Layer:

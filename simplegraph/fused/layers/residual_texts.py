@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.texts import KnownTexts
@@ -347,6 +348,38 @@ def _run_gpt2(self: Any, hidden: Any, given: dict[str, Any], add: AddFor) -> Any
     return add(hidden, self.mlp(self.ln_2(hidden)), None)
 
 
+def _timm(self: Any, x: Any, attn_mask: Any = None, is_causal: Any = False) -> Any:
+    x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
+    x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+    return x
+
+
+def _run_timm(self: Any, hidden: Any, given: dict[str, Any], add: AddFor) -> Any:
+    hidden = add(hidden, self.drop_path1(self.ls1(self.attn(self.norm1(hidden), **given))), self.norm2)
+    return add(hidden, self.drop_path2(self.ls2(self.mlp(self.norm2(hidden)))), None)
+
+
+def _torchvision(self: Any, input: Any) -> Any:
+    torch._assert(input.dim() == 3, f"Expected (batch_size, seq_length, hidden_dim) got {input.shape}")  # type: ignore[no-untyped-call]
+    x = self.ln_1(input)
+    x, _ = self.self_attention(x, x, x, need_weights=False)
+    x = self.dropout(x)
+    x = x + input
+
+    y = self.ln_2(x)
+    y = self.mlp(y)
+    return x + y
+
+
+def _run_torchvision(self: Any, hidden: Any, given: dict[str, Any], add: AddFor) -> Any:
+    if hidden.dim() != 3:
+        return NotImplemented
+    normed = self.ln_1(hidden)
+    attended, _ = self.self_attention(normed, normed, normed, need_weights=False)
+    hidden = add(hidden, self.dropout(attended), self.ln_2)
+    return add(hidden, self.mlp(self.ln_2(hidden)), None)
+
+
 RESIDUAL_TEXTS = KnownTexts(
     [
         (_llama, ResidualText(_run_llama, "input_layernorm", ("post_attention_layernorm",))),
@@ -360,5 +393,7 @@ RESIDUAL_TEXTS = KnownTexts(
         (_t5_attention, ResidualText(functools.partial(_run_t5, "SelfAttention"), "layer_norm", ())),
         (_t5_cross, ResidualText(functools.partial(_run_t5, "EncDecAttention"), "layer_norm", ())),
         (_gpt2, ResidualText(_run_gpt2, "ln_1", ("ln_2",))),
+        (_timm, ResidualText(_run_timm, "norm1", ("norm2",))),
+        (_torchvision, ResidualText(_run_torchvision, "ln_1", ("ln_2",))),
     ]
 )

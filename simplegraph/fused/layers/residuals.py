@@ -19,8 +19,9 @@ from simplegraph.fused.layers.residual_texts import RESIDUAL_TEXTS, ResidualText
 from simplegraph.fused.layers.texts import recognize
 from simplegraph.fused.operators import Operators
 
+_LISTS = (nn.ModuleList, nn.Sequential)
 # Names of the norm that follows a model's last layer; a wrong one costs a norm that nobody asks for.
-_LAST = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layernorm", "layer_norm", "post_layernorm")
+_LAST = ("norm", "ln", "final_layernorm", "final_layer_norm", "ln_f", "layernorm", "layer_norm", "post_layernorm")
 
 
 def residual_layers(
@@ -53,7 +54,7 @@ def _follow(
     """Find the norm that reads each known layer's output: the next layer's first one, or the model's last."""
     after = next((last for name in _LAST if (last := owner._modules.get(name)) is not None), after)
     for child in owner.children():
-        listed = list(child) if isinstance(child, nn.ModuleList) else [child]
+        listed = list(child) if isinstance(child, _LISTS) else [child]
         firsts = [*(_first(each, known) for each in listed[1:]), after]
         for each, norm in zip(listed, firsts, strict=True):
             if each in known:
@@ -66,8 +67,8 @@ def _first(module: nn.Module, known: Mapping[nn.Module, ResidualText]) -> nn.Mod
     """Return the norm that reads a layer's input."""
     if module in known:
         return getattr(module, known[module].first, None)
-    lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
-    return _first(lists[0][0], known) if len(lists) == 1 and len(lists[0]) else None
+    lists = [list(child) for child in module.children() if isinstance(child, _LISTS)]
+    return _first(lists[0][0], known) if len(lists) == 1 and lists[0] else None
 
 
 def _make(
