@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import tiny_models as tiny  # noqa: E402
 
 import simplegraph as sg  # noqa: E402
+from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from tests.fused.test_layers import MODELS, call  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -126,3 +127,14 @@ def test_a_part_of_a_module_that_was_fused_as_a_whole_is_refused() -> None:
     with pytest.raises(sg.ConfigError, match="part of an optimized module"):
         sg.optimize(model.layers[0].mlp)
     assert sg.optimize(model).changed == handle.changed  # anew
+
+
+def test_a_generation_on_a_module_that_was_fused_reports_it_and_generates_the_same() -> None:
+    model, batch = tiny.build(MODELS["llama"], CPU), tiny.prompts([7, 4], CPU)
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**batch, **settings)
+    with sg.optimize(model), graph_generation(model, max_batch_size=2, max_length=32) as graphs:
+        assert torch.equal(model.generate(**batch, **settings), expected)
+        assert graphs.stats.replays > 0
+        assert "optimized: residual x 2: model.layers.0, model.layers.1" in str(graphs.report())
+    assert torch.equal(model.generate(**batch, **settings), expected)

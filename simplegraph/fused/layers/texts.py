@@ -7,9 +7,10 @@ if it equals a known one, instruction for instruction, and its global names mean
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -26,18 +27,17 @@ class KnownTexts(Mapping[Any, Found]):
     """
 
     def __init__(self, texts: Sequence[tuple[Any, Found]]) -> None:
-        self._known = {instructions(text): (text, found) for text, found in texts}
+        self._known = {instructions(text): (text, _global_names(text), found) for text, found in texts}
 
     def __getitem__(self, function: Any) -> Found:
         function = _without_checkpointing(function)
-        text, found = self._known[instructions(function)]
-        names = _global_names(text)
+        text, names, found = self._known[instructions(function)]
         if any(function.__globals__.get(name) is not text.__globals__[name] for name in names):
             raise KeyError(function)
         return found
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(text for text, _ in self._known.values())
+        return iter(text for text, _, _ in self._known.values())
 
     def __len__(self) -> int:
         return len(self._known)
@@ -55,7 +55,11 @@ def instructions(function: Any) -> tuple[Any, ...]:
     """Return a function's signature and instructions, without names, lines and docstring; () if it is no function."""
     if not isinstance(function, FunctionType):
         return ()
-    code = function.__code__
+    return _read(function.__code__)
+
+
+@functools.lru_cache(512)
+def _read(code: CodeType) -> tuple[Any, ...]:
     rest = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
     arguments = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, rest, code.co_varnames
     return *arguments, *((each.opname, each.argval) for each in dis.get_instructions(code))

@@ -58,7 +58,8 @@ class GraphedGeneration(GraphedModel):
         step = self._step
         lines = [listed(*each) for each in names_by_kind(self.model, step.fused_layers()).items()]
         lines += [f"fused operators by {step.operators.name}"] if lines and step.store is not None else []
-        return dataclasses.replace(super().report(), optimizations=tuple(lines))
+        report = super().report()
+        return dataclasses.replace(report, optimizations=(*report.optimizations, *lines))
 
     # Replacements of the model's methods.
 
