@@ -23,7 +23,8 @@ class Shapes:
     """Sizes of a model.
 
     Attributes:
-        hidden, inner, heads, kv_heads, head_dim: of a Llama; layer_norm: columns of a layer norm.
+        hidden, inner, heads, kv_heads, head_dim: of a Llama; layer_norm: columns of a layer norm; channels: of images,
+            in 32 groups, of which a row is one of 16 x 16 pixels.
     """
 
     hidden: int = 4096
@@ -32,6 +33,7 @@ class Shapes:
     kv_heads: int = 8
     head_dim: int = 128
     layer_norm: int = 768
+    channels: int = 320
 
     def trials(self) -> dict[str, KernelTrial]:
         """Return the trials that compile the variants of this model, by the names in `inputs`."""
@@ -42,10 +44,11 @@ class Shapes:
             "silu_and_mul": KernelTrial("gated", (self.inner, "silu")),
             "gelu_and_mul": KernelTrial("gated", (self.inner, "gelu_tanh")),
             "rotate_and_write": KernelTrial("rotate_and_write", heads),
+            "group_norm": KernelTrial("group_norm", (self.channels, 32)),
         }
 
 
-TINY = Shapes(64, 96, 4, 2, 16, 32)
+TINY = Shapes(64, 96, 4, 2, 16, 32, 64)
 Inputs = Mapping[str, Any]
 
 
@@ -69,12 +72,19 @@ def inputs(shapes: Shapes, rows: int, device: torch.device, dtype: torch.dtype) 
         "slots": torch.randperm(PAGES * PAGE_SIZE, device=device)[:rows],
         "num_heads": shapes.heads,
     }
+    images = {
+        "x": draw(rows, shapes.channels, 16, 16).contiguous(memory_format=torch.channels_last),
+        "groups": 32,
+        "weight": draw(shapes.channels),
+        "bias": draw(shapes.channels),
+    }
     return {
         "add_rms_norm": norm,
         "add_layer_norm": layer,
         "silu_and_mul": both,
         "gelu_and_mul": both,
         "rotate_and_write": heads,
+        "group_norm": images,
     }
 
 
@@ -86,6 +96,8 @@ def ours(operators: Operators, name: str, given: Inputs) -> Call:
         return lambda: operators.add_layer_norm(**given, eps=1e-5)
     if name == "rotate_and_write":
         return lambda: operators.rotate_and_write(**given)
+    if name == "group_norm":
+        return lambda: operators.group_norm(**given, eps=1e-5)
     gate, up = given["both"].chunk(2, dim=-1)
     return lambda: operators.gated(gate, up, "silu" if name == "silu_and_mul" else "gelu_tanh")
 

@@ -117,6 +117,12 @@ def _add_layer_norm(operators: Operators, numbers: _Numbers, columns: int, biase
     return operators.add_layer_norm(x, residual, numbers(columns, phase=1), bias if biased else None, 1e-5)
 
 
+def _group_norm(operators: Operators, numbers: _Numbers, channels: int, groups: int) -> Sequence[Tensor]:
+    x = numbers(2, channels, 3, 2).contiguous(memory_format=torch.channels_last)
+    weight, bias = numbers(channels, phase=1), numbers(channels, phase=2)
+    return [operators.group_norm(x, groups, weight, bias, 1e-5)]
+
+
 def _gated(operators: Operators, numbers: _Numbers, columns: int, kind: str) -> Sequence[Tensor]:
     return [operators.gated(numbers(2, columns), numbers(2, columns, phase=1), kind)]
 
@@ -151,6 +157,7 @@ _TRIALS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], bool, str]] = {
     "rms_norm": (_rms_norm, False, "the norm's results differ from torch's"),
     "add_rms_norm": (_add_rms_norm, False, "the results of sum and norm differ from torch's"),
     "add_layer_norm": (_add_layer_norm, False, "the results of sum and norm differ from torch's"),
+    "group_norm": (_group_norm, False, "the norm's results differ from torch's"),
     "gated": (_gated, False, "the gated activation's results differ from torch's"),
     "rotate": (_rotate, True, "the rotary embedding's products are not rounded as torch's are"),
     "rotate_and_write": (_rotate_and_write, False, "the cache does not hold the keys and values that were written"),

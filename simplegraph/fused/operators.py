@@ -59,6 +59,10 @@ class Operators:
         total = x + residual
         return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
+    def group_norm(self, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """Normalize groups of channels of images, (images, channels, height, width)."""
+        return F.group_norm(x, groups, weight, bias, eps)
+
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         """Return ``activation(gate) * up``; `kind` is a name in `ACTIVATIONS`."""
         return ACTIVATIONS[kind](gate) * up

@@ -23,10 +23,11 @@ class TritonOperators(Operators):
     triton = True
 
     def __init__(self) -> None:
-        from simplegraph.fused import cache_kernels, row_kernels
+        from simplegraph.fused import cache_kernels, group_kernels, row_kernels
 
         self._rows: Any = row_kernels
         self._cache: Any = cache_kernels
+        self._groups: Any = group_kernels
 
     def _takes(self, *tensors: Tensor | None) -> bool:
         """True for tensors on a GPU, of one dtype that the kernels know, without gradients and with elements."""
@@ -67,6 +68,14 @@ class TritonOperators(Operators):
         if not self._norms(x, residual, weight, bias):
             return super().add_layer_norm(x, residual, weight, bias, eps)
         return self._rows.norm(x, residual, weight, bias, eps, centered=True)  # type: ignore[no-any-return]
+
+    def group_norm(self, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        fits = channels_last and x.shape[1] <= min(self._groups.MAX_CHANNELS, groups * self._groups.MAX_SIZE)
+        fits = fits and (weight is None) == (bias is None)
+        if not fits or not self._takes(x, weight, bias):
+            return super().group_norm(x, groups, weight, bias, eps)
+        return self._groups.group_norm(x, groups, weight, bias, eps)  # type: ignore[no-any-return]
 
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         if gate.shape != up.shape or not self._takes(gate, up):

@@ -12,6 +12,7 @@ from torch import nn
 from simplegraph.errors import ConfigError, did_you_mean
 from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.layers.table import (
+    IMAGE_KINDS,
     find_layers,
     fused_forwards,
     listed,
@@ -134,7 +135,7 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
     - ``"rms_norm"``, ``"residual"`` (a sum together with the norm after it), ``"gated"``, ``"activation"`` and
       ``"rotary"``: layers that are recognized by their text, mostly those of transformers, run on fused operators:
       Triton's kernels, or torch's where these do not run. In half precision they round once where the text rounds two
-      or three times.
+      or three times. ``"group_norm"``: so do group norms where channels_last is done, by Triton's kernels only.
 
     Parameters, buffers and ``state_dict()`` keep their names and values. Training, and calls that want gradients of
     the weights, run as before. Copies and pickles are of the module as it was. Graphs are captured again.
@@ -214,7 +215,7 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
         else:
             usable.append(pair)
     channels_last = any_format and CHANNELS_LAST not in skip
-    layers = find_layers(module, skip)
+    layers = find_layers(module, skip, images=channels_last)
     folds = {pair: _fold(module, pair, channels_last) for pair in usable}
     memory = FoldedMemory(list(folds.values()))
     owners: dict[str, list[Fold]] = collections.defaultdict(list)
@@ -237,6 +238,9 @@ def _fuse(module: nn.Module, layers: dict[nn.Module, Layer], found: _Rewrites) -
     weight = next((each for each in module.parameters() if each.is_floating_point()), None)
     if layers and weight is not None:
         operators = operators_of(layers, weight.device, weight.dtype)
+        if not operators.triton:  # a group norm would be what it is
+            layers = {each: layer for each, layer in layers.items() if layer.kind not in IMAGE_KINDS}
+    if layers and weight is not None:
         found.changed |= names_by_kind(module, layers)
         found.operators = operators.name
         install_fused(fused_forwards(layers, operators))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from simplegraph.fused.layers.table import KINDS
+from simplegraph.fused.layers.table import IMAGE_KINDS, KINDS
 
 BATCH_NORM, CHANNELS_LAST = "batch_norm", "channels_last"
 REWRITES: Mapping[str, str] = MappingProxyType(
@@ -16,6 +16,7 @@ REWRITES: Mapping[str, str] = MappingProxyType(
         BATCH_NORM: "norm folded into the convolution or linear layer before it",
         CHANNELS_LAST: "weights of 2-d convolutions stored in torch.channels_last",
         **KINDS,
+        **IMAGE_KINDS,
     }
 )
 

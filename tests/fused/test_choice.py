@@ -21,6 +21,7 @@ TRIALS = {
     "rms_norm": (64, 1),
     "add_rms_norm": (64,),
     "add_layer_norm": (64,),
+    "group_norm": (16, 4),
     "gated": (64, "gelu_tanh"),
     "rotate": (64,),
     "rotate_and_write": (4, 2, 16, 8, 1),
@@ -31,7 +32,7 @@ TRIALS = {
 class Kernels:
     """Stands in for Triton's kernels, by torch's operators."""
 
-    MAX_COLUMNS = 64
+    MAX_COLUMNS = MAX_CHANNELS = MAX_SIZE = 64
     torch = Operators()
 
     def norm(
@@ -49,6 +50,9 @@ class Kernels:
         if centered:
             return F.layer_norm(total, weight.shape, weight, bias, eps), total
         return F.rms_norm(total.float(), weight.shape, weight.float() + offset, eps).type_as(x), total
+
+    def group_norm(self, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.group_norm(x, groups, weight, bias, eps)
 
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         return (ACTIVATIONS[kind](gate.float()) * up).to(gate.dtype)
@@ -71,6 +75,9 @@ class WrongKernels(Kernels):
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         return super().gated(gate, up, "silu")
 
+    def group_norm(self, x: Tensor, groups: int, *rest: Any) -> Tensor:
+        return super().group_norm(x, 1, *rest)
+
     def rotate(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Round once."""
         wide = super().rotate(*(tensor.double() for tensor in tensors))
@@ -86,7 +93,7 @@ class WrongKernels(Kernels):
 
 
 class Uncompiled:
-    MAX_COLUMNS = 64
+    MAX_COLUMNS = MAX_CHANNELS = MAX_SIZE = 64
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("Failed to find C compiler")

@@ -93,6 +93,36 @@ def test_a_sum_and_its_layer_norm(
     check(normed, exact, F.layer_norm(total, (columns,), weight, given, 1e-5), kernels=False)
 
 
+@needs_triton
+@pytest.mark.parametrize("dtype", EXACT_DTYPES)
+@pytest.mark.parametrize(("channels", "groups"), [(32, 32), (40, 4), (320, 32), (24, 1)])
+@pytest.mark.parametrize(("images", "height", "width"), [(1, 1, 2), (3, 5, 7), (2, 24, 16)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_group_norm_of_images_in_channels_last(
+    dtype: torch.dtype,
+    channels: int,
+    groups: int,
+    images: int,
+    height: int,
+    width: int,
+    affine: bool,
+    device: torch.device,
+) -> None:
+    """The mean is a hundred times the deviation, which sums of squares would not survive."""
+    x = numbers(images, channels, height, width, dtype=dtype, device=device) + (300 if dtype is torch.float32 else 5)
+    x = x.contiguous(memory_format=torch.channels_last)
+    weight, bias = (numbers(channels, dtype=dtype, device=device) if affine else None for _ in range(2))
+    found = triton().group_norm(x, groups, weight, bias, 1e-5)
+    wide = [None if each is None else each.double() for each in (weight, bias)]
+    exact = F.group_norm(x.double(), groups, *wide, 1e-5)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert found.dtype is dtype
+    unit = torch.finfo(dtype).eps
+    # Inputs of a mean of 300 are themselves known to 300 units only.
+    slack = 2e-3 * exact.abs().max() if dtype is torch.float32 else 4e-6 * exact.abs().max()
+    assert ((found.double() - exact).abs() <= unit * exact.abs() + slack).all()
+
+
 @every
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("columns", [1, 100, 1500])

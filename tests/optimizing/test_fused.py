@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import tiny_models as tiny  # noqa: E402
 
 import simplegraph as sg  # noqa: E402
+from simplegraph.fused.operators import Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from tests.fused.test_layers import MODELS, call  # noqa: E402
 
@@ -138,3 +139,38 @@ def test_a_generation_on_a_module_that_was_fused_reports_it_and_generates_the_sa
         assert graphs.stats.replays > 0
         assert "optimized: residual x 2: model.layers.0, model.layers.1" in str(graphs.report())
     assert torch.equal(model.generate(**batch, **settings), expected)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def test_group_norms_take_images_in_channels_last_where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Kernels(Operators):
+        triton = True
+
+        def group_norm(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+            seen.append(x.is_contiguous(memory_format=torch.channels_last))
+            return super().group_norm(x, *rest)
+
+    model, x = Images().eval(), torch.randn(2, 3, 9, 9)
+    expected = model(x)
+    assert "group_norm" not in sg.optimize(model, x).changed  # torch's own would run
+    monkeypatch.setattr("simplegraph.optimizing.optimize.operators_of", lambda *args: Kernels())
+    handle = sg.optimize(model, x)
+    assert handle.changed["group_norm"] == ["layers.1"]
+    seen.clear()
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert seen == [True]
+    for skipped in ("channels_last", "group_norm"):
+        assert "group_norm" not in sg.optimize(model, x, skip=[skipped]).changed
+    handle = sg.optimize(model)  # no class of it is known to take any format
+    assert "group_norm" not in handle.changed

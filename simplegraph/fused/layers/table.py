@@ -12,6 +12,7 @@ from torch import nn
 
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.layers.gates import activation_layers, gate_layers
+from simplegraph.fused.layers.groups import group_layers
 from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.layers.norms import norm_layer, rms_norms, sum_norms
 from simplegraph.fused.layers.residuals import residual_layers
@@ -19,6 +20,7 @@ from simplegraph.fused.layers.rotary import rotary_layers
 from simplegraph.fused.operators import KernelTrial, Operators
 
 RMS_NORM, RESIDUAL, GATED, ACTIVATION, ROTARY = "rms_norm", "residual", "gated", "activation", "rotary"
+GROUP_NORM = "group_norm"
 _SHOWN = 4  # names in a line
 KINDS: Mapping[str, str] = MappingProxyType(
     {
@@ -31,12 +33,17 @@ KINDS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def find_layers(model: nn.Module, skip: Collection[str] = ()) -> dict[nn.Module, Layer]:
+# For images in channels_last, and results that have that format, too.
+IMAGE_KINDS: Mapping[str, str] = MappingProxyType({GROUP_NORM: "group norm of images in channels_last, without copies"})
+
+
+def find_layers(model: nn.Module, skip: Collection[str] = (), *, images: bool = False) -> dict[nn.Module, Layer]:
     """Map the modules of a model that are recognized to their layers.
 
     Args:
         model: any module.
-        skip: names in `KINDS` to leave out.
+        skip: names of kinds to leave out.
+        images: True adds `IMAGE_KINDS`.
     """
     found: dict[nn.Module, Layer] = {}
     alone = {} if RMS_NORM in skip else rms_norms(model)
@@ -49,6 +56,7 @@ def find_layers(model: nn.Module, skip: Collection[str] = ()) -> dict[nn.Module,
         GATED: gate_layers,
         ACTIVATION: activation_layers,
         ROTARY: rotary_layers,
+        **({GROUP_NORM: group_layers} if images else {}),
     }
     for kind, find in finders.items():
         if kind not in skip:
@@ -93,4 +101,4 @@ def names_by_kind(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> dict[s
     for name, module in model.named_modules():
         if module in layers:
             names.setdefault(layers[module].kind, []).append(name or type(module).__name__)
-    return {kind: names[kind] for kind in KINDS if kind in names}
+    return {kind: names[kind] for kind in (*KINDS, *IMAGE_KINDS) if kind in names}

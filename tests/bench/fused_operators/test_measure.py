@@ -9,7 +9,7 @@ from bench.fused_operators.measure import THREADED, measure_here, render
 
 def test_every_operator_of_torch_has_its_time_and_error() -> None:
     figures = measure_here("torch", (1, 3), torch.device("cpu"))
-    assert len(figures["operators"]) == 5
+    assert len(figures["operators"]) == 6
     for name, each in figures["operators"].items():
         assert all(each["us"][rows] > 0 for rows in (1, 3))
         assert name == "rotate_and_write" or each["error"] < 1e-6

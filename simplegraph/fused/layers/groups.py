@@ -1,0 +1,32 @@
+"""Group norms of images: torch's own copies images in channels_last to another format, and its result with them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.operators import KernelTrial, Operators
+
+
+def group_layers(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Map the group norms of a model, of torch's own class, to their layers."""
+    norms: list[Any] = [module for module in model.modules() if type(module) is nn.GroupNorm]
+    return {module: Layer("group_norm", _trials(module), functools.partial(_make, module)) for module in norms}
+
+
+def _trials(module: Any) -> tuple[KernelTrial, ...]:
+    return (KernelTrial("group_norm", (module.num_channels, module.num_groups)),) if module.affine else ()
+
+
+def _make(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or type(args[0]) is not Tensor or torch.is_autocast_enabled(args[0].device.type):
+            return original(*args, **kwargs)
+        return operators.group_norm(args[0], module.num_groups, module.weight, module.bias, module.eps)
+
+    return forward
