@@ -10,92 +10,93 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_CHANNELS, MAX_SIZE = 8192, 512  # of an image, and of a group
-_MAX_PARTS = 64  # of an image
+MAX_SIZE = 512  # channels of a group
 _PROGRAMS = 264  # enough to fill a large GPU
-_ELEMENTS = 8192  # that a program holds at a time
+_MAX_PARTS = 64  # of an image
+_CHANNELS, _PIXELS = 128, 32  # that a program holds at a time
 
 
-# No integer is specialized: images of any size run one variant for each number of channels.
+# Sizes are arguments, so that one variant serves every norm of a model, and images of any size.
 @triton.jit(do_not_specialize=["pixels", "part"])  # type: ignore[untyped-decorator]
 def _sum_channels(  # type: ignore[no-untyped-def]
-    x_ptr, sums_ptr, pixels, part, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PIXELS: tl.constexpr
+    x_ptr, sums_ptr, channels, pixels, part, CHANNELS: tl.constexpr, PIXELS: tl.constexpr
 ):
-    """Sum a part of an image's pixels, and their squares, less the first pixel: for each channel."""
+    """Sum a part of an image's pixels, and their squares, less the first pixel: for some channels."""
     image, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    channel, row = tl.arange(0, BLOCK), tl.arange(0, PIXELS)
-    inside = channel < CHANNELS
-    start = x_ptr + image * pixels * CHANNELS
+    channel, row = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, PIXELS)
+    inside = channel < channels
+    start = x_ptr + image * pixels * channels
     first = tl.load(start + channel, inside, 0.0).to(tl.float32)
-    total, squares = tl.zeros((PIXELS, BLOCK), tl.float32), tl.zeros((PIXELS, BLOCK), tl.float32)
+    total, squares = tl.zeros((PIXELS, CHANNELS), tl.float32), tl.zeros((PIXELS, CHANNELS), tl.float32)
     end = tl.minimum((index + 1) * part, pixels)
     for begin in range(index * part, end, PIXELS):
         pixel = begin + row
         mask = (pixel < end)[:, None] & inside[None, :]
-        x = tl.load(start + pixel[:, None].to(tl.int64) * CHANNELS + channel[None, :], mask, 0.0).to(tl.float32)
+        x = tl.load(start + pixel[:, None].to(tl.int64) * channels + channel[None, :], mask, 0.0).to(tl.float32)
         x = tl.where(mask, x - first[None, :], 0.0)
         total += x
         squares += x * x
-    target = sums_ptr + (image * tl.num_programs(1) + index) * (2 * CHANNELS) + channel
+    target = sums_ptr + (image * tl.num_programs(1) + index) * (2 * channels) + channel
     tl.store(target, tl.sum(total, 0), inside)
-    tl.store(target + CHANNELS, tl.sum(squares, 0), inside)
+    tl.store(target + channels, tl.sum(squares, 0), inside)
 
 
-@triton.jit(do_not_specialize=["pixels", "parts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["channels", "size", "pixels", "parts"])  # type: ignore[untyped-decorator]
 def _scale_channels(  # type: ignore[no-untyped-def]
     x_ptr,
     sums_ptr,
     weight_ptr,
     bias_ptr,
     scales_ptr,
+    channels,
+    size,
     pixels,
     parts,
     eps,
     AFFINE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Compute a group's mean and variance, and with them each channel's factor and summand."""
     image, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    channel = group * SIZE + column
+    inside = column < size
+    channel = group * size + column
     total, squares = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, parts, PARTS):
         part = begin + tl.arange(0, PARTS)
         mask = (part < parts)[:, None] & inside[None, :]
-        place = sums_ptr + (image * parts + part)[:, None] * (2 * CHANNELS) + channel[None, :]
+        place = sums_ptr + (image * parts + part)[:, None] * (2 * channels) + channel[None, :]
         total += tl.sum(tl.load(place, mask, 0.0), 0)
-        squares += tl.sum(tl.load(place + CHANNELS, mask, 0.0), 0)
+        squares += tl.sum(tl.load(place + channels, mask, 0.0), 0)
     shift = total / pixels
-    means = shift + tl.load(x_ptr + image * pixels * CHANNELS + channel, inside, 0.0).to(tl.float32)
-    mean = tl.sum(tl.where(inside, means, 0.0), 0) / SIZE
+    means = shift + tl.load(x_ptr + image * pixels * channels + channel, inside, 0.0).to(tl.float32)
+    mean = tl.sum(tl.where(inside, means, 0.0), 0) / size
     apart = tl.where(inside, means - mean, 0.0)
-    variance = (tl.sum(squares - total * shift, 0) / pixels + tl.sum(apart * apart, 0)) / SIZE
+    variance = (tl.sum(squares - total * shift, 0) / pixels + tl.sum(apart * apart, 0)) / size
     factor = tl.div_rn(1.0, tl.sqrt_rn(variance + eps)) + tl.zeros((BLOCK,), tl.float32)
     summand = -mean * factor
     if AFFINE:
         weight = tl.load(weight_ptr + channel, inside, 0.0).to(tl.float32)
         factor *= weight
         summand = summand * weight + tl.load(bias_ptr + channel, inside, 0.0).to(tl.float32)
-    target = scales_ptr + image * (2 * CHANNELS) + channel
+    target = scales_ptr + image * (2 * channels) + channel
     tl.store(target, factor, inside)
-    tl.store(target + CHANNELS, summand, inside)
+    tl.store(target + channels, summand, inside)
 
 
 @triton.jit(do_not_specialize=["pixels"])  # type: ignore[untyped-decorator]
 def _apply_scales(  # type: ignore[no-untyped-def]
-    x_ptr, scales_ptr, out_ptr, pixels, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PIXELS: tl.constexpr
+    x_ptr, scales_ptr, out_ptr, channels, pixels, CHANNELS: tl.constexpr, PIXELS: tl.constexpr
 ):
     """Multiply and add by channel."""
     image = tl.program_id(0).to(tl.int64)
-    channel, pixel = tl.arange(0, BLOCK), tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
-    inside = channel < CHANNELS
-    scales = scales_ptr + image * (2 * CHANNELS) + channel
-    factor, summand = tl.load(scales, inside, 0.0), tl.load(scales + CHANNELS, inside, 0.0)
-    place = image * pixels * CHANNELS + pixel[:, None].to(tl.int64) * CHANNELS + channel[None, :]
+    pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < channels
+    scales = scales_ptr + image * (2 * channels) + channel
+    factor, summand = tl.load(scales, inside, 0.0), tl.load(scales + channels, inside, 0.0)
+    place = image * pixels * channels + pixel[:, None].to(tl.int64) * channels + channel[None, :]
     mask = (pixel < pixels)[:, None] & inside[None, :]
     x = tl.load(x_ptr + place, mask, 0.0).to(tl.float32)
     x = x * factor[None, :] + summand[None, :]
@@ -106,8 +107,8 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | Non
     """Compute `torch.nn.functional.group_norm` of images in channels_last, in float32 and rounded once.
 
     Args:
-        x: (images, channels, height, width), contiguous in channels_last, at most `MAX_CHANNELS` and
-            `MAX_SIZE` a group; float32, bfloat16 or float16.
+        x: (images, channels, height, width), contiguous in channels_last, at most `MAX_SIZE` channels a group; float32,
+            bfloat16 or float16.
         groups: of channels.
         weight: (channels,), the dtype of `x`; None for none.
         bias: as `weight`; both or neither.
@@ -117,28 +118,25 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | Non
         As `x`, in channels_last.
     """
     images, channels, height, width = x.shape
-    pixels, size = height * width, channels // groups
-    block = triton.next_power_of_2(channels)
-    rows = max(1, _ELEMENTS // block)
-    parts = max(1, min(_MAX_PARTS, _PROGRAMS // images, triton.cdiv(pixels, rows)))
-    part = triton.cdiv(triton.cdiv(pixels, parts), rows) * rows
+    pixels, size, blocks = height * width, channels // groups, triton.cdiv(channels, _CHANNELS)
+    parts = max(1, min(_MAX_PARTS, _PROGRAMS // (images * blocks), triton.cdiv(pixels, _PIXELS)))
+    part = triton.cdiv(triton.cdiv(pixels, parts), _PIXELS) * _PIXELS
     parts = triton.cdiv(pixels, part)
     sums = torch.empty(images, parts, 2, channels, dtype=torch.float32, device=x.device)
     scales = torch.empty(images, 2, channels, dtype=torch.float32, device=x.device)
     out = torch.empty_like(x)  # in channels_last as well
-    shape = {"CHANNELS": channels, "BLOCK": block, "PIXELS": rows, "num_warps": 8}
+    tile = {"CHANNELS": _CHANNELS, "PIXELS": _PIXELS, "num_warps": 4}
     affine = weight is not None and bias is not None
+    block = max(128, triton.next_power_of_2(size))
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
-        _sum_channels[(images, parts)](x, sums, pixels, part, **shape)
+        _sum_channels[(images, parts, blocks)](x, sums, channels, pixels, part, **tile)
         _scale_channels[(images, groups)](
             *(x, sums, weight if affine else x, bias if affine else x, scales),
-            *(pixels, parts, eps),
+            *(channels, size, pixels, parts, eps),
             AFFINE=affine,
-            CHANNELS=channels,
-            SIZE=size,
-            BLOCK=triton.next_power_of_2(size),
-            PARTS=min(_MAX_PARTS, 4096 // triton.next_power_of_2(size)),
+            BLOCK=block,
+            PARTS=4096 // block,
             num_warps=4,
         )
-        _apply_scales[(images, triton.cdiv(pixels, rows))](x, scales, out, pixels, **shape)
+        _apply_scales[(images, triton.cdiv(pixels, _PIXELS), blocks)](x, scales, out, channels, pixels, **tile)
     return out

@@ -71,7 +71,7 @@ class TritonOperators(Operators):
 
     def group_norm(self, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        fits = channels_last and x.shape[1] <= min(self._groups.MAX_CHANNELS, groups * self._groups.MAX_SIZE)
+        fits = channels_last and x.shape[1] <= groups * self._groups.MAX_SIZE
         fits = fits and (weight is None) == (bias is None)
         if not fits or not self._takes(x, weight, bias):
             return super().group_norm(x, groups, weight, bias, eps)

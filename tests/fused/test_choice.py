@@ -32,7 +32,7 @@ TRIALS = {
 class Kernels:
     """Stands in for Triton's kernels, by torch's operators."""
 
-    MAX_COLUMNS = MAX_CHANNELS = MAX_SIZE = 64
+    MAX_COLUMNS = MAX_SIZE = 64
     torch = Operators()
 
     def norm(
@@ -93,7 +93,7 @@ class WrongKernels(Kernels):
 
 
 class Uncompiled:
-    MAX_COLUMNS = MAX_CHANNELS = MAX_SIZE = 64
+    MAX_COLUMNS = MAX_SIZE = 64
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("Failed to find C compiler")
