@@ -49,6 +49,9 @@ class EngineConfig:
             have a cache of their own, with as many pages at most.
         capture_sizes: in tokens; the library's default ones up to `max_num_seqs` for decoding, and up to 512 for mixed
             steps.
+        tokens_per_launch: decode steps of one graph, which are taken together while every running request is greedy and
+            has as many tokens left, and none waits. Needs full graphs, attention that reads lengths on the device, and
+            layers without a window.
         overlap: plan and launch a step before the previous one has ended.
         fused: True to run layers on fused operators; by default in half precision, if Triton's kernels run.
         compiled: True to run plain layers through torch.compile, split at attention, instead: the baseline.
@@ -67,13 +70,14 @@ class EngineConfig:
     num_pages: int = 4096
     page_size: int = 16
     capture_sizes: tuple[int, ...] | None = None
+    tokens_per_launch: int = 1
     overlap: bool = True
     fused: bool | None = None
     compiled: bool = False
     progress: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_tokens", "max_model_len", "page_size"):
+        for name in ("max_num_seqs", "max_num_tokens", "max_model_len", "page_size", "tokens_per_launch"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         slots = self.num_state_slots
         require(slots is None or slots >= 1, "num_state_slots", slots, "at least 1, or None for max_num_seqs")

@@ -126,6 +126,8 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Launch the next step, and return the tokens of the previous one (of this one, without overlap)."""
+        # Whoever observes is shown the logits of every step.
+        self.scheduler.steps = self.config.tokens_per_launch if self.runner.observe is None else 1
         plan = self.scheduler.schedule()
         before, self._under_way = self._under_way, None
         try:
@@ -188,17 +190,18 @@ class Engine:
     def _collect(self, launched: Launched) -> list[Output]:
         """Read a step's tokens, and end the requests that are finished."""
         plan, outputs = launched.plan, []
-        for request, token, samples in zip(plan.requests, launched.wait(), plan.samples, strict=True):
+        for request, tokens, samples in zip(plan.requests, launched.wait(), plan.samples, strict=True):
             if not samples:
                 continue
-            request.pending -= 1
-            if request.finished is not None:
-                continue  # the request ended while this step was running
-            request.output.append(token)
-            reason = self._reason_to_end(request, token)
-            if reason is not None:
-                self.scheduler.finish(request, reason)
-            outputs.append(Output(request, token, reason))
+            request.pending -= len(tokens)
+            for token in tokens:
+                if request.finished is not None:
+                    break  # the request ended while this step was running, or in it
+                request.output.append(token)
+                reason = self._reason_to_end(request, token)
+                if reason is not None:
+                    self.scheduler.finish(request, reason)
+                outputs.append(Output(request, token, reason))
         return outputs
 
     @staticmethod

@@ -6,6 +6,7 @@ next ones greedily, all inside the graph. All other steps sample after the graph
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
 from simplegraph import BatchDescriptor, CudaGraphManager, CudaGraphMode, Dispatch, RankGroup
 from simplegraph.attention import AttentionBackend, BackendGroup, attending
+from simplegraph.batch.sizes import default_sizes
+from simplegraph.spec_decode.advance import upcoming
 
 
 class Sampled(NamedTuple):
@@ -30,17 +33,17 @@ class Sampled(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A launched step: its plan, and the host memory that receives its tokens."""
+    """A launched step, or several: the plan, and the host memory that receives the tokens."""
 
     plan: StepPlan
     tokens: Tensor
     done: Any
 
-    def wait(self) -> list[int]:
-        """Wait for the device, and return one token for each request of the plan."""
+    def wait(self) -> list[list[int]]:
+        """Wait for the device, and return the tokens of each request of the plan, one for each step."""
         if self.done is not None:
             self.done.synchronize()
-        return self.tokens.tolist()
+        return self.tokens.view(len(self.plan.requests), -1).tolist()
 
 
 class _Inputs:
@@ -81,6 +84,7 @@ class ModelRunner:
 
     Attributes:
         manager: of the graphs; backends: attention of each group of layers; states: those of recurrent layers, or None.
+        several: manager of the graphs of several decode steps; None if `tokens_per_launch` is 1.
         backend: all of them together; metadata: that of the first group of attention.
         observe: called with each step's plan and logits, (requests, vocab_size), which the next step may overwrite.
 
@@ -119,25 +123,29 @@ class ModelRunner:
             ranks=ranks,
         )
         self.manager.add_hooks(self.backend)
+        self.several = None if config.tokens_per_launch == 1 else self._manager_of_several(ranks)
         self.observe: Callable[[StepPlan, Tensor], None] | None = None
         self._inputs = _Inputs(config.max_num_tokens, config.max_num_seqs, self.device)
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
 
     @torch.inference_mode()
     def capture(self) -> Any:
-        """Compile if `compiled` is set, capture every graph, and return the manager's summary."""
+        """Compile if `compiled` is set, capture every graph, and return a summary of all."""
         if self.config.compiled:
             most = self.config.max_num_tokens
             self.forward(CudaGraphMode.PIECEWISE, BatchDescriptor(most, min(most, self.config.max_num_seqs)))
-        return self.manager.capture(self.forward)
+        summary = self.manager.capture(self.forward)
+        if self.several is None:
+            return summary
+        more = self.several.capture(self.forward_several)
+        totals = {name: getattr(summary, name) + getattr(more, name) for name in ("captured", "seconds", "bytes")}
+        return dataclasses.replace(summary, failed=summary.failed | more.failed, **totals)
 
     def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor | Sampled:
         """Run the model on the step's inputs; return hidden states, or in a full decode graph logits and tokens."""
         rows = descriptor.num_tokens
-        ids = self._inputs.ids[:rows]
-        ids = torch.where(ids < 0, self._last_tokens[(-1 - ids).clamp_(min=0)], ids)
         with attending(self.backend, mode, descriptor):
-            hidden = self.model(ids, self._inputs.positions[:rows])
+            hidden = self.model(self._ids(rows), self._inputs.positions[:rows])
         if mode is not CudaGraphMode.FULL or descriptor.uniform_query_len != 1:
             return hidden
         logits = self.llama.head(hidden)
@@ -145,9 +153,38 @@ class ModelRunner:
         self._last_tokens.index_copy_(0, self._inputs.slots[:rows], tokens)
         return Sampled(logits, tokens)
 
+    def forward_several(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor:
+        """Take `tokens_per_launch` greedy decode steps, each after the last; return their tokens, (R, steps) int64.
+
+        Lengths and slots advance on the device. A request must have pages for all steps.
+        """
+        rows, more = descriptor.num_tokens, self.config.tokens_per_launch - 1
+        metadata, slots = self.metadata, self._inputs.slots[:rows]
+        live, positions, ids = metadata.view(rows, rows), self._inputs.positions[:rows], self._ids(rows)
+        limits = torch.where(live.seq_lens > 0, live.seq_lens + more, 0)
+        found = []
+        with attending(self.backend, mode, descriptor):
+            later = upcoming(positions, limits, live.block_table, metadata.page_size, more, metadata.max_model_len)
+            for step in range(more + 1):
+                if step:
+                    positions = later.positions[step - 1]
+                    live.slot_mapping.copy_(later.slots[step - 1])
+                    live.seq_lens.copy_(later.seq_lens[step - 1])
+                ids = self.llama.head(self.model(ids, positions)).argmax(dim=-1)
+                found.append(ids)
+        self._last_tokens.index_copy_(0, slots, ids)
+        return torch.stack(found, dim=1)
+
+    def _ids(self, rows: int) -> Tensor:
+        """Return the step's tokens; those that the host does not know are where the previous step left them."""
+        ids = self._inputs.ids[:rows]
+        return torch.where(ids < 0, self._last_tokens[(-1 - ids).clamp_(min=0)], ids)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Put a step on the device's queue."""
+        """Put a step, or several that are one graph, on the device's queue."""
+        if plan.steps > 1:
+            return self._launch_several(plan)
         batch = self.manager.dispatch(len(plan.ids), len(plan.requests), plan.uniform_query_len)
         self.describe(plan, batch)
         found = self.manager.run(batch, self.forward)
@@ -163,13 +200,43 @@ class ModelRunner:
             self._last_tokens.index_copy_(0, self._inputs.slots[:count], tokens)
         return Launched(plan, *to_host(tokens))
 
+    def _launch_several(self, plan: StepPlan) -> Launched:
+        manager: Any = self.several
+        count = len(plan.requests)
+        batch = manager.dispatch(count, count, 1)
+        self.describe(plan, batch)
+        return Launched(plan, *to_host(manager.run(batch, self.forward_several)[:count]))
+
+    def _manager_of_several(self, ranks: RankGroup | None) -> CudaGraphManager:
+        config, steps = self.config, self.config.tokens_per_launch
+        expected = "1 without full graphs, with attention that plans on the host, sliding windows or recurrent layers"
+        backend, *others = self.backends
+        able = CudaGraphMode.parse(config.mode).has_full() and backend.reads_lengths_on_device
+        alone = not others and self.states is None and self.metadata.window is None
+        require(able and alone, "tokens_per_launch", steps, expected)
+        most = config.max_num_seqs
+        manager = CudaGraphManager(
+            mode=CudaGraphMode.FULL_DECODE_ONLY,
+            device=self.device,
+            pool=self.manager.pool,
+            support=backend.support,
+            capture_sizes=sorted({min(size, most) for size in config.capture_sizes or default_sizes(most)}),
+            max_num_seqs=most,
+            max_num_tokens=most,
+            progress=config.progress,
+            name=f"engine, {steps} tokens",
+            ranks=ranks,
+        )
+        manager.add_hooks(self.backend)
+        return manager
+
     def describe(self, plan: StepPlan, batch: Dispatch) -> None:
         """Write a step to the device, for the attention of every group, for recurrent layers and for the model."""
         full = batch.mode is CudaGraphMode.FULL
         reqs = batch.descriptor.num_reqs if full else len(plan.slots)
         padded = {"num_tokens": batch.descriptor.num_tokens, "num_reqs": reqs}
         for backend, table in zip(self.backends, plan.block_tables, strict=True):
-            backend.metadata.set(plan.query_lens, plan.seq_lens, table, **padded)
+            backend.metadata.set(plan.query_lens, plan.seq_lens, table, **padded, ahead=plan.steps - 1)
         if self.states is not None:  # slot 0 is for padding
             self.states.metadata.set(plan.query_lens, plan.seq_lens, plan.slots + 1, **padded)
         self._inputs.load(plan)

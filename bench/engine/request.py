@@ -110,8 +110,11 @@ class Request:
         return len(self.prompt) + len(self.output) + self.pending
 
     @property
+    def num_to_sample(self) -> int:
+        """Tokens that the output may still get, without pending ones."""
+        return self.params.max_tokens - len(self.output) - self.pending
+
+    @property
     def num_left(self) -> int:
         """Tokens not computed yet; 0 if the output has all its tokens."""
-        if len(self.output) + self.pending >= self.params.max_tokens:
-            return 0
-        return self.num_tokens - self.num_computed
+        return self.num_tokens - self.num_computed if self.num_to_sample > 0 else 0

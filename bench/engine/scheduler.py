@@ -32,6 +32,7 @@ class StepPlan:
         ids: (num_tokens,) int64, token ids; -1 - slot stands for the last token sampled for that slot.
         positions: (num_tokens,) int64.
         block_tables: (num_reqs, n) int32 for each group of layers.
+        steps: decode steps that follow each other on the device, of which this is the first.
     """
 
     requests: list[Request]
@@ -42,6 +43,7 @@ class StepPlan:
     ids: Int64s
     positions: Int64s
     block_tables: Sequence[npt.NDArray[np.int32]]
+    steps: int = 1
 
     @property
     def uniform_query_len(self) -> int | None:
@@ -58,6 +60,7 @@ class Scheduler:
 
     Attributes:
         pages: those of the first group.
+        steps: decode steps to take together where that is possible.
     """
 
     def __init__(self, groups: Sequence[PageAllocator], config: EngineConfig) -> None:
@@ -67,6 +70,7 @@ class Scheduler:
         self._page_size = config.page_size
         self._max_num_tokens = config.max_num_tokens
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.steps = config.tokens_per_launch
         self._ahead = 0  # tokens beyond those of the step that get pages
 
     @property
@@ -80,6 +84,9 @@ class Scheduler:
         Args:
             spent: tokens of the step that are something else's.
         """
+        several = self._ready_for_several()
+        if several:
+            return self._plan([(request, 1) for request in several], self.steps)
         taken: list[tuple[Request, int]] = []
         left = self._max_num_tokens - spent
         running = list(self.running)
@@ -100,6 +107,17 @@ class Scheduler:
             left -= count
         return self._plan(taken) if taken else None
 
+    def _ready_for_several(self) -> list[Request]:
+        """Return the running requests if all can take `steps` decode steps together, with the pages for them."""
+        if self.steps == 1 or self.waiting:
+            return []
+        active = [request for request in self.running if request.num_left]
+        ready = all(
+            request.params.greedy and request.num_left == 1 and request.num_to_sample >= self.steps
+            for request in active
+        )
+        return active if ready and all(self._grow(request, self.steps) for request in active) else []
+
     def _scheduled_elsewhere(self, request: Request) -> bool:
         """True if a subclass runs this request in steps of another kind."""
         return False
@@ -116,8 +134,8 @@ class Scheduler:
     def undo(self, plan: StepPlan) -> None:
         """Undo the plan of a step that was not run."""
         for request, count, samples in zip(plan.requests, plan.query_lens, plan.samples, strict=True):
-            request.num_computed -= count
-            request.pending -= samples
+            request.num_computed -= count + plan.steps - 1
+            request.pending -= samples * plan.steps
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Move running requests back to the front of the queue; all their tokens will be computed again."""
@@ -173,7 +191,7 @@ class Scheduler:
             self._slots.append(request.slot)
         request.slot, request.num_pages = None, 0
 
-    def _plan(self, taken: list[tuple[Request, int]]) -> StepPlan:
+    def _plan(self, taken: list[tuple[Request, int]], steps: int = 1) -> StepPlan:
         requests, counts = [request for request, _ in taken], [count for _, count in taken]
         slots = np.array([request.slot for request in requests], np.int64)
         starts = np.array([request.num_computed for request in requests], np.int64)
@@ -182,11 +200,11 @@ class Scheduler:
         positions = seq_lens - 1 if len(ids) == len(taken) else _positions(starts, counts)
         samples = [request.num_computed + count == request.num_tokens for request, count in taken]
         for request, count, sample in zip(requests, counts, samples, strict=True):
-            request.num_computed += count
-            request.pending += sample
+            request.num_computed += count + steps - 1
+            request.pending += sample * steps
         width = max(request.num_pages for request in requests)
         tables = [pages.table[slots, :width] for pages in self.groups]
-        return StepPlan(requests, counts, samples, slots, seq_lens, ids, positions, tables)
+        return StepPlan(requests, counts, samples, slots, seq_lens, ids, positions, tables, steps)
 
 
 def _token_ids(request: Request, count: int) -> list[int]:

@@ -37,6 +37,7 @@ class SpecConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.tokens_per_launch == 1, "tokens_per_launch", self.tokens_per_launch, "1 with drafts")
         expected = "at least 1; without drafts use Engine"
         require(bool(self.drafts), "num_draft_tokens", self.num_draft_tokens, expected)
         for count in self.drafts:

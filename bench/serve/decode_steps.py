@@ -37,6 +37,7 @@ class DecodePlan:
         prompt, output: tokens of each request of the generation.
         attention: the engine's backends.
         beside: further arms whose decode step is measured.
+        launches: tokens that a graph of the generation makes; each number is measured.
         rounds: of all arms in turn; steps: calls that a round is the median of.
     """
 
@@ -44,6 +45,7 @@ class DecodePlan:
     batches: tuple[int, ...]
     attention: tuple[str, ...]
     beside: tuple[str, ...] = ()
+    launches: tuple[int, ...] = (1,)
     context: int = 200
     prompt: int = 128
     output: int = 64
@@ -67,8 +69,10 @@ def measure(plan: DecodePlan, device: torch.device) -> Figures:
     setup = Setup(llama, workload)
     engines = {name: _engine(llama, plan, name) for name in plan.attention}
     figures: Figures = {"decode": [], "generation": []}
-    for name, engine in engines.items():
-        figures["generation"] += [_generation(engine, plan, name, count) for count in plan.batches]
+    for name in plan.attention:
+        for tokens in plan.launches:
+            engine = engines[name] if tokens == 1 else _engine(llama, plan, name, tokens)
+            figures["generation"] += [_generation(engine, plan, name, count) for count in plan.batches]
     arms = {name: _started(name, setup) for name in plan.beside}
     for count in plan.batches:
         say(f"decode steps of {count}")
@@ -79,7 +83,7 @@ def measure(plan: DecodePlan, device: torch.device) -> Figures:
     return figures
 
 
-def _engine(llama: Llama, plan: DecodePlan, attention: str) -> Engine:
+def _engine(llama: Llama, plan: DecodePlan, attention: str, tokens: int = 1) -> Engine:
     most = max(plan.batches)
     length = max(plan.context, plan.prompt + plan.output)
     config = EngineConfig(
@@ -89,9 +93,10 @@ def _engine(llama: Llama, plan: DecodePlan, attention: str) -> Engine:
         max_model_len=length,
         num_pages=1 + most * -(-length // PAGE_SIZE),
         page_size=PAGE_SIZE,
+        tokens_per_launch=tokens,
     )
     engine = Engine(llama, config)
-    say(f"engine with {attention}")
+    say(f"engine with {attention}, {tokens} tokens a launch")
     summary = engine.capture()
     if summary.failed:
         raise RuntimeError(f"{attention}: not captured: {summary.failed}")
@@ -116,7 +121,7 @@ def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) ->
     for start in range(count):
         prompt = text.token_ids(plan.prompt, vocab, start=37 * start).tolist()
         engine.add(prompt, SamplingParams(max_tokens=plan.output))
-    device = engine.runner.device
+    device, tokens = engine.runner.device, engine.config.tokens_per_launch
     synchronize(device)
     started = time.perf_counter()
     marks, first = [], None
@@ -124,13 +129,14 @@ def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) ->
         outputs = engine.step()
         now = time.perf_counter()
         first = first or (now if outputs else None)
-        if len(outputs) == count:
+        if len(outputs) == count * tokens:
             marks.append(now)
     ended = time.perf_counter()
-    steps = [(after - before) * 1e3 for before, after in itertools.pairwise(marks)]
+    steps = [(after - before) * 1e3 / tokens for before, after in itertools.pairwise(marks)]
     return {
         "attention": attention,
         "batch": count,
+        "tokens_per_launch": tokens,
         "ms_per_token": statistics.mean(steps),
         "median_ms": statistics.median(steps),
         "steps": len(steps),
@@ -230,7 +236,8 @@ def render(figures: Figures) -> str:
     lines.append("generation")
     for row in figures["generation"]:
         lines.append(
-            f"{row['attention']:>12} {row['batch']:>5}  {row['ms_per_token']:.3f} ms a token (median "
+            f"{row['attention']:>12} {row['batch']:>5} x {row.get('tokens_per_launch', 1)}  "
+            f"{row['ms_per_token']:.3f} ms a token (median "
             f"{row['median_ms']:.3f}), first token after {row['first_token_ms']:.1f} ms, "
             f"{row['tokens_per_second']:.0f} tokens a second"
         )

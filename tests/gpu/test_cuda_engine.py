@@ -47,6 +47,9 @@ def generate(llama: Llama, count: int, tokens: int, **changes: Any) -> list[list
     engine = Engine(llama, EngineConfig(**settings | changes))
     assert engine.capture().failed == {}
     found = engine.generate(prompts(count), SamplingParams(max_tokens=tokens))
+    if engine.runner.several is not None:
+        assert engine.runner.several.stats.replays > 0
+        engine.runner.several.reset()
     engine.runner.manager.reset()
     return found
 
@@ -59,6 +62,8 @@ def test_every_arm_generates_the_same_greedy_tokens() -> None:
         assert generate(llama, 64, 128, mode=mode, attention="sdpa") == expected, mode
     assert generate(llama, 64, 128, mode="PIECEWISE", compiled=True, attention="sdpa") == expected
     assert generate(llama, 64, 128, attention="triton") == expected
+    for attention in ("sdpa", "triton"):
+        assert generate(llama, 64, 128, attention=attention, tokens_per_launch=8) == expected, attention
 
 
 def test_requests_that_give_way_generate_the_same_tokens() -> None:
