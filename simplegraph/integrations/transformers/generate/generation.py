@@ -267,8 +267,8 @@ def _check_generator(model: Any, **sizes: int) -> None:
     check_unwrapped(model, "graph_generation")
     if not hasattr(GenerationMixin, "_sample"):
         raise ConfigError("this release of transformers has no GenerationMixin._sample; transformers 5 is supported.")
-    if sizes["tokens_per_launch"] > _MOST_TOKENS:
-        raise ConfigError(f"tokens_per_launch is {sizes['tokens_per_launch']}; expected at most {_MOST_TOKENS}.")
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"{name} is {size!r}; expected a whole number of at least 1.")
+    if sizes["tokens_per_launch"] > _MOST_TOKENS:
+        raise ConfigError(f"tokens_per_launch is {sizes['tokens_per_launch']}; expected at most {_MOST_TOKENS}.")

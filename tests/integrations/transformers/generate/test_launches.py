@@ -314,7 +314,7 @@ def test_launches_are_proven(pair: Any, device: torch.device) -> None:
     assert proofs <= {"exact", "exact, padded", "padded"}
 
 
-@pytest.mark.parametrize("number", [0, -1, 2.5, True])
+@pytest.mark.parametrize("number", [0, -1, 2.5, True, None, 65])
 def test_a_number_of_tokens_is_a_whole_one(number: Any, llama: Any) -> None:
     with pytest.raises(sg.ConfigError, match="tokens_per_launch is"):
         graph_generation(llama, tokens_per_launch=number)
