@@ -65,9 +65,7 @@ class CudaGraphWrapper(Graphed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return invoke(self, args, kwargs)  # the compiler sees the module itself, not this machinery
-        runner = self.__dict__.get("_simplegraph")  # without the property, which costs more than it does
-        if runner is None:
-            runner = self._graph_runner
+        runner = self._graph_runner
         if runner.lengths is not None:
             return runner.lengths.call(runner, self, args, kwargs)
         return runner.call(self, args, kwargs)
