@@ -159,8 +159,9 @@ class GraphCapture:
             finally:  # whatever came of the others
                 with self.parts.timed("instantiate"):
                     unready = _wait_for_graphs(table, jobs)
-            with self.parts.timed("inventory"):
-                unready |= inspect(table, jobs, list(_tensors_of(self.observers)))
+            if table.config.debug:
+                with self.parts.timed("inventory"):
+                    unready |= inspect(table, jobs, list(_tensors_of(self.observers)))
             dropped = _on_all_ranks(table, "instantiating", jobs, unready)
             table.forget([job for job in jobs if job.label in dropped])
             self._failed |= dropped

@@ -75,7 +75,7 @@ class GraphReport:
         lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
         lines += [_shares(graph) for graph in graphs if graph.breaks]
         if self.pointers:
-            lines += [line for graph in graphs for line in _touched(graph, self.names)]
+            lines += [line for graph in graphs for line in _touched(graph, self.names)] or [_NO_INVENTORY]
         eager = stats.eager.most_common()
         lines += [f"  eager {count:>6} x {reason.value}: {stats.explained(reason)}" for reason, count in eager]
         slower = stats.slower.most_common()
@@ -95,6 +95,9 @@ class GraphReport:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+_NO_INVENTORY = "  what graphs touch is not known: capture with debug=True on a GPU, whose driver is asked then"
 
 
 def _row(graph: GraphCounters) -> tuple[str, ...]:

@@ -138,7 +138,8 @@ class CudaGraphWrapper(Graphed):
         """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``.
 
         Args:
-            pointers: show what the kernels of the largest and the smallest graph touch, as the CUDA driver tells.
+            pointers: show what the kernels of the largest and the smallest graph touch, as the CUDA driver told a
+                capture with ``debug=True``.
         """
         modules: Any = self
         kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]

@@ -18,6 +18,12 @@ tl = pytest.importorskip("triton.language")
 
 pytestmark = pytest.mark.usefixtures("device_works")
 
+
+@pytest.fixture(autouse=True)
+def _asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMPLEGRAPH_DEBUG", "1")
+
+
 LARGE = 3 << 20  # elements: the allocator gives such a tensor a segment of its own
 
 

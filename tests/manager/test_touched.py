@@ -44,7 +44,7 @@ def tell(monkeypatch: pytest.MonkeyPatch, found: Callable[[int], list[Touch]]) -
 
 
 def captured(sizes: list[int]) -> Any:
-    model: Any = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=sizes, progress=False, verify=0)
+    model: Any = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=sizes, progress=False, debug=True, verify=0)
     model.capture_graphs(torch.ones(1, 4))
     return model
 
@@ -67,7 +67,7 @@ def test_a_size_that_touches_freed_memory_runs_eagerly_and_names_the_kernel(monk
 def test_memory_that_was_freed_after_the_capture_is_found_before_the_first_replay(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    model: Any = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=[2, 4], progress=False)
+    model: Any = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=[2, 4], progress=False, debug=True)
     model.capture_graphs(torch.ones(1, 4))
     tell(monkeypatch, lambda count: [touch(MemoryKind.FREED)])
     replays: list[object] = []
@@ -131,7 +131,7 @@ def test_a_tensor_that_only_a_kernel_knows_is_kept_alive_and_known_next_time(
 
 
 def test_the_report_shows_what_kernels_touch_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=[2], progress=False, verify=0)
+    model: Any = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=[2], progress=False, debug=True, verify=0)
     weight = next(model.parameters()).data_ptr()
     told = [
         touch(MemoryKind.KNOWN, weight + 16),
@@ -146,3 +146,14 @@ def test_the_report_shows_what_kernels_touch_where_it_is_asked_to(monkeypatch: p
     assert f"scale: weight, pool, live memory that nobody accounts for at {STRUCT:#x}?" in text
     (graph,) = json.loads(model.graph_report().to_json())["graphs"]
     assert [each["place"] for each in graph["inventory"]["touches"]] == ["known", "pool", "foreign"]
+
+
+def test_no_graph_is_asked_about_without_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tell(monkeypatch, lambda count: [touch(MemoryKind.FREED)])
+    model: Any = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=[2, 4], progress=False)
+    model.capture_graphs(torch.ones(1, 4))
+    for _ in range(3):
+        model(torch.randn(4, 4))
+    assert asked == []
+    assert model.graph_stats.replays >= 1
+    assert "capture with debug=True on a GPU" in str(model.graph_report(pointers=True))
