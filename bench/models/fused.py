@@ -7,7 +7,7 @@ operators by itself; an engine without one calls these. The compiled arms use th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from torch import Tensor
 from bench.models.llama import Attention, DecoderLayer, Llama, LlamaDecoder, LlamaStep, Tap
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.operators import KernelTrial, Operators
+
+# Computes one layer's attention or recurrence, with its projections: (T, hidden_size) to the same. It carries the
+# step's tensors, which the layers must not keep: those of a capture exist only inside the graph.
+Mixer = Callable[[DecoderLayer, Tensor], Tensor]
 
 
 class FusedLayers:
@@ -35,37 +39,32 @@ class FusedLayers:
 
     def __call__(self, hidden: Tensor, step: LlamaStep, tap: Tap | None = None) -> Tensor:
         """Compute final hidden states from embeddings, (T, hidden_size) both."""
-        self._step, self._sin = step, _plain_sin(step)
-        return self.run_layers(hidden, tap)
+        sin = _plain_sin(step)
+        return self.run_layers(hidden, lambda layer, hidden: self._attend(layer.self_attn, hidden, step, sin), tap)
 
-    def run_layers(self, hidden: Tensor, tap: Tap | None = None) -> Tensor:
-        """Do as a call, for the step that `attend` has."""
+    def run_layers(self, hidden: Tensor, mix: Mixer, tap: Tap | None = None) -> Tensor:
+        """Do as a call, with the attention or recurrence that `mix` computes."""
         decoder, add_rms_norm, gated = self._decoder, self.operators.add_rms_norm, self.operators.gated
         eps, residual = decoder.norm.eps, hidden
         hidden = decoder.layers[0].input_layernorm(hidden)
         for index, (layer, norm) in enumerate(zip(decoder.layers, self._norms_after, strict=True)):
             if tap is not None:
                 tap(index, residual)
-            hidden = self.mix(layer, hidden)
+            hidden = mix(layer, hidden)
             hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_layernorm.weight, eps)
             gate, up = layer.mlp.gate_up_proj(hidden).chunk(2, dim=-1)
             hidden = layer.mlp.down_proj(gated(gate, up, "silu"))
             hidden, residual = add_rms_norm(hidden, residual, norm.weight, eps)
         return hidden
 
-    def mix(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        """Compute one layer's attention or recurrence, with its projections: (T, hidden_size) to the same."""
-        return self.attend(layer.self_attn, hidden)
-
-    def attend(self, layer: Attention, hidden: Tensor) -> Tensor:
-        """Compute one layer's attention with its projections: (T, hidden_size) to the same."""
-        layer.check_window(self._step)
+    def _attend(self, layer: Attention, hidden: Tensor, step: LlamaStep, sin: Tensor) -> Tensor:
+        layer.check_window(step)
         tokens, rotated = hidden.shape[0], layer.num_heads + layer.num_kv_heads
         heads = layer.qkv_proj(hidden).view(tokens, -1, layer.head_dim)
         q, k = layer.norm(heads[:, :rotated]).split((layer.num_heads, layer.num_kv_heads), dim=1)
-        q, k = self.operators.rotate(q.unsqueeze(2), k.unsqueeze(2), self._step.cos, self._sin)
+        q, k = self.operators.rotate(q.unsqueeze(2), k.unsqueeze(2), step.cos, sin)
         out = hidden.new_empty(tokens, layer.num_heads, layer.head_dim)
-        self._step.attend(layer, q.squeeze(2), k.squeeze(2), heads[:, rotated:], out)
+        step.attend(layer, q.squeeze(2), k.squeeze(2), heads[:, rotated:], out)
         return layer.o_proj(out.view(tokens, -1))
 
 

@@ -51,24 +51,25 @@ class ServingLayers(FusedLayers):
 
     def run(self, hidden: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
         """Compute final hidden states from embeddings, (T, hidden_size) both."""
-        self._positions = positions
-        if self._plain:
-            self._step = ServingStep(*self._decoder.rotary_emb(positions, hidden.dtype))
-        return self.run_layers(hidden, tap)
+        step = ServingStep(*self._decoder.rotary_emb(positions, hidden.dtype)) if self._plain else None
 
-    def mix(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        if layer.mamba is not None:
-            return layer.mamba(hidden, self._step)
-        return super().mix(layer, hidden) if self._whole_heads else layer.self_attn(hidden, self._step)
+        def mix(layer: DecoderLayer, hidden: Tensor) -> Tensor:
+            if layer.mamba is not None:
+                return layer.mamba(hidden, step)
+            if self._whole_heads:
+                return self._attend_pages(layer.self_attn, hidden, positions)
+            return layer.self_attn(hidden, step)
 
-    def attend(self, layer: Attention, hidden: Tensor) -> Tensor:
+        return self.run_layers(hidden, mix, tap)
+
+    def _attend_pages(self, layer: Attention, hidden: Tensor, positions: Tensor) -> Tensor:
         tokens = hidden.shape[0]
         qkv = layer.qkv_proj(hidden).view(tokens, -1, layer.head_dim)
         backend = self._backend.of_layer(layer.index)
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
         pages, slots = backend.cache.pages(layer.index), backend.live.slot_mapping
         self.operators.rotate_and_write(
-            qkv, self._positions, self._table, pages, slots, layer.num_heads, norms, self._norm_eps
+            qkv, positions, self._table, pages, slots, layer.num_heads, norms, self._norm_eps
         )
         out = self._out[:tokens]
         attend(qkv[:, : layer.num_heads], None, None, layer.index, out=out)

@@ -96,6 +96,17 @@ def test_greedy_tokens_are_those_of_transformers(both: tuple[Any, Llama], expect
     assert reasons <= ({"MODE_NONE"} if mode == "NONE" else {"MIXED_BATCH"} if mode == "FULL_DECODE_ONLY" else set())
 
 
+@pytest.mark.parametrize("rotated", [0.5, 1.0])
+def test_fused_layers_are_replayed_and_give_the_tokens_of_plain_ones(rotated: float) -> None:
+    """Whether the fused kernel or the model rotates heads, the layers keep no tensor of a capture."""
+    config = transformers.BambaConfig(**SHAPE | {"partial_rotary_factor": rotated})
+    model = build_llama(config, CacheShape(1, PAGE), 1, dtype=torch.float32, windows=True, seed=4)
+    plain, fused = engine(model, mode="NONE"), engine(model, fused=True)
+    assert generate(fused) == generate(plain)
+    assert not fused.runner.manager.failures
+    assert not fused.runner.manager.stats.eager
+
+
 def test_requests_that_give_way_begin_again(both: tuple[Any, Llama], expected: list[list[int]]) -> None:
     served = engine(both[1], num_pages=14)
     preempt, count = served.scheduler._preempt, []
