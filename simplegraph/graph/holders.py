@@ -203,8 +203,8 @@ def _attribute(path: Sequence[Any], place: int) -> tuple[Any, str] | None:
     kind = type(holder)
     if isinstance(holder, type):
         return holder, _key(held, path[place - 2])
-    if kind.__module__ == "builtins" or issubclass(kind, (*_CONTAINERS, *_TOPS)):
-        return None
+    if kind.__module__ == "builtins" or issubclass(kind, (tuple, *_CONTAINERS, *_TOPS)):
+        return None  # of what a tuple holds, the owner of the tuple can let go
     attributes = getattr(holder, "__dict__", None)
     if held is attributes and place > 1:
         return holder, _key(held, path[place - 2])

@@ -7,11 +7,11 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simplegraph.errors import CaptureError
 from simplegraph.graph.program import Program
@@ -41,8 +41,19 @@ class Plain:
         self.seen = seen
 
 
+class Angles(NamedTuple):
+    cos: Tensor
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = Plain()
+
+
 SLOTS = Slots()
 PLAIN = Plain()
+ROTARY = Rotary()
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,6 +94,10 @@ def in_a_slot(y: Tensor) -> None:
 
 def in_an_object(y: Tensor) -> None:
     PLAIN.seen = [y]
+
+
+def in_a_named_tuple(y: Tensor) -> None:
+    ROTARY.plain.seen = Angles(y)
 
 
 def in_a_class(y: Tensor) -> None:
@@ -160,6 +175,7 @@ KEEPERS: list[tuple[Callable[[Tensor], None], str, bool]] = [
     (in_a_nested_dict, "the global NAMES of tests.graph.test_escapes", True),
     (in_a_slot, "the global SLOTS of tests.graph.test_escapes", True),
     (in_an_object, "the global PLAIN of tests.graph.test_escapes", True),
+    (in_a_named_tuple, "the attribute seen of a Plain", True),
     (in_a_class, "the attribute shared of class Plain", True),
     (in_a_cache, "the cache of table", True),
     (in_an_endless_cache, "the cache of endless", True),
