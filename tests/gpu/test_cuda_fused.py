@@ -55,7 +55,12 @@ def test_models_on_the_kernels_are_as_exact_as_they_were(name: str) -> None:
     for norm in model.modules():
         if isinstance(norm, nn.Module) and type(norm).__name__.endswith("Norm"):
             nn.init.uniform_(norm.weight, 0.5, 1.5)
+    for router in model.modules():
+        if hasattr(router, "top_k") and hasattr(router, "num_experts"):
+            router.top_k = router.num_experts  # else rounding may route a row to others
     wide = copy.deepcopy(model).double()
+    if name in tiny.MIXTURES:  # grouped products know no float64
+        wide.set_experts_implementation("eager")
     model = model.to(torch.bfloat16)
     layers = find_layers(model)
     operators = operators_of(layers, CUDA, torch.bfloat16)
@@ -66,5 +71,4 @@ def test_models_on_the_kernels_are_as_exact_as_they_were(name: str) -> None:
         with override_forwards(fused_forwards(layers, operators)):
             found = call(model, name, CUDA, torch.bfloat16)
     was, now = (float((each.double() - exact).norm() / exact.norm()) for each in (plain, found))
-    # Rounding may route a row of a mixture to other experts.
     assert now <= 1.5 * was + 0.01
