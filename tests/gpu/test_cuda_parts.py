@@ -20,7 +20,7 @@ class Chooser(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = [head(self.backbone(x)) for head in self.heads]
-        return scores[0][scores[1].sum(1) > 0], x[scores[0].argmax(1).tolist()]
+        return scores[0][scores[1].sum(1) > 0], x[(scores[0].argmax(1) % len(x)).tolist()]
 
 
 @pytest.mark.proofs
