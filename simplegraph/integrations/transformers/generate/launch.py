@@ -25,6 +25,9 @@ _BY_LENGTH: Mapping[str, Callable[[Any], tuple[int, float]]] = {
     "ForcedBOSTokenLogitsProcessor": lambda one: (1, 2),
     "ForcedEOSTokenLogitsProcessor": lambda one: (one.max_length - 1, float("inf")),
 }
+# Their settings that say at which lengths. What they do there depends on the others alone, so that prompts of all
+# lengths share graphs.
+_LENGTHS = frozenset(("min_length", "min_new_tokens", "prompt_length_to_skip", "max_length"))
 _REPETITION = "RepetitionPenaltyLogitsProcessor"  # needs to know which tokens a row has, not in which order
 _MOST_ELEMENTS = 128  # of a processor's tensor, which is part of the key of graphs
 
@@ -185,10 +188,12 @@ def processors_between(processors: Sequence[Any], first: int, last: int) -> Logi
 
 
 def _described(processor: Any) -> str:
-    """Describe a processor with its settings."""
-    names = ("penalty",) if type(processor).__name__ == _REPETITION else sorted(vars(processor))
+    """Describe what a processor does in a launch, where it changes scores at all: its name and its settings."""
+    kind = type(processor).__name__
+    left_out = _LENGTHS if kind in _BY_LENGTH else frozenset()
+    names = ["penalty"] if kind == _REPETITION else sorted(vars(processor).keys() - left_out)
     settings = {name: _plain(getattr(processor, name)) for name in names if not name.startswith("_")}
-    return f"{type(processor).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+    return f"{kind}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 
 def _plain(value: Any) -> Any:

@@ -270,6 +270,38 @@ def test_processors_that_a_length_switches_are_switched_there(
     assert not graphs.stats.slower
 
 
+@pytest.mark.parametrize(
+    ("settings", "graphs_made"),
+    [
+        ({"min_new_tokens": TOKENS}, 1),  # no end token in any launch
+        ({"min_new_tokens": 8}, 2),  # none in the first launch
+        ({"forced_eos_token_id": 4}, 1),  # at the last length, which is no launch's
+        ({"min_new_tokens": TOKENS, "forced_eos_token_id": [4, 5]}, 1),
+    ],
+)
+def test_prompts_of_all_lengths_share_the_graphs_of_a_launch(
+    settings: dict[str, Any], graphs_made: int, pair: Any, device: torch.device
+) -> None:
+    plain, model, graphs = pair
+    settings = FREE | {"eos_token_id": tiny.VOCABULARY - 1} | settings
+    for length in range(2, 13):  # more lengths than there may be ways to choose tokens
+        both(plain, model, tiny.prompts([length], device), settings, 1)
+    assert not graphs.stats.slower
+    made = [graph for graph in graphs.stats.graphs.values() if "launch" in graph.inputs]
+    assert len(made) == graphs_made
+    assert launches(graphs) >= 27, "three of each generation, but for some of the first calls"
+
+
+def test_other_end_tokens_and_numbers_are_other_ways_to_choose(pair: Any, device: torch.device) -> None:
+    plain, model, graphs = pair
+    batch = tiny.prompts([7], device)
+    favourites = plain.generate(**batch, **FREE)[0, 7:].unique().tolist()
+    for token in favourites[:3]:
+        both(plain, model, batch, FREE | {"eos_token_id": token, "min_new_tokens": TOKENS})
+    assert launches(graphs) >= 9
+    assert not graphs.stats.slower
+
+
 def test_no_step_is_taken_past_the_positions_that_a_model_has(device: torch.device) -> None:
     config = transformers.GPT2Config(**(tiny.GPT2 | {"n_positions": 24}))
     plain, model = (tiny.build(lambda: transformers.GPT2LMHeadModel(config), device) for _ in range(2))
