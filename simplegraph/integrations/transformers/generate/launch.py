@@ -23,7 +23,7 @@ _BY_LENGTH: Mapping[str, Callable[[Any], tuple[int, float]]] = {
     "MinLengthLogitsProcessor": lambda one: (0, one.min_length),
     "MinNewTokensLengthLogitsProcessor": lambda one: (0, one.prompt_length_to_skip + one.min_new_tokens),
     "ForcedBOSTokenLogitsProcessor": lambda one: (1, 2),
-    "ForcedEOSTokenLogitsProcessor": lambda one: (one.max_length - 1, float("inf")),
+    "ForcedEOSTokenLogitsProcessor": lambda one: (one.max_length - 1, one.max_length),
 }
 # Their settings that say at which lengths. What they do there depends on the others alone, so that prompts of all
 # lengths share graphs.

@@ -302,6 +302,14 @@ def test_other_end_tokens_and_numbers_are_other_ways_to_choose(pair: Any, device
     assert not graphs.stats.slower
 
 
+def test_an_end_token_that_is_forced_at_one_length_is_forced_at_no_other(device: torch.device) -> None:
+    plain, model = (tiny.build(MODELS["t5"], device) for _ in range(2))
+    forced = transformers.ForcedEOSTokenLogitsProcessor(2, 4, device=device)  # the first token after the start
+    with graphed(model, tokens_per_launch=STEPS) as graphs:
+        both(plain, model, tiny.prompts([7, 4], device), FREE | {"logits_processor": [forced]})
+        assert launches(graphs)
+
+
 def test_no_step_is_taken_past_the_positions_that_a_model_has(device: torch.device) -> None:
     config = transformers.GPT2Config(**(tiny.GPT2 | {"n_positions": 24}))
     plain, model = (tiny.build(lambda: transformers.GPT2LMHeadModel(config), device) for _ in range(2))
