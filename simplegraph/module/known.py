@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -97,6 +98,11 @@ class KnownCalls:
         """True if the layout would be of one signature too many."""
         return layout.binding.signature not in self.bindings and len(self.bindings) >= self._config.max_signatures
 
+    def has_larger(self, binding: Binding) -> bool:
+        """True if calls with more elements in their arguments are known."""
+        own = _elements(binding)
+        return any(_elements(other) > own for other in self.bindings.values())
+
     def use(self, layout: CallLayout) -> None:
         """Keep a layout, and note that it is the latest."""
         signature = layout.binding.signature
@@ -153,3 +159,8 @@ def _state_key(module: Any, declared: StateKey | None) -> StateKey | None:
         return key
     module.resolve()
     return _reached_state if key is None else lambda called: (_reached_state(called), key(called))
+
+
+def _elements(binding: Binding) -> int:
+    """Count the elements of a signature's tensors, those of one row where rows may be any number."""
+    return sum(abs(math.prod(arg.shape)) for arg in binding.signature.args if isinstance(arg, TensorArg))

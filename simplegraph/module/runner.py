@@ -200,7 +200,7 @@ class GraphRunner:
                 return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
             if call.padding and not call.confirmed(builder.reader):
                 return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
-            if builder.needs_warmup(call):
+            if builder.needs_warmup(call) or _lets_larger_go_first(self._known, table, call):
                 return builder.run_as_called(call, Reason.WARMUP)
             _capture(builder, call)
             self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
@@ -293,6 +293,18 @@ class GraphRunner:
         self._known.drop_plans()
         if self.builder is not None:
             self.builder.drop()
+
+
+def _lets_larger_go_first(known: KnownCalls, table: Any, call: Call) -> bool:
+    """True once for a shape of a training step, before anything is captured, if a larger one was called already.
+
+    All shapes share a pool: what the largest takes serves the others, while blocks of smaller ones are of no use to it.
+    """
+    binding = call.binding
+    if binding.postponed or table.graphs or not computes_gradients(call.module):
+        return False
+    binding.postponed = known.has_larger(binding)
+    return binding.postponed
 
 
 def _capture(builder: GraphBuilder, call: Call) -> None:
