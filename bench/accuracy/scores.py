@@ -31,7 +31,7 @@ class Runner(Protocol):
 
 
 class Bounds(NamedTuple):
-    """How much two runs may differ: share of the answers, and relative difference of the perplexities."""
+    """Limits of the difference of two runs: share of the answers, and relative difference of the perplexities."""
 
     answers: float
     perplexity: float

@@ -103,7 +103,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is asked about one text.
+    """The questions about one text.
 
     Attributes:
         name: of the text.

@@ -18,7 +18,7 @@ WAYS = (*engine_runs.WAYS, *generate_runs.WAYS)
 
 @dataclasses.dataclass(frozen=True)
 class ScorePlan:
-    """What is asked, and the sizes of the engines.
+    """The number and size of the questions, and the sizes of the engines.
 
     Args:
         context: tokens before an answer, at most.

@@ -33,7 +33,7 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """How requests come.
+    """The way in which requests come.
 
     Args:
         rate: requests a second, on average (a Poisson process); infinity for all at once.

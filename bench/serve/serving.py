@@ -33,7 +33,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ServePlan:
-    """What is served.
+    """The loads to serve, and the engine that serves them.
 
     Args:
         loads: one after the other in every arm, of the same requests.

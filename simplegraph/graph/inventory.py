@@ -1,4 +1,4 @@
-"""What a captured graph touches, as the driver tells it: addresses, and whose memory they are in."""
+"""The memory that a captured graph touches, as the driver tells it: addresses, and whose they are."""
 
 from __future__ import annotations
 

@@ -62,13 +62,12 @@ class StepEffects:
         proven: a graph was proven since the last replay.
     """
 
-    proven = False
-
     def __init__(self, optimizers: StepOptimizers, scaler: Any, modules: Sequence[nn.Module]) -> None:
         self.optimizers, self.scaler, self.modules = optimizers, scaler, modules
         self.gradients = Gradients()
         self.left: list[Any] | None = None
         self.found: list[Tensor] = []
+        self.proven = False
         self._passed: dict[int, list[int]] = {}
         self._trained = False
         self._used: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()

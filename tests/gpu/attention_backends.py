@@ -27,5 +27,10 @@ OTHERS = [
     pytest.param(FlashAttention2Backend, marks=needs_fa2, id="FA2"),
     pytest.param(FlashInferBackend, marks=needs_flashinfer, id="FlashInfer"),
 ]
+ATTENTION = [  # of the engine, by name
+    pytest.param("fa3", marks=needs_fa3),
+    pytest.param("flashinfer", marks=needs_flashinfer),
+    "triton",
+]
 SHAPE: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
 ERROR = 4e-3  # bfloat16 rounding, relative to the largest output

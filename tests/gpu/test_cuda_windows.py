@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ import torch
 from simplegraph import CudaGraphMode
 from simplegraph.attention import SDPABackend, TritonDecodeBackend
 from tests.attention.test_windows import Windowed
-from tests.gpu.attention_backends import ERROR, FA3, OTHERS, SHAPE, needs_fa3, needs_flashinfer
+from tests.gpu.attention_backends import ATTENTION, ERROR, FA3, OTHERS, SHAPE
+from tests.gpu.engine_modes import TINY, assert_nearly_same_in_half_precision, assert_same_in_every_mode, generate
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
 on_sdpa: Any = functools.partial(TritonDecodeBackend, mixed=SDPABackend)
@@ -79,22 +80,9 @@ def test_sinks(make: Any, window: int | None) -> None:
     assert check(with_sinks, ["decode"], 18, window=window, **GPT_OSS, **settings) == {FULL}
 
 
-VOCAB = 997
-
-
-def generate(llama: Any, **changes: Any) -> list[list[int]]:
-    from bench.engine import Engine, EngineConfig, SamplingParams
-
-    draw = random.Random(0)
-    prompts = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 200))] for _ in range(64)]
-    settings: dict[str, Any] = {"max_num_seqs": 64, "max_num_tokens": 512, "max_model_len": 400, "num_pages": 1700}
-    engine = Engine(llama, EngineConfig(**settings | changes))
-    assert engine.capture().failed == {}
+def one_group_has_a_window(engine: Any) -> Callable[[], object]:
     assert [backend.window for backend in engine.runner.backends] == [None, 50]
-    found = engine.generate(prompts, SamplingParams(max_tokens=128))
-    assert all(pages.num_free == pages.num_pages for pages in engine.scheduler.groups)
-    engine.runner.manager.reset()
-    return found
+    return bool
 
 
 def hybrid(dtype: torch.dtype) -> Any:
@@ -102,33 +90,17 @@ def hybrid(dtype: torch.dtype) -> Any:
     transformers = pytest.importorskip("transformers")
     from bench.models.llama import CacheShape, build_llama
 
-    shape = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    shape = {**TINY, "max_position_embeddings": 1024}
     shape |= {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2, "initializer_range": 0.1}
     config = transformers.Qwen2Config(**shape)
     return build_llama(config, CacheShape(1, 16), 512, device="cuda", dtype=dtype, seed=3, windows=True)
 
 
 def test_a_model_of_two_groups_generates_the_same_tokens_in_every_mode() -> None:
-    llama = hybrid(torch.float32)
-    expected = generate(llama, mode="NONE", overlap=False, attention="sdpa")
-    assert all(len(tokens) == 128 for tokens in expected)
-    sizes = {"capture_sizes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)}
-    for mode in ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"):
-        assert generate(llama, mode=mode, attention="sdpa", **sizes) == expected, mode
-    assert generate(llama, attention="triton") == expected
-    assert generate(llama, attention="sdpa", num_pages=300) == expected  # requests give way
-    assert generate(llama, mode="PIECEWISE", compiled=True, attention="sdpa") == expected
+    assert_same_in_every_mode(functools.partial(generate, hybrid(torch.float32), one_group_has_a_window))
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [pytest.param("fa3", marks=needs_fa3), pytest.param("flashinfer", marks=needs_flashinfer), "triton"],
-)
+@pytest.mark.parametrize("attention", ATTENTION)
 def test_a_model_of_two_groups_in_half_precision(attention: str) -> None:
-    """Fused layers too, where FlashInfer is installed: graphs give eager's tokens on the same attention."""
-    llama = hybrid(torch.bfloat16)
-    expected = generate(llama, mode="NONE", attention=attention)
-    found = generate(llama, attention=attention)
-    same = sum(one == other for one, other in zip(found, expected, strict=True))
-    assert same >= 48, f"{same} of 64 requests; rounding may decide some near ties"
+    answer = functools.partial(generate, hybrid(torch.bfloat16), one_group_has_a_window)
+    assert_nearly_same_in_half_precision(answer, attention)

@@ -1,4 +1,4 @@
-"""What is known of a recognized layer: its name in reports, the trials of its kernels, and how to make its forward."""
+"""A recognized layer: its name in reports, the trials of its kernels, and the function that makes its forward."""
 
 from __future__ import annotations
 
