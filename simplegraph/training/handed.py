@@ -32,9 +32,9 @@ def _references(leaf: Tensor) -> int:
 
 
 def alone_in_memory(tensor: Tensor) -> bool:
-    """True if no other tensor has its storage."""
+    """True if no other tensor has its storage; False where torch does not count."""
     alone, _ = _counts_of_one()
-    return bool(_use_count(tensor.untyped_storage()._cdata) == alone)
+    return bool(0 < alone == _use_count(tensor.untyped_storage()._cdata))
 
 
 class GraphGradients:

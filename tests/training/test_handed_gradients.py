@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from simplegraph.training import handed
 from tests.training.models import WIDTH, assert_same, batches, mlp, twins
 
 SIZES = (3, 4)
@@ -115,6 +116,21 @@ def test_gradients_that_one_tensor_is_do_not_share_memory(device: torch.device) 
         assert_same(model, plain)
         both(plain, model, lambda each: each.zero_grad())
     assert model.graph_stats.replays >= 6
+
+
+def test_gradients_are_copies_where_torch_does_not_count_uses(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handed, "_use_count", lambda _: -1)
+    handed._counts_of_one.cache_clear()
+    monkeypatch.setattr(handed, "_counts_of_one", handed._counts_of_one.__wrapped__)
+    plain, model = ready(device)
+    kept = []
+    for x, _ in batches(4, device):
+        both(plain, model, lambda each, x=x: step(each, x))
+        kept.append(both(plain, model, gradients))
+        both(plain, model, lambda each: each.zero_grad())
+        assert all(torch.equal(one, other) for pair in kept for one, other in zip(*pair, strict=True))
 
 
 def test_another_thread_does_not_move_what_the_first_one_adds_to(device: torch.device) -> None:
