@@ -14,12 +14,14 @@ from torch import Tensor
 from simplegraph.graph.cuda.device import CudaDevice, cuda_device
 from simplegraph.graph.device import GraphPool
 
+_KEPT = 2**30  # bytes, of each of several workers on one GPU
+
 
 @pytest.fixture(autouse=True)
 def _memory_released() -> Iterator[None]:
-    """Give all free memory back after a test, where that is asked for: a sanitizer then sees what reads it."""
+    """Give memory back after tests that took much, for other workers; after all where a sanitizer sees reads of it."""
     yield
-    if os.environ.get("SIMPLEGRAPH_TESTS_RELEASE_MEMORY"):
+    if os.environ.get("SIMPLEGRAPH_TESTS_RELEASE_MEMORY") or torch.cuda.memory_reserved() > _KEPT:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
