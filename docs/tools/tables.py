@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.training.requirements import beyond_eager
+from docs.tools.grids import grid
+from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, extra, load, startup
 from simplegraph.batch.dispatch import resolve_mode
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
@@ -37,12 +39,6 @@ def write(page: Path) -> None:
     page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lay out a Markdown table; the first column is text, the others figures."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def _steps(result: Any, batches: Sequence[str] = _BATCHES) -> list[str]:
     return [f"{result['step_ms'][batch]:.2f}" for batch in batches]
 
@@ -65,7 +61,7 @@ def _readme() -> str:
     }
     head = ["", "all 51 batch sizes ready after", "a step at batch 1", "a step at batch 64"]
     runs = startup()
-    return _grid(
+    return grid(
         head,
         (
             [text, f"{runs[name]['seconds']['ready']:.2f} s", *(f"{ms} ms" for ms in _steps(runs[name], ("1", "64")))]
@@ -85,7 +81,7 @@ def _startup() -> str:
             [name, *times, _seconds(run, "primed", "seconds", "ready"), "" if no_graphs else kept, *_steps(run)]
         )
     head = ["arm", "first output, s", "every size ready, s", "the same again in the process, s", "memory kept, MiB"]
-    return _grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
+    return grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
 
 
 def _mixed() -> str:
@@ -95,7 +91,7 @@ def _mixed() -> str:
         what = mix["mix"].replace("the same, padded", "chunks among decodes, padded")
         sizes = [str(mix["tokens"]), str(mix["size"]), str(mix["requests"])]
         rows.append([what, *sizes, f"{eager:.1f}", f"{ours:.1f}", f"{ours / eager:.2f}"])
-    return _grid(["batch", "tokens", "captured size", "requests", "eager, ms", "graphs, ms", "graphs over eager"], rows)
+    return grid(["batch", "tokens", "captured size", "requests", "eager, ms", "graphs, ms", "graphs over eager"], rows)
 
 
 def _attention() -> str:
@@ -106,7 +102,7 @@ def _attention() -> str:
         line[row["batch"]] = f"{row['graph_ms']:.{digits}f} / {row['eager_ms']:.{digits}f}"
     batches = [str(batch) for batch in next(iter(cells.values()))]
     rows = [[f"{backend}, {context} tokens", *line.values()] for (backend, context), line in cells.items()]
-    return _grid(["in a graph / eager, ms", f"batch {batches[0]}", *batches[1:]], rows)
+    return grid(["in a graph / eager, ms", f"batch {batches[0]}", *batches[1:]], rows)
 
 
 def _decode() -> str:
@@ -125,7 +121,7 @@ def _decode() -> str:
     }
     rows = [[text, *(f"{ms[key]:.2f}" for ms in steps.values())] for key, text in labels.items()]
     batches = [str(batch) for batch in steps]
-    return _grid(["decode step, ms", f"batch {batches[0]}", *batches[1:]], rows)
+    return grid(["decode step, ms", f"batch {batches[0]}", *batches[1:]], rows)
 
 
 def _generation() -> str:
@@ -134,7 +130,7 @@ def _generation() -> str:
         found.setdefault(row["attention"], {})[row["batch"]] = row["ms_per_token"]
     names = {"triton": "`TritonDecodeBackend`", "fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
     rows = [[text, *(f"{ms:.2f}" for ms in found[key].values())] for key, text in names.items()]
-    return _grid(["token to token, ms", "batch 1", "8", "64", "256"], rows)
+    return grid(["token to token, ms", "batch 1", "8", "64", "256"], rows)
 
 
 def _first_token() -> str:
@@ -157,7 +153,7 @@ def _first_token() -> str:
         after = both(found[key], lambda s: s["first_token"] - s["weights"])
         rows.append([text, both(found[key], lambda s: s["first_token"]), ready, after])
     head = ["s, compile caches empty / filled", "first token", "every graph", "first token after the weights"]
-    return _grid(head, rows)
+    return grid(head, rows)
 
 
 def _serving() -> str:
@@ -173,7 +169,7 @@ def _serving() -> str:
         [name.removesuffix(", triton"), *(f"{run[key]:.{digits}f}" for key, (_, digits) in keys.items())]
         for name, run in load("h200_serve")["results"].items()
     ]
-    return _grid(["mode", *(text for text, _ in keys.values())], rows)
+    return grid(["mode", *(text for text, _ in keys.values())], rows)
 
 
 def _generate() -> str:
@@ -186,7 +182,7 @@ def _generate() -> str:
     rows = [
         [text, f"{arms[key]['ms_per_token']:.2f}", f"{arms[key]['first_seconds']:.2f}"] for key, text in names.items()
     ]
-    return _grid(["", "a token, ms", "first generation, s"], rows)
+    return grid(["", "a token, ms", "first generation, s"], rows)
 
 
 FAMILIES = {
@@ -213,7 +209,7 @@ def _families() -> str:
         sooner = arms["static-compiled"]["first_seconds"] / arms["simplegraph"]["first_seconds"]
         rows.append([text, *cells, f"{arms['plain']['busy_share']:.0%}", f"{sooner:.0f} times"])
     head = ["a token, ms / first generation, s", "plain", "static cache, compiled", "`graph_generation`"]
-    return _grid([*head, "GPU busy, plain", "first generation sooner than compiled"], rows)
+    return grid([*head, "GPU busy, plain", "first generation sooner than compiled"], rows)
 
 
 MODELS = {
@@ -243,7 +239,7 @@ def _models() -> str:
         rows.append([text, *cells, f"{arms['eager']['busy_share']:.0%}", f"{sooner:.0f} times"])
     head = ["a call, ms / first call, s", "eager", "simplegraph", "`torch.compile`, reduce-overhead"]
     more = ["`make_graphed_callables`", "tensordict", "GPU busy, eager", "first call sooner than compiled"]
-    return _grid([*head, *more], rows)
+    return grid([*head, *more], rows)
 
 
 def _spec() -> str:
@@ -258,7 +254,7 @@ def _spec() -> str:
         ]
         rows.append([arm, *(f"{run['tpot_ms']:.2f}" for run in runs.values()), *rounds])
     head = ["", "time per output token, ms, at batch 1", "8", "32"]
-    return _grid([*head, "a draft round, ms, at batch 1 / 8 / 32", "its kernels, ms"], rows)
+    return grid([*head, "a draft round, ms, at batch 1 / 8 / 32", "its kernels, ms"], rows)
 
 
 def _parallel(*files: str, order: Sequence[str], first: bool = False) -> str:
@@ -270,7 +266,7 @@ def _parallel(*files: str, order: Sequence[str], first: bool = False) -> str:
         times += [_seconds(run, "seconds", "ready"), _seconds(run, "primed", "seconds", "ready")]
         rows.append([name, *times, *_steps(run)])
     head = ["arm", *(["first output, s"] if first else []), "every size ready, s", "the same again in the process, s"]
-    return _grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
+    return grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
 
 
 def _tp2() -> str:
@@ -308,7 +304,7 @@ def _tp8_parts() -> str:
         rows.append([text, *(f"{sum(cell):.2f}" if cell else "" for cell in cells)])
     rows.append(["everything else", *(f"{ready - sum(parts.values()):.2f}" for ready, parts in found)])
     rows.append(["every size ready", *(f"{ready:.2f}" for ready, _ in found)])
-    return _grid(["seconds on rank 0", "plain loop", "again", "simplegraph", "again"], rows)
+    return grid(["seconds on rank 0", "plain loop", "again", "simplegraph", "again"], rows)
 
 
 def _dtensor() -> str:
@@ -317,7 +313,7 @@ def _dtensor() -> str:
     rows = [[text, *_steps(runs[key])] for key, text in names.items()]
     pairs = zip(*(runs[key]["step_ms"].values() for key in reversed(names)), strict=True)
     rows.append(["ratio", *(f"{one / other:.2f}" for one, other in pairs)])
-    return _grid(["step in a graph, ms", "batch 1", "8", "64", "256"], rows)
+    return grid(["step in a graph, ms", "batch 1", "8", "64", "256"], rows)
 
 
 def _consensus() -> str:
@@ -325,7 +321,7 @@ def _consensus() -> str:
         [ranks, f"{us['median_us']:.1f}", f"{us['p99_us']:.1f}"]
         for ranks, us in load("h200x4_consensus")["results"].items()
     ]
-    return _grid(["ranks", "median, us", "99th percentile, us"], rows)
+    return grid(["ranks", "median, us", "99th percentile, us"], rows)
 
 
 def _host() -> str:
@@ -335,7 +331,7 @@ def _host() -> str:
     for sizes, us in by_sizes.items():
         cells = [us["bare"], us["in place above bare"], us["copied above bare"]]
         rows.append([f"{sizes} captured", *(f"{cell:.1f}" for cell in cells)])
-    return _grid(["us a call", "bare replay", "above it, inputs in place", "above it, four inputs copied"], rows)
+    return grid(["us a call", "bare replay", "above it, inputs in place", "above it, four inputs copied"], rows)
 
 
 def _training() -> str:
@@ -345,7 +341,7 @@ def _training() -> str:
         kernels = f"{found['eager']['kernel_ms']:.2f}"
         rows.append([name, kernels, *(f"{found[arm]['ms']:.2f}" if arm in found else "" for arm in arms)])
     names = ("eager", "a graph made by hand", "**`train_step`**", "**`training=True`**", "compiled, reduce-overhead")
-    return _grid(["a step, ms", "eager's kernels", *names], rows)
+    return grid(["a step, ms", "eager's kernels", *names], rows)
 
 
 def _training_start() -> str:
@@ -357,7 +353,7 @@ def _training_start() -> str:
         eager, ours, compiled = (found[arm] for arm in ("eager", "train-step", "compiled-reduce-overhead"))
         seconds = [beyond_eager(ours, eager, ours["first_replay"]), beyond_eager(compiled, eager, compiled["steady"])]
         rows.append([name, *(f"{each:.2f}" for each in seconds if each is not None)])
-    return _grid(["s beyond eager's first steps", "first replay of `train_step`", "compiled"], rows)
+    return grid(["s beyond eager's first steps", "first replay of `train_step`", "compiled"], rows)
 
 
 def _training_pairs() -> str:
@@ -365,7 +361,7 @@ def _training_pairs() -> str:
     for name, found in load("h200_training_pairs")["workloads"].items():
         ours, theirs = (found["in turn"]["ms"][arm] for arm in ("forward-backward", "make-graphed-callables"))
         rows.append([name, f"{ours:.3f}", f"{theirs:.3f}", f"{ours / theirs:.2f}"])
-    return _grid(["a step, ms", "`training=True`", "`make_graphed_callables`", "ratio"], rows)
+    return grid(["a step, ms", "`training=True`", "`make_graphed_callables`", "ratio"], rows)
 
 
 def _modes() -> str:
@@ -382,7 +378,7 @@ def _modes() -> str:
         lowered = [resolve_mode(mode, support)[0] for mode in modes]
         cells = ["as asked" if found is mode else f"`{found.name}`" for mode, found in zip(modes, lowered, strict=True)]
         rows.append([f"`{support.name}`: {names}", *cells])
-    return _grid(["the attention's support", *(f"`{mode.name}`" for mode in modes)], rows)
+    return grid(["the attention's support", *(f"`{mode.name}`" for mode in modes)], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -394,6 +390,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "generation": _generation,
     "first-token": _first_token,
     "serving": _serving,
+    "serving-speculation": speculation,
+    "kinds-equal": kinds_equal,
+    "kinds-steps": kinds_steps,
+    "accuracy": accuracy,
     "generate": _generate,
     "families": _families,
     "models": _models,
