@@ -94,5 +94,5 @@ def test_without_a_mask_replays_take_eagers_attention_kernels(device: torch.devi
             tokens = torch.randint(3, tiny.VOCABULARY, (rows, 64), device=device)
             assert torch.equal(model(tokens).last_hidden_state, plain(tokens).last_hidden_state)
         assert not model.graph_stats.failures
-        assert model.graph_stats.replays >= 6
+        assert model.graph_stats.replays >= 6, model.graph_report()
         assert kernels(lambda: model(tokens)) == kernels(lambda: plain(tokens))
