@@ -14,6 +14,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
+from changed_texts import changed  # noqa: E402
 from transformers.models.bert.modeling_bert import BertSelfOutput  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP  # noqa: E402
 
@@ -177,9 +178,7 @@ def test_gradients_are_those_of_the_model(device: torch.device) -> None:
 @pytest.mark.parametrize("case", ["another text", "another name", "hooked activation", "another activation"])
 def test_layers_of_another_text_are_left_alone(case: str, device: torch.device) -> None:
     class Doubled(LlamaMLP):  # type: ignore[misc,valid-type]
-        def forward(self, x: Any) -> Any:
-            down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-            return 2 * down_proj
+        forward = changed(LlamaMLP.forward, "return down_proj", "return 2 * down_proj")
 
     class Renamed(LlamaMLP):  # type: ignore[misc,valid-type]
         pass

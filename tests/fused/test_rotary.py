@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("hypothesis")
 
 import tiny_models as tiny  # noqa: E402
+from changed_texts import changed  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from interpreted import EXACT_DTYPES, needs_triton  # noqa: E402
@@ -138,23 +139,9 @@ def test_attentions_are_known_by_the_text_of_the_function_that_they_call(device:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
-    def swapped(x):  # type: ignore[no-untyped-def]
-        x1 = x[..., : x.shape[-1] // 2]
-        x2 = x[..., x.shape[-1] // 2 :]
-        return torch.cat((x2, -x1), dim=-1)
-
-    def thirds(x):  # type: ignore[no-untyped-def]
-        x1 = x[..., : x.shape[-1] // 3]
-        x2 = x[..., x.shape[-1] // 3 :]
-        return torch.cat((-x2, x1), dim=-1)
-
-    def subtracted(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
-        cos = cos.unsqueeze(unsqueeze_dim)
-        sin = sin.unsqueeze(unsqueeze_dim)
-        q_embed = (q * cos) - (modeling_llama.rotate_half(q) * sin)
-        k_embed = (k * cos) + (modeling_llama.rotate_half(k) * sin)
-        return q_embed, k_embed
-
+    swapped = changed(modeling_llama.rotate_half, "(-x2, x1)", "(x2, -x1)")
+    thirds = changed(modeling_llama.rotate_half, ": x.shape[-1] // 2]", ": x.shape[-1] // 3]")
+    subtracted = changed(modeling_llama.apply_rotary_pos_emb, "(q * cos) +", "(q * cos) -")
     config = transformers.LlamaConfig(**tiny.LLAMA)
     kinds = [Wrapped, altered(half=swapped), altered(half=thirds), altered(rotary=subtracted), altered(default=2)]
     unknown = [*(kind(config, 0) for kind in kinds), nn.Linear(2, 2)]

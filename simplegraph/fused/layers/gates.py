@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
-from simplegraph.fused.layers.texts import KnownTexts, recognize
+from simplegraph.fused.layers.texts import known_name, recognize
 from simplegraph.fused.operators import ACTIVATIONS, KernelTrial, Operators
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -26,39 +24,12 @@ class Gate(NamedTuple):
     down: str
 
 
-def _as_llama(self: Any, x: Any) -> Any:
-    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-    return down_proj
-
-
-def _as_phi(self: Any, hidden_states: Any) -> Any:
-    up_states = self.gate_up_proj(hidden_states)
-    gate, up_states = up_states.chunk(2, dim=-1)
-    up_states = up_states * self.activation_fn(gate)
-    return self.down_proj(up_states)
-
-
-_GATES = KnownTexts(
-    [
-        (_as_llama, Gate("gate_proj", "up_proj", "act_fn", "down_proj")),
-        (_as_phi, Gate("gate_up_proj", "", "activation_fn", "down_proj")),
-    ]
-)
-
-
-def _silu(self: Any, input: Any) -> Any:
-    return nn.functional.silu(input)
-
-
-def _new_gelu(self: Any, input: Any) -> Any:
-    return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))))
-
-
-def _by_attribute(self: Any, input: Any) -> Any:
-    return self.act(input)
-
-
-_ACTIVATIONS = KnownTexts([(_silu, "silu"), (_new_gelu, "gelu_tanh"), (_by_attribute, "")])
+_GATES = {
+    "LlamaMLP.forward": Gate("gate_proj", "up_proj", "act_fn", "down_proj"),
+    "Phi3MLP.forward": Gate("gate_up_proj", "", "activation_fn", "down_proj"),
+}
+_AS_OPERATORS = {"NewGELUActivation.forward": "gelu_tanh"}
+_ACTIVATIONS = {"SiLUActivation.forward": "silu", **_AS_OPERATORS}
 
 
 def activation_kind(module: Any) -> str:
@@ -69,9 +40,9 @@ def activation_kind(module: Any) -> str:
         return "silu"
     if type(module) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate, "")
-    known = _ACTIVATIONS.get(type(module).forward)
-    if known != "":
-        return known or ""
+    name = known_name(type(module).forward)
+    if name != "GELUActivation.forward":
+        return _ACTIVATIONS.get(name, "")
     function = module.act
     if function is nn.functional.gelu:
         return "gelu"
@@ -110,7 +81,7 @@ def _gated(module: Any, gate: Gate, operators: Operators, original: Forward) -> 
 
 def activation_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map activations that are written as eight operators, and that torch has as one, to their layers."""
-    known = recognize(model, KnownTexts([(_new_gelu, "gelu_tanh")]))
+    known = recognize(model, _AS_OPERATORS)
     return {module: Layer("activation", (), functools.partial(_activation, kind)) for module, kind in known.items()}
 
 

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
-from simplegraph.fused.layers.texts import KnownTexts, recognize
+from simplegraph.fused.layers.texts import known_name, recognize
 from simplegraph.fused.operators import KernelTrial, Operators
 
 _NORMED = "_simplegraph_normed"  # a sum's norm, among the sum's attributes
@@ -46,69 +45,31 @@ class Norm(NamedTuple):
         return KernelTrial("add_rms_norm" if added else "rms_norm", (len(module.weight), int(self.offset)))
 
 
-def _as_llama(self: Any, hidden_states: Any) -> Any:
-    input_dtype = hidden_states.dtype
-    hidden_states = hidden_states.to(torch.float32)
-    variance = hidden_states.pow(2).mean(-1, keepdim=True)
-    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-    return self.weight * hidden_states.to(input_dtype)
-
-
-def _as_olmo(self: Any, hidden_states: Any) -> Any:
-    input_dtype = hidden_states.dtype
-    hidden_states = hidden_states.to(torch.float32)
-    variance = hidden_states.pow(2).mean(-1, keepdim=True)
-    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-    return (self.weight * hidden_states).to(input_dtype)
-
-
-def _as_t5(self: Any, hidden_states: Any) -> Any:
-    variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-    if self.weight.dtype in [torch.float16, torch.bfloat16]:
-        hidden_states = hidden_states.to(self.weight.dtype)
-    return self.weight * hidden_states
-
-
-def _as_gemma(self: Any, x: Any) -> Any:
-    output = self._norm(x.float())
-    output = output * (1.0 + self.weight.float())
-    return output.type_as(x)
-
-
-def _part_of_gemma(self: Any, x: Any) -> Any:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-
-def _as_timm(self: Any, x: Any) -> Any:
-    if self._fast_norm:
-        x = fast_layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[name-defined]  # noqa: F821
-    else:
-        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
-    return x
-
-
-_TEXTS = KnownTexts([(_as_llama, Norm()), (_as_olmo, Norm()), (_as_t5, Norm()), (_as_gemma, Norm("eps", 1.0))])
-_PARTS = KnownTexts([(_part_of_gemma, True)])
-_OWN_TEXTS = KnownTexts([(_as_timm, Norm("eps", centered=True))])
+_RMS_NORMS = {
+    "LlamaRMSNorm.forward": Norm(),
+    "Olmo2RMSNorm.forward": Norm(),
+    "T5LayerNorm.forward": Norm(),
+    "GemmaRMSNorm.forward": Norm("eps", 1.0),
+}
+_LAYER_NORMS = {"LayerNorm.forward": Norm("eps", centered=True)}  # timm's
 _OWN = {nn.LayerNorm: Norm("eps", centered=True), nn.RMSNorm: Norm("eps")}
 
 
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
     """Map the norms of a model that one kernel can replace to their parameters."""
-    return {module: norm for module, norm in recognize(model, _TEXTS).items() if _is_whole(module, norm)}
+    return {module: norm for module, norm in recognize(model, _RMS_NORMS).items() if _is_whole(module, norm)}
 
 
 def sum_norms(model: nn.Module) -> dict[nn.Module, Norm]:
     """Map the norms of a model that one kernel can compute together with a sum to their parameters."""
     own = {module: _OWN[type(module)] for module in model.modules() if type(module) in _OWN}
-    own |= {module: norm for module, norm in recognize(model, _OWN_TEXTS).items() if not module._fast_norm}
+    own |= {module: norm for module, norm in recognize(model, _LAYER_NORMS).items() if not module._fast_norm}
     return {module: norm for module, norm in own.items() if _has_one_dimension(module)} | rms_norms(model)
 
 
 def _is_whole(module: nn.Module, norm: Norm) -> bool:
     """True if the part of its text that is a method is known, too, and no instance's own."""
-    if norm.offset and getattr(type(module), "_norm", None) not in _PARTS:
+    if norm.offset and known_name(getattr(type(module), "_norm", None)) != "GemmaRMSNorm._norm":
         return False
     return "_norm" not in vars(module)
 

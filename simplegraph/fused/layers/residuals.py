@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.known_residuals import KNOWN_RESIDUALS, KnownResidual
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.norms import Norm, add
-from simplegraph.fused.layers.residual_texts import RESIDUAL_TEXTS, ResidualText
 from simplegraph.fused.layers.texts import recognize
 from simplegraph.fused.operators import Operators
 
@@ -28,7 +28,7 @@ def residual_layers(
     model: nn.Module, norms: Mapping[nn.Module, Norm]
 ) -> tuple[dict[nn.Module, Layer], dict[nn.Module, Norm]]:
     """Map the layers of a model with sums that go into these norms to their layers; return the norms of sums, too."""
-    known = recognize(model, RESIDUAL_TEXTS)
+    known = recognize(model, KNOWN_RESIDUALS)
     following: dict[nn.Module, nn.Module | None] = {}
     _follow(model, None, known, following)
     layers: dict[nn.Module, Layer] = {}
@@ -48,7 +48,7 @@ def residual_layers(
 def _follow(
     owner: nn.Module,
     after: nn.Module | None,
-    known: Mapping[nn.Module, ResidualText],
+    known: Mapping[nn.Module, KnownResidual],
     following: dict[nn.Module, nn.Module | None],
 ) -> None:
     """Find the norm that reads each known layer's output: the next layer's first one, or the model's last."""
@@ -63,7 +63,7 @@ def _follow(
                 _follow(each, norm, known, following)
 
 
-def _first(module: nn.Module, known: Mapping[nn.Module, ResidualText]) -> nn.Module | None:
+def _first(module: nn.Module, known: Mapping[nn.Module, KnownResidual]) -> nn.Module | None:
     """Return the norm that reads a layer's input."""
     if module in known:
         return getattr(module, known[module].first, None)
@@ -73,7 +73,7 @@ def _first(module: nn.Module, known: Mapping[nn.Module, ResidualText]) -> nn.Mod
 
 def _make(
     module: nn.Module,
-    text: ResidualText,
+    text: KnownResidual,
     after: nn.Module | None,
     norms: dict[nn.Module, Norm],
     operators: Operators,

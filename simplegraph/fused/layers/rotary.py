@@ -15,24 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
-from simplegraph.fused.layers.texts import instructions, with_names
+from simplegraph.fused.layers.texts import known_name, with_names
 from simplegraph.fused.operators import DTYPES, KernelTrial, Operators
 
-_NAME, _HALF = "apply_rotary_pos_emb", "rotate_half"
-
-
-def rotate_half(x: Any) -> Any:  # noqa: D103
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
-
-
-def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: Any = 1) -> Any:  # noqa: D103
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed
+_NAME = "apply_rotary_pos_emb"
 
 
 def rotary_layers(model: nn.Module) -> dict[nn.Module, Layer]:
@@ -84,10 +70,4 @@ def _calls_known_text(kind: Any) -> bool:
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return False
     rotary: Any = forward.__globals__.get(_NAME)
-    if instructions(rotary) != _ROTARY or rotary.__defaults__ != (1,):
-        return False
-    half: Any = rotary.__globals__.get(_HALF)
-    return instructions(half) == _HALVES and half.__globals__.get("torch") is torch
-
-
-_ROTARY, _HALVES = instructions(apply_rotary_pos_emb), instructions(rotate_half)
+    return known_name(rotary) == _NAME and rotary.__defaults__ == (1,)
