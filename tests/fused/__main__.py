@@ -27,8 +27,8 @@ def main(places: list[str]) -> None:
         for place in listed:
             try:
                 found = digest(pkgutil.resolve_name(place))
-            except (ImportError, AttributeError):
-                print(f"# {place} is gone")
+            except (ImportError, AttributeError) as error:
+                print(f"# {place} is gone, or cannot be imported: {error}")
                 continue
             known = "" if found in DIGESTS else "  # new" if found else "  # cannot be digested"
             print(f'"{found}": "{place}",{known}')
