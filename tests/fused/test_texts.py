@@ -61,7 +61,7 @@ def test_the_command_prints_the_digests_of_what_is_installed(capsys: pytest.Capt
     assert [line.partition(": ")[2] for line in lines if line.endswith("# new")] == [
         '"transformers.activations:QuickGELUActivation.forward",  # new'
     ]
-    assert "# transformers.activations:Gone.forward is gone" in lines
+    assert any(line.startswith("# transformers.activations:Gone.forward is gone") for line in lines)
 
 
 def test_layout_docstrings_annotations_and_decorators_make_no_other_function() -> None:
