@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from bench.engine.config import require
-from bench.engine.mean_length import MeanLength
 from bench.engine.request import Request
 from bench.engine.sampling import sample, to_host
 from bench.engine.scheduler import Int64s, StepPlan
@@ -23,21 +22,14 @@ from bench.engine.spec_buffers import Arriving, RoundResults, StepInputs, last_r
 from bench.engine.spec_config import SpecConfig
 from bench.engine.spec_graphs import drafters, target_managers
 from bench.engine.spec_scheduler import RoundPlan, join
+from bench.engine.spec_verifier import Verifier
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
 from simplegraph import BatchDescriptor, CudaGraphMode, Dispatch
 from simplegraph.attention import attending
 from simplegraph.graph.device import GraphPool
-from simplegraph.spec_decode import (
-    Accepted,
-    EagleDrafter,
-    Proposals,
-    advance_step,
-    greedy_accept,
-    rejection_sample,
-    target_probabilities,
-)
+from simplegraph.spec_decode import Accepted, EagleDrafter, Proposals, advance_step
 
 
 class Computed(NamedTuple):
@@ -104,13 +96,8 @@ class SpecRunner:
         self._inputs = StepInputs(config.max_num_tokens, config.max_num_seqs, self.device)
         self._rows = torch.arange(config.max_num_tokens, device=self.device)
         self._results = RoundResults(config.max_num_seqs, most + 1, self.device)
-        self._noise = torch.zeros(config.max_num_seqs, most + 1, device=self.device)
-        self._temperatures = torch.zeros(config.max_num_seqs + 1, device=self.device)
-        self._generator = torch.Generator(self.device).manual_seed(config.seed)
-        length = config.mean_length
-        self._mean_length = None if length is None else MeanLength(length, config.max_num_seqs, self.device)
-        shape = (config.max_num_seqs if config.keep_logits else 0, most + 1, llama.config.vocab_size)
-        self.logits = torch.zeros(shape, dtype=weight.dtype, device=self.device)
+        self._verifier = Verifier(config, self._results, llama.config.vocab_size, weight.dtype)
+        self.logits = self._verifier.logits
         self.waited = 0.0
         self._shapes: dict[tuple[int, int], RoundShape] = {}
         self._ran: tuple[int, int] | None = None  # the last round's number, and the version of its metadata
@@ -160,16 +147,14 @@ class SpecRunner:
         logits = self.llama.head(found.hidden.index_select(0, torch.cat((self._rows[:rows], last[drafting:]))))
         verified = None
         if drafting:
-            self._draw()
+            self._verifier.draw()
             accepted = self._verify(count, drafting, logits[:rows])
             after[:rows].copy_(accepted.tokens.clamp(min=0).view(-1))
             last[:drafting].copy_(self._rows[:drafting] * (count + 1) + accepted.counts)
             verified = self._results.send(drafting, count + 1)
         params, generators = zip(*((one.params, one.generator) for one in plan.requests[drafting:]), strict=True)
         chosen = sample(logits[rows:], params, generators)
-        if self.config.acceptance == "rejection":
-            temperatures = torch.tensor([one.temperature for one in params], dtype=torch.float32, device=self.device)
-            self._temperatures.index_copy_(0, slots[drafting:], temperatures)
+        self._verifier.set_temperatures(slots[drafting:], params)
         known = after.index_select(0, last[drafting:])
         after.index_copy_(0, last[drafting:], torch.where(inputs.samples[drafting:reqs] > 0, chosen, known))
         drafter.load(after, inputs.positions[:tokens], found.states[:tokens], last, slots)
@@ -195,7 +180,7 @@ class SpecRunner:
             ahead = int(np.minimum.reduce(plan.reach - lengths))
             self.metadata.set(query_len, lengths, plan.block_table, ahead=ahead, **padding)
             self._inputs.load_round(plan.slots, plan.last_tokens)
-        self._draw()
+        self._verifier.draw()
         # A piecewise graph covers neither this nor acceptance.
         if batch.descriptor.uniform_query_len is None:
             self._write_round(count, reqs)
@@ -209,12 +194,6 @@ class SpecRunner:
         drafter.draft(reqs * query_len, reqs, query_len, known)
         self._ran = plan.number, self.metadata.batch.version
         return arriving
-
-    def _draw(self) -> None:
-        """Draw a round's random numbers, if it needs any."""
-        if self.config.acceptance == "rejection":
-            # Drawn outside the graph and in one shape, so that every mode and padding uses the same numbers.
-            self._noise.uniform_(generator=self._generator)
 
     def wait(self, arriving: Arriving) -> Int64s:
         """Wait for a step's tokens; see `Arriving.wait`."""
@@ -294,21 +273,8 @@ class SpecRunner:
 
     def _verify(self, count: int, reqs: int, logits: Tensor) -> Accepted:
         """Accept drafts of a step's first requests by the logits of their rows, and store the tokens."""
-        query_len = count + 1
-        drafts = self._inputs.ids[: reqs * query_len].view(reqs, query_len)[:, 1:]
-        logits = logits.view(reqs, query_len, -1)
-        if self.config.keep_logits:
-            self.logits[:reqs, :query_len].copy_(logits)
-        slots, noise = self._inputs.slots[:reqs], self._noise[:reqs, :query_len]
-        if self._mean_length is not None:
-            accepted = self._mean_length.accept(drafts, logits.argmax(dim=-1), slots)
-        elif self.config.acceptance == "greedy":
-            accepted = greedy_accept(drafts, logits.argmax(dim=-1))
-        else:
-            probabilities = target_probabilities(logits, self._temperatures.index_select(0, slots))
-            accepted = rejection_sample(drafts, probabilities, noise)
-        self._results.tokens[:reqs, :query_len].copy_(accepted.tokens)
-        return accepted
+        drafts = self._inputs.ids[: reqs * (count + 1)].view(reqs, count + 1)[:, 1:]
+        return self._verifier.verify(drafts, logits, self._inputs.slots[:reqs])
 
 
 def _token_after(request: Request) -> int:
