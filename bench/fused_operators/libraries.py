@@ -103,7 +103,7 @@ def ours(operators: Operators, name: str, given: Inputs) -> Call:
 
 
 def simplegraph(name: str, given: Inputs, shapes: Shapes) -> Call:
-    """Triton's kernels of this library, after their trial."""
+    """Return Triton's kernel of this library, after its trial."""
     tensor = next(value for value in given.values() if isinstance(value, Tensor))
     operators = operators_for(tensor.device, tensor.dtype, [shapes.trials()[name]])
     if not operators.triton:
@@ -112,54 +112,69 @@ def simplegraph(name: str, given: Inputs, shapes: Shapes) -> Call:
 
 
 def by_torch(name: str, given: Inputs, shapes: Shapes) -> Call:
-    """Torch's operators."""
+    """Return torch's operators."""
     return ours(Operators(), name, given)
 
 
-def flashinfer(name: str, given: Inputs, shapes: Shapes) -> Call:
-    """FlashInfer's operators, which work in place; the cache is written by torch."""
+def flashinfer_add_rms_norm(given: Inputs, shapes: Shapes) -> Call:
+    """Return FlashInfer's sum and norm, which work in place."""
     library = importlib.import_module("flashinfer")
-    if name == "add_rms_norm":
-        x, residual = given["x"].clone(), given["residual"].clone()
-        return lambda: library.fused_add_rmsnorm(x, residual, given["weight"], 1e-5)
-    if name == "silu_and_mul":
-        return lambda: library.silu_and_mul(given["both"])
-    if name == "gelu_and_mul":
-        return lambda: library.gelu_tanh_and_mul(given["both"])
-    if name == "rotate_and_write":
-        heads, kv_heads, size = shapes.heads, shapes.kv_heads, shapes.head_dim
-        flat = given["qkv"].flatten(1)
-        q, k, v = flat.split((heads * size, kv_heads * size, kv_heads * size), dim=-1)
-        keys, values = (kept.flatten(0, 1).flatten(1) for kept in given["pages"])
-
-        def run() -> None:
-            library.rope.apply_rope_with_cos_sin_cache_inplace(
-                given["positions"], q, k, size, given["table"], is_neox=True
-            )
-            keys.index_copy_(0, given["slots"], k)
-            values.index_copy_(0, given["slots"], v)
-
-        return run
-    raise NotImplementedError(name)
+    x, residual = given["x"].clone(), given["residual"].clone()
+    return lambda: library.fused_add_rmsnorm(x, residual, given["weight"], 1e-5)
 
 
-def liger(name: str, given: Inputs, shapes: Shapes) -> Call:
-    """Forwards of liger-kernel, which is made for training."""
-    if name == "add_rms_norm":
-        module = importlib.import_module("liger_kernel.ops.fused_add_rms_norm")
-        x, residual, weight = given["x"], given["residual"], given["weight"]
-        return lambda: module.fused_add_rms_norm_forward(x, residual, weight, 1e-5, 0.0, "llama")
-    if name in ("silu_and_mul", "gelu_and_mul"):
-        kind = "swiglu" if name == "silu_and_mul" else "geglu"
-        forward = getattr(importlib.import_module(f"liger_kernel.ops.{kind}"), f"{kind}_forward")
-        gate, up = (part.contiguous() for part in given["both"].chunk(2, dim=-1))
-        return lambda: forward(gate, up)
-    raise NotImplementedError(name)
+def flashinfer_gated(function: str, given: Inputs, shapes: Shapes) -> Call:
+    """Return the gated activation of FlashInfer that has this name."""
+    gated = getattr(importlib.import_module("flashinfer"), function)
+    return lambda: gated(given["both"])
 
 
-LIBRARIES: Mapping[str, Callable[[str, Inputs, Shapes], Call]] = {
-    "simplegraph": simplegraph,
-    "torch": by_torch,
-    "flashinfer": flashinfer,
-    "liger": liger,
+def flashinfer_rotate_and_write(given: Inputs, shapes: Shapes) -> Call:
+    """Return FlashInfer's rotary embedding, which works in place; torch writes the cache."""
+    library = importlib.import_module("flashinfer")
+    heads, kv_heads, size = shapes.heads, shapes.kv_heads, shapes.head_dim
+    flat = given["qkv"].flatten(1)
+    q, k, v = flat.split((heads * size, kv_heads * size, kv_heads * size), dim=-1)
+    keys, values = (kept.flatten(0, 1).flatten(1) for kept in given["pages"])
+
+    def run() -> None:
+        library.rope.apply_rope_with_cos_sin_cache_inplace(given["positions"], q, k, size, given["table"], is_neox=True)
+        keys.index_copy_(0, given["slots"], k)
+        values.index_copy_(0, given["slots"], v)
+
+    return run
+
+
+def liger_add_rms_norm(given: Inputs, shapes: Shapes) -> Call:
+    """Return the forward of liger-kernel's sum and norm, made for training."""
+    module = importlib.import_module("liger_kernel.ops.fused_add_rms_norm")
+    x, residual, weight = given["x"], given["residual"], given["weight"]
+    return lambda: module.fused_add_rms_norm_forward(x, residual, weight, 1e-5, 0.0, "llama")
+
+
+def liger_gated(kind: str, given: Inputs, shapes: Shapes) -> Call:
+    """Return the forward of liger-kernel's SwiGLU or GEGLU."""
+    forward = getattr(importlib.import_module(f"liger_kernel.ops.{kind}"), f"{kind}_forward")
+    gate, up = (part.contiguous() for part in given["both"].chunk(2, dim=-1))
+    return lambda: forward(gate, up)
+
+
+OPERATORS = tuple(Shapes().trials())
+# Returns an operator of a library as a call on these inputs.
+Maker = Callable[[Inputs, Shapes], Call]
+# The operators that each library has, by the names in `inputs`.
+LIBRARIES: Mapping[str, Mapping[str, Maker]] = {
+    "simplegraph": {name: functools.partial(simplegraph, name) for name in OPERATORS},
+    "torch": {name: functools.partial(by_torch, name) for name in OPERATORS},
+    "flashinfer": {
+        "add_rms_norm": flashinfer_add_rms_norm,
+        "silu_and_mul": functools.partial(flashinfer_gated, "silu_and_mul"),
+        "gelu_and_mul": functools.partial(flashinfer_gated, "gelu_tanh_and_mul"),
+        "rotate_and_write": flashinfer_rotate_and_write,
+    },
+    "liger": {
+        "add_rms_norm": liger_add_rms_norm,
+        "silu_and_mul": functools.partial(liger_gated, "swiglu"),
+        "gelu_and_mul": functools.partial(liger_gated, "geglu"),
+    },
 }

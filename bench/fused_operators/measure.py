@@ -10,11 +10,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bench.fused_operators.libraries import LIBRARIES, TINY, Call, Shapes, inputs
+from bench.fused_operators.libraries import LIBRARIES, TINY, Call, Maker, Shapes, inputs
 from bench.startup.processes import cache_environment, run_worker
 from bench.tools import environment
 from bench.tools.files import OUT, save_figures
@@ -55,13 +54,16 @@ def measure_here(library: str, rows: Sequence[int], device: torch.device) -> Fig
     if library == THREADED:
         return {"library": library, "ready_s": _in_threads(shapes, device, dtype)}
     figures: Figures = {"library": library, "operators": {}, "ready_s": 0.0}
-    make = LIBRARIES[library]
     largest = inputs(shapes, max(rows), device, dtype)
     for name, given in largest.items():
+        make = LIBRARIES[library].get(name)
+        if make is None:
+            figures["operators"][name] = {"missing": f"{library} has no such operator"}
+            continue
         try:
-            first = seconds(lambda name=name, given=given: make(name, given, shapes)(), device)
+            first = seconds(lambda make=make, given=given: make(given, shapes)(), device)
             given = {count: inputs(shapes, count, device, dtype)[name] for count in rows}
-            times = {count: _microseconds(make(name, each, shapes), device) for count, each in given.items()}
+            times = {count: _microseconds(make(each, shapes), device) for count, each in given.items()}
         except Exception as error:
             figures["operators"][name] = {"missing": f"{type(error).__name__}: {error}"}
             continue
@@ -99,15 +101,15 @@ def _microseconds(call: Call, device: torch.device) -> float:
     return step_milliseconds(graph.replay, device) * 1e3 / CALLS
 
 
-def _error(make: Any, name: str, shapes: Shapes, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def _error(make: Maker, name: str, shapes: Shapes, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Return the relative error against float64 of operators that return what they compute."""
     given = inputs(shapes, 8, device, dtype)[name]
-    found = make(name, given, shapes)()
+    found = make(given, shapes)()
     if found is None:
         return {}
     found = found[0] if isinstance(found, tuple) else found
     wide = {key: value.double() if torch.is_tensor(value) else value for key, value in given.items()}
-    exact = LIBRARIES["torch"](name, wide, shapes)()
+    exact = LIBRARIES["torch"][name](wide, shapes)()
     exact = exact[0] if isinstance(exact, tuple) else exact
     if not torch.is_tensor(found) or found.shape != exact.shape:
         return {}

@@ -19,5 +19,6 @@ def test_every_operator_of_torch_has_its_time_and_error() -> None:
 def test_a_library_that_is_missing_is_left_out() -> None:
     figures = measure_here("liger", (1,), torch.device("cpu"))
     assert all("missing" in each for each in figures["operators"].values())
+    assert figures["operators"]["group_norm"]["missing"] == "liger has no such operator"
     assert figures["ready_s"] == 0
     assert measure_here(THREADED, (1,), torch.device("cpu"))["ready_s"] >= 0
