@@ -27,7 +27,7 @@ TP_ARMS = ("eager", "plain-loop", "simplegraph", "simplegraph-lazy", "simplegrap
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison; return 1 if an arm failed."""
+    """Run the comparison; return 1 if an arm failed, or none could be measured."""
     parser = _parser()
     options = parser.parse_args(arguments)
     torchrun.check_launched(parser, options.tp)
@@ -42,10 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory(prefix="compile-caches-") as folder:
         results = runs.run_all(runs_of(options), plan, CompileCaches(Path(folder)), save)
+    measured = any(result["status"] == "ok" for result in results.values())
     if torchrun.rank() == 0:
         print(table.render(results))
-        plot.save(results, options.json.with_suffix(".png"))
-    return int(any(result["status"] == "failed" for result in results.values()))
+        if not measured:
+            print("python -m bench: no arm has figures, so there is no plot; the reasons are above.", file=sys.stderr)
+        else:
+            plot.save(results, options.json.with_suffix(".png"))
+    return int(not measured or any(result["status"] == "failed" for result in results.values()))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,7 +22,10 @@ host: time to issue one call at batch 1."""
 
 def render(results: dict[str, Result]) -> str:
     """Format the heading, one row per run, the runs without figures, and an explanation."""
-    parts = [heading(results), grid(measured([header(results), *rows(results)]))]
+    found = rows(results)
+    if not found:
+        return f"{heading(results)}\n\n{missing(results)}"
+    parts = [heading(results), grid(measured([header(results), *found]))]
     if _emulated(results):
         parts += [EMULATED, missing(results), EXPLANATION]
     else:

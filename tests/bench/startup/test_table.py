@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.startup import __main__ as command
 from bench.startup import plot, table
 from bench.startup.results import combine, comparison
 from bench.tools.tables import MIB
@@ -108,6 +109,15 @@ def test_one_failed_round_fails_the_run() -> None:
 
 def test_no_figures_at_all_still_gives_a_table(results: dict[str, Any]) -> None:
     assert "no luck" in table.render({"x": results["compiled-full (cold)"]})
+
+
+def test_without_figures_the_command_says_so_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--arms", "breakable", "--device", "cpu", "--json", str(tmp_path / "startup.json")]
+    assert command.main(arguments) == 1
+    printed = capsys.readouterr()
+    assert "breakable: not available: " in printed.out
+    assert "no arm has figures, so there is no plot" in printed.err
+    assert not (tmp_path / "startup.png").exists()
 
 
 def test_the_plot_is_a_picture(results: dict[str, Any], tmp_path: Path) -> None:
