@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import types
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -18,25 +21,35 @@ class LlamaKind(NamedTuple):
         qkv_bias, o_bias: biases of the projections around attention; None follows ``config.attention_bias``.
         qk_norm: True if the heads of queries and keys are normed before they are rotated.
         renamed: parts of parameters' names in the type's checkpoints, with the names that they have here.
+        stated: what a config.json must say, beside `STATED`, to be read without transformers; None if it cannot be.
     """
 
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     qk_norm: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
+    stated: tuple[str, ...] | None = ()
 
+
+# Values that a model reads and for which transformers' defaults would count if a config.json left them out.
+STATED = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("hidden_act", "rms_norm_eps", "initializer_range", "vocab_size", "tie_word_embeddings", "eos_token_id"),
+)
+_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 KINDS = {
     "llama": LlamaKind(),
-    "qwen2": LlamaKind(qkv_bias=True, o_bias=False),
-    "qwen3": LlamaKind(qk_norm=True),
-    "mistral": LlamaKind(qkv_bias=False, o_bias=False),
+    "qwen2": LlamaKind(qkv_bias=True, o_bias=False, stated=_WINDOWS),
+    "qwen3": LlamaKind(qk_norm=True, stated=("head_dim", "attention_bias", *_WINDOWS)),
+    "mistral": LlamaKind(qkv_bias=False, o_bias=False, stated=("sliding_window",)),
     "bamba": LlamaKind(
+        stated=None,
         renamed=(
             (".feed_forward.", ".mlp."),
             (".pre_ff_layernorm.", ".post_attention_layernorm."),
             ("model.final_layernorm.", "model.norm."),
-        )
+        ),
     ),
 }
 
@@ -70,11 +83,30 @@ def is_recurrent(config: LlamaConfig, layer: int) -> bool:
 
 
 def load_config(folder: Path | str) -> LlamaConfig:
-    """Load a folder's config.json."""
+    """Load a folder's config.json; by transformers only if it leaves out what the model reads."""
+    found = read_config(folder)
+    if found is not None:
+        return found
     from transformers import AutoConfig  # which takes longer to import than torch
 
     config: LlamaConfig = AutoConfig.from_pretrained(folder)
     return config
+
+
+def read_config(folder: Path | str) -> LlamaConfig | None:
+    """Read a config.json that states everything that the model reads; None for another one."""
+    values: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    kind = KINDS.get(values.get("model_type", "")) if isinstance(values, dict) else None
+    if kind is None or kind.stated is None or not values.keys() >= {*STATED, *kind.stated}:
+        return None
+    if "partial_rotary_factor" in values or None in (values["num_key_value_heads"], values.get("head_dim", 0)):
+        return None  # written in a way that transformers reads differently from generation to generation
+    found = types.SimpleNamespace(**values)
+    if getattr(found, "use_sliding_window", True) is False:
+        found.sliding_window = None
+    return cast("LlamaConfig", found)
 
 
 def config_dtype(config: LlamaConfig) -> torch.dtype:
