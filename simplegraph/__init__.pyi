@@ -27,6 +27,8 @@ from simplegraph.errors import StaleGraphError as StaleGraphError
 from simplegraph.errors import VerificationError as VerificationError
 from simplegraph.graph.breaks.marks import break_at as break_at
 from simplegraph.graph.breaks.marks import eager_break as eager_break
+from simplegraph.graph.cuda.first_use import Preload as Preload
+from simplegraph.graph.cuda.first_use import preload as preload
 from simplegraph.manager.estimate import MemoryEstimate as MemoryEstimate
 from simplegraph.manager.hooks import GraphHooks as GraphHooks
 from simplegraph.manager.jobs import CaptureSummary as CaptureSummary

@@ -17,6 +17,7 @@ from simplegraph.errors import CaptureError, InputError
 from simplegraph.graph.breaks.operators import recording_breaks
 from simplegraph.graph.breaks.recorder import SegmentRecorder
 from simplegraph.graph.breaks.step import Break, BreakTrace
+from simplegraph.graph.cuda.first_use import wait_for_preloads
 from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.graph.escapes import PythonState, refuse_escapes
 from simplegraph.graph.failures import capture_error
@@ -54,6 +55,7 @@ class CaptureSession:
     def __enter__(self) -> CaptureSession:
         if self.device.is_capturing():
             raise CaptureError("the stream is being captured by someone else; capture graphs before or after that.")
+        wait_for_preloads()  # before the locks, which what is called there may need
         with contextlib.ExitStack() as stack:
             # In this order everywhere: whoever serves a call holds its pool's lock already.
             stack.enter_context(self.pool.lock)

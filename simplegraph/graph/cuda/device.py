@@ -17,6 +17,7 @@ from simplegraph.errors import ConfigError
 from simplegraph.graph.cuda import allocator, forks
 from simplegraph.graph.cuda.allocator import Allocations, owned_addresses, segments
 from simplegraph.graph.cuda.driver import captured_nodes, captured_so_far, cuda_driver, new_stream, unjoined_operations
+from simplegraph.graph.cuda.first_use import wait_for_preloads
 from simplegraph.graph.cuda.inventory.places import Places
 from simplegraph.graph.cuda.inventory.reading import device_memory, read_inventory
 from simplegraph.graph.cuda.segment import CudaPool, CudaSegment, OwnedGraph, graveyard
@@ -77,6 +78,7 @@ class CudaDevice:
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
     def new_pool(self) -> GraphPool:
+        wait_for_preloads()
         handle = CudaPool((0, 0))
         if self._released > _MOST_RELEASED:
             self.release_cached_memory()

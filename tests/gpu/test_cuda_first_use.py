@@ -1,0 +1,63 @@
+"""What CUDA loads at its first use is loaded beside the imports, and the program then runs as without that."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import torch
+
+import simplegraph as sg
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAM = """
+import json
+import simplegraph as sg
+loading = sg.preload()
+import torch
+weights = [torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(50)]  # beside the thread
+model = torch.nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16).eval()
+x = torch.randn(4, 256, device="cuda", dtype=torch.bfloat16)
+wrapped = sg.wrap(model, capture_sizes=[4])
+with torch.no_grad():
+    found = [wrapped(x) for _ in range(5)]
+    equal = all(torch.equal(one, found[0]) for one in found)
+loading.wait()
+torch.cuda.synchronize()
+total = float(sum(weight.float().abs().sum() for weight in weights))
+print(json.dumps({"seconds": loading.seconds, "equal": equal, "replays": wrapped.graph_stats.replays, "total": total}))
+"""
+
+
+def test_a_program_that_preloads_captures_and_replays() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    seconds = found["seconds"]
+    assert {"context", "torch", "device", "cublas"} <= seconds.keys()
+    assert max(seconds["context"], seconds["torch"]) <= seconds["device"] <= seconds["cublas"]
+    assert seconds["context"] < seconds["torch"] + 2  # beside the import, not after it
+    assert found["equal"]
+    assert found["replays"] > 0
+    assert found["total"] > 0
+
+
+def test_a_capture_beside_a_preload_waits_and_equals_eager() -> None:
+    model = torch.nn.Linear(64, 64, device="cuda").eval()
+    x = torch.randn(4, 64, device="cuda")
+    ran: list[int] = []
+
+    def load() -> None:
+        ran.append(int(torch.ones(8, device="cuda").sum()))
+
+    with torch.no_grad():
+        expected = model(x)
+        wrapped = sg.wrap(model, capture_sizes=[4])
+        loading = sg.preload(then=load)
+        wrapped.capture_graphs(x)
+        assert ran == [8]
+        assert torch.equal(wrapped(x), expected)
+    loading.wait()

@@ -1,0 +1,139 @@
+"""Nothing heavy is imported before it is used, and what CUDA loads lazily can be loaded in a thread."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import simplegraph as sg
+from simplegraph.graph.cuda import first_use
+
+ROOT = pathlib.Path(__file__).parents[3]
+# Packages that take long to import, and that a first call does not need. torch itself imports some of the others.
+HEAVY = (
+    *("triton", "transformers", "flashinfer", "vllm", "pytest", "matplotlib", "sympy", "pandas", "scipy"),
+    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.onnx"),
+)
+STARTS = """
+import json, sys
+heavy = json.loads(sys.argv[1])
+import simplegraph as sg
+found = {"import": [name for name in ("torch", "numpy", *heavy) if name in sys.modules]}
+sg.preload("cpu").wait()
+found["torch"] = "torch" in sys.modules
+import torch
+brought = set(sys.modules)
+model = sg.wrap(torch.nn.Linear(4, 4, device="cpu").eval(), capture_sizes=[2])
+with torch.no_grad():
+    for _ in range(3):
+        model(torch.ones(2, 4))
+found["replays"] = model.graph_stats.replays
+found["call"] = [name for name in heavy if name in sys.modules and name not in brought]
+print(json.dumps(found))
+"""
+
+
+def test_nothing_heavy_is_imported_for_a_call_that_is_replayed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", STARTS, json.dumps(HEAVY)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found.pop("replays") > 0
+    assert found == {"import": [], "torch": True, "call": []}
+
+
+def test_on_a_cpu_torch_is_imported_and_nothing_is_loaded() -> None:
+    loading = sg.preload("cpu")
+    loading.wait()
+    assert list(loading.seconds) == ["torch"]
+    assert loading.done
+
+
+def test_what_is_called_at_last_is_waited_for_and_its_error_raised_once(caplog: pytest.LogCaptureFixture) -> None:
+    done = sg.preload("cpu", then=lambda: None)
+    done.wait()
+    assert list(done.seconds) == ["torch", "then"]
+    failing = sg.preload("cpu", then=lambda: {}["layer"])
+    with pytest.raises(KeyError, match="layer"):
+        failing.wait()
+    assert "what preload was to call raised KeyError: 'layer'" in caplog.text
+    failing.wait()
+    assert "then" not in failing.seconds
+
+
+def test_a_capture_waits_until_everything_is_loaded() -> None:
+    release, loaded = threading.Event(), []
+
+    def load() -> None:
+        release.wait(20)
+        loaded.append(True)
+
+    model = sg.wrap(torch.nn.Linear(2, 2).eval(), capture_sizes=[1])
+    loading = sg.preload("cpu", then=load)
+    threading.Timer(0.2, release.set).start()
+    with torch.no_grad():
+        model.capture_graphs(torch.ones(1, 2))
+    assert loaded == [True]
+    loading.wait()
+    assert model.graph_stats.captures == 1
+
+
+class Driver:
+    """Stands for the CUDA driver; `failing` is the call that it refuses."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing, self.calls = failing, []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            self.calls.append((name, args))
+            return 100 if name == self.failing else 0
+
+        return call
+
+
+@pytest.mark.parametrize("failing", ["", "cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])
+def test_the_context_is_that_of_the_device(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(failing)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    assert first_use._create_context(3) is (failing == "")
+    names = [name for name, _ in driver.calls]
+    every = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+    assert names == every[: every.index(failing) + 1 if failing else 3]
+    assert failing == "cuInit" or driver.calls[1][1][1] == 3
+
+
+def test_a_machine_without_a_driver_has_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert not first_use._create_context(0)
+
+
+@pytest.mark.parametrize(
+    ("device", "place"),
+    [
+        (None, (True, 0)),
+        (2, (True, 2)),
+        ("cuda:1", (True, 1)),
+        (torch.device("cuda", 3), (True, 3)),
+        ("cpu", (False, 0)),
+        (torch.device("cpu"), (False, 0)),
+    ],
+)
+def test_a_device_is_read_without_torch(device: Any, place: tuple[bool, int]) -> None:
+    assert first_use._ordinal(device) == place
