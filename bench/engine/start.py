@@ -1,16 +1,26 @@
-"""Starts the engine that a config describes, with every graph captured."""
+"""Starts the engine that a config describes, with every graph captured, and loads its kernels before that."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
+from typing import TYPE_CHECKING
+
+import torch
 
 from bench.engine.config import EngineConfig
 from bench.engine.engine import Engine
 from bench.engine.spec import SpecEngine
 from bench.engine.spec_config import SpecConfig
 from bench.models.eagle import Eagle, Eagle3
-from bench.models.llama import Llama
-from simplegraph import RankGroup
+from bench.models.llama import CacheShape, Llama, build_llama
+from bench.models.serving import ServingLlama
+from simplegraph import BatchDescriptor, CudaGraphMode, RankGroup
+from simplegraph.attention import attending
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 
 def start(
@@ -44,3 +54,41 @@ def drop_graphs(engine: Engine) -> None:
     else:
         engine.runner.manager.reset()
     gc.collect()
+
+
+@torch.inference_mode()
+def load_kernels(shape: LlamaConfig, config: EngineConfig, device: torch.device, prompt: int) -> None:
+    """Run a prompt and a decode step on one layer of a model's shape, eagerly, so that kernels are compiled and loaded.
+
+    For a thread beside the reading of weights; see `simplegraph.preload`. The layer's memory is given back. Models with
+    sliding windows or recurrent layers are left alone.
+
+    Args:
+        shape: the model's config.
+        config: of the engine that comes after.
+        device: the engine's device.
+        prompt: tokens of the prompt.
+    """
+    shape = copy.copy(shape)
+    shape.num_hidden_layers = 1
+    llama = build_llama(shape, CacheShape(1, 16), 1, device=device, random_weights=False, windows=True)
+    weight = llama.model.embed_tokens.weight
+    pages = -(-(prompt + 1) // config.page_size)
+    config = dataclasses.replace(config, num_pages=1 + pages)
+    layer = llama.model.layers[0].self_attn
+    if layer is None or layer.window is not None:
+        return
+    for parameter in llama.parameters():
+        parameter.zero_()
+    (backend,) = config.backends([layer], weight)
+    model = ServingLlama(llama, backend, config.max_num_tokens, fused=config.fused)
+    table = [list(range(1, 1 + pages))]
+    for length, rows in ((prompt, prompt), (prompt + 1, 1)):
+        backend.metadata.set([rows], [length], table, num_tokens=rows, num_reqs=1)
+        positions = torch.arange(length - rows, length, device=device)
+        with attending(backend, CudaGraphMode.NONE, BatchDescriptor(rows, 1)):
+            hidden = model(torch.zeros_like(positions), positions)
+        llama.head(hidden[-1:]).argmax(dim=-1).cpu()
+    del llama, model, backend
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

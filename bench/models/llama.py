@@ -179,7 +179,10 @@ class LlamaDecoder(nn.Module):
 
     def __init__(self, config: LlamaConfig, cache: CacheShape, max_batch: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Not drawn: on the meta device that would import torch's compiler.
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size), freeze=False
+        )
         self.layers = nn.ModuleList(DecoderLayer(config, cache, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
@@ -344,7 +347,8 @@ def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype
     for module in model.modules():
         if not isinstance(module, RotaryEmbedding):  # frequencies stay in float32
             module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
-    model.to_empty(device=device)
+    # As `to_empty`, whose operator imports sympy on the meta device.
+    model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
     for module in model.modules():
         if isinstance(module, Joined):
             module.join()

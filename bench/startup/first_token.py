@@ -7,36 +7,26 @@ first and filled in the second. Weights are random: reading them from disk would
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
-import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bench.engine import Engine, EngineConfig, SamplingParams
-from bench.models.workload import Workload
+from bench.startup.first_token_process import ARMS, STAGES
 from bench.startup.processes import CompileCaches, cache_environment, run_worker
-from bench.tools import environment, text
+from bench.startup.results import medians
+from bench.tools import environment
 from bench.tools.files import OUT, save_figures
-from bench.tools.measure import NOT_SPEED, Figures, device_of, say, synchronize
-from bench.tools.options import add_json, add_model, add_names
-from bench.tools.tables import grid, in_line
+from bench.tools.measure import NOT_SPEED, Figures, device_of, say
+from bench.tools.options import add_json, add_model, add_names, count
+from bench.tools.tables import NOTHING, grid, in_line
 
-# How the engine runs in each arm; simplegraph's answers its first request before it captures.
-ARMS: dict[str, dict[str, Any]] = {
-    "eager": {"mode": "NONE", "fused": False},
-    "simplegraph": {"fused": False},
-    "simplegraph-fused": {"fused": True},
-    "compiled-piecewise": {"mode": "PIECEWISE", "compiled": True},
-}
 NEEDS_GPU = ("simplegraph-fused", "compiled-piecewise")
-PROMPT = 128
+CACHES = ("cold", "warm")
 TIMEOUT = 400.0
 
 
@@ -45,78 +35,102 @@ def default_arms(device: torch.device) -> list[str]:
     return [arm for arm in ARMS if device.type == "cuda" or arm not in NEEDS_GPU]
 
 
-def measure(arms: Sequence[str], model: str, caches: CompileCaches) -> list[Figures]:
+def measure(
+    arms: Sequence[str],
+    model: str,
+    caches: CompileCaches,
+    *,
+    rounds: int = 1,
+    preload: bool = True,
+    keep: Callable[[list[Figures]], object] = bool,
+) -> list[Figures]:
     """Measure every arm with cold and warm caches: seconds since its process began, by stage.
+
+    Args:
+        arms: names in `ARMS`.
+        model: as `python -m bench` takes it.
+        caches: where the processes compile to.
+        rounds: processes of each; the figures are their medians.
+        preload: load what CUDA loads at its first use in a thread, in every arm.
+        keep: called with all figures so far after each process.
 
     Raises:
         RuntimeError: a process failed.
     """
-    found = []
-    for arm, cache in itertools.product(arms, ("cold", "warm")):
-        found.append(_one(arm, cache, model, caches))
-        say(f"first token: {arm}, {cache} caches: {in_line(found[-1]['seconds'], '.2f', 's')}")
-    return found
+    found: dict[tuple[str, str], list[Figures]] = {}
+    figures: list[Figures] = []
+    for _, arm, cache in itertools.product(range(rounds), arms, CACHES):
+        taken = _one(arm, cache, model, caches, preload=preload)
+        found.setdefault((arm, cache), []).append(taken)
+        figures = [medians(each) | {"rounds": [one["seconds"] for one in each]} for each in found.values()]
+        for line in _lines(taken):
+            say(f"first token: {arm}, {cache} caches: {line}")
+        keep(figures)
+    return figures
 
 
-def _one(arm: str, cache: str, model: str, caches: CompileCaches) -> Figures:
+def _one(arm: str, cache: str, model: str, caches: CompileCaches, *, preload: bool) -> Figures:
     say(f"first token: {arm}, {cache} caches ...")
     folder = caches.folder(arm, cache)
     environment = cache_environment(folder) | {"FLASHINFER_WORKSPACE_BASE": str(folder)}
-    line = [sys.executable, "-m", "bench.startup.first_token", "--arm", arm, "--model", model]
+    line = [sys.executable, "-m", "bench.startup.first_token_process", "--arm", arm, "--model", model]
+    line += [] if preload else ["--no-preload"]
     return {"arm": arm, "cache": cache} | run_worker([*line, "--began", repr(time.time())], environment, TIMEOUT)
 
 
-def _engine_stages(arm: str, model: str, began: float) -> Figures:
-    """Measure one process's stages, in seconds since it began."""
-    importlib.import_module("transformers.models.llama.configuration_llama")  # which building would else import
-    seconds = {"imported": time.time() - began}
-    device = device_of()
-    llama = Workload(model, (1,), device, lm_head=True).build(windows=True)
-    synchronize(device)
-    seconds["weights"] = time.time() - began
-    size: Any = {"max_num_seqs": 256} if device.type == "cuda" else {"max_num_seqs": 4, "capture_sizes": (1, 4, PROMPT)}
-    engine = Engine(llama, EngineConfig(max_model_len=512, num_pages=4096, **size, **ARMS[arm]))
-    engine.add(text.token_ids(PROMPT, llama.config.vocab_size).tolist(), SamplingParams(max_tokens=2))
-    for _ in engine.stream():
-        seconds.setdefault("first_token", time.time() - began)
-    summary = engine.capture()
-    synchronize(device)
-    seconds["ready"] = time.time() - began
-    return {"seconds": seconds, "attention": engine.runner.backends[0].name, "captured": summary.captured}
+def _lines(found: Figures) -> Iterator[str]:
+    """Format a process's stages, and what it loaded in a thread."""
+    yield in_line(found["seconds"], ".2f", "s")
+    if found["preload"]:
+        yield f"in the thread: {in_line(found['preload'], '.2f', 's')}"
+    yield f"{found['modules']} modules, of heavy packages: {', '.join(found['heavy']) or 'none'}"
 
 
 def render(figures: Sequence[Figures]) -> str:
-    """Format a line for every process: seconds since it began, and since its weights were loaded."""
-    lines = [("arm", "caches", "imported s", "weights s", "token s", "ready s", "token after weights s")]
+    """Format a line for every process: seconds since it began, and since its weights were loaded; then the ratios."""
+    lines = [("arm", "caches", *(f"{stage.replace('_', ' ')} s" for stage in STAGES), "token after weights s")]
     for found in figures:
         seconds = found["seconds"]
-        stages = [seconds[name] for name in ("imported", "weights", "first_token", "ready")]
-        after = seconds["first_token"] - seconds["weights"]
-        lines.append((found["arm"], found["cache"], *(f"{value:.2f}" for value in (*stages, after))))
-    return grid(lines)
+        stages = [f"{seconds[name]:.2f}" if name in seconds else NOTHING for name in STAGES]
+        lines.append((found["arm"], found["cache"], *stages, f"{after_weights(found):.2f}"))
+    return "\n".join([grid(lines), *_ratios(figures)])
+
+
+def after_weights(found: Figures) -> float:
+    """Return the seconds from the loaded weights to the first token."""
+    return float(found["seconds"]["first_token"] - found["seconds"]["weights"])
+
+
+def _ratios(figures: Sequence[Figures]) -> Iterator[str]:
+    tokens = {(one["arm"], one["cache"]): one["seconds"]["first_token"] for one in figures}
+    for (arm, cache), seconds in tokens.items():
+        compiled = tokens.get(("compiled-piecewise", cache))
+        if compiled and arm.startswith("simplegraph"):
+            yield f"first token of {arm} over compiled-piecewise, {cache} caches: {seconds / compiled:.2f}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure one arm in this process if --arm is given; otherwise all arms, each in its own process."""
+    """Measure all arms, each in its own process."""
     parser = argparse.ArgumentParser(prog="python -m bench.startup.first_token", description=__doc__)
     add_model(parser)
     add_names(parser, "--arms", ARMS, "those that run on this device by default")
+    parser.add_argument("--rounds", type=count, default=1, help="processes of each arm; 1 by default")
+    parser.add_argument("--no-preload", action="store_true", help="load everything where it is used first")
     add_json(parser, OUT / "first_token.json")
-    parser.add_argument("--arm", choices=ARMS, help="measure this process, as the command does in processes of its own")
-    parser.add_argument("--began", type=float, help="when this process was started, in seconds since the epoch")
     options = parser.parse_args(arguments)
-    if options.arm is not None:
-        began = options.began or time.time()
-        Path(options.json).write_text(json.dumps(_engine_stages(options.arm, options.model or "tiny", began)))
-        return 0
     device = device_of()
     model = options.model or ("8b" if device.type == "cuda" else "tiny")
+    arms, machine = options.arms or default_arms(device), environment.describe()
+
+    def keep(figures: list[Figures]) -> None:
+        save_figures(options.json, {"machine_info": machine, "preload": not options.no_preload, "results": figures})
+
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(options.arms or default_arms(device), model, CompileCaches(Path(folder)))
+        caches = CompileCaches(Path(folder))
+        figures = measure(arms, model, caches, rounds=options.rounds, preload=not options.no_preload, keep=keep)
     print(render(figures))
     if device.type == "cpu":
         print(NOT_SPEED)
-    save_figures(options.json, {"machine_info": environment.describe(), "results": figures})
     return 0
 
 

@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.startup import first_token
+from bench.startup import first_token, first_token_process
 from bench.startup.processes import CompileCaches
 
 
 def check_stages(found: dict[str, Any]) -> None:
-    stages = [found["seconds"][name] for name in ("imported", "weights", "first_token", "ready")]
+    stages = [found["seconds"][name] for name in first_token_process.STAGES]
     assert stages[0] > 0
     assert stages == sorted(stages)
 
@@ -36,11 +36,26 @@ def test_the_command_tells_the_stages_of_an_arm_with_cold_and_warm_caches(
     for found in results:
         check_stages(found)
         assert found["captured"] > 0
+        assert gpu or found["heavy"] == []
+        assert {"torch", "then"} <= found["preload"].keys()
+        assert found["preload"]["then"] <= found["seconds"]["loaded"]
 
 
 def test_an_arm_without_graphs_has_the_same_stages(tmp_path: Path) -> None:
-    assert first_token.main(["--arm", "eager", "--model", "tiny", "--json", str(tmp_path / "eager.json")]) == 0
+    line = ["--arm", "eager", "--model", "tiny", "--json", str(tmp_path / "eager.json")]
+    assert first_token_process.main(line) == 0
     check_stages(json.loads((tmp_path / "eager.json").read_text()))
+
+
+def test_the_ratios_are_those_of_the_first_token() -> None:
+    def process(arm: str, token: float) -> dict[str, Any]:
+        stages = dict.fromkeys(first_token_process.STAGES, 1.0) | {"first_token": token}
+        return {"arm": arm, "cache": "cold", "seconds": stages}
+
+    printed = first_token.render([process("simplegraph-fused", 4.0), process("compiled-piecewise", 16.0)])
+    assert "first token of simplegraph-fused over compiled-piecewise, cold caches: 0.25" in printed
+    row = next(line for line in printed.splitlines() if line.startswith("simplegraph-fused"))
+    assert row.split()[-1] == "3.00"
 
 
 def test_a_process_that_fails_is_an_error_with_its_last_lines(tmp_path: Path) -> None:
