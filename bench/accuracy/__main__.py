@@ -19,7 +19,6 @@ from bench.engine import EngineError
 from bench.engine.config import BACKENDS
 from bench.models.checkpoint import CheckpointError
 from bench.spec_decode.pairs import KINDS, TRAINED
-from bench.tools import environment
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import device_of, few_threads
 from bench.tools.options import add_json, add_names, changed, count, folder_or, listed
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         drafts = "trained"
     print(render(f"{options.model}, {checkpoint.dtype}, on {device.type}; draft: {drafts}", found))
     settings = {"model": options.model, "dtype": str(checkpoint.dtype), "draft": drafts, "k": plan.num_draft_tokens}
-    save_figures(options.json, {"machine_info": environment.describe(), "load": settings, "results": found})
+    save_figures(options.json, {"load": settings, "results": found})
     return 0
 
 

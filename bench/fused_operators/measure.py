@@ -15,7 +15,6 @@ import torch
 
 from bench.fused_operators.libraries import LIBRARIES, TINY, Call, Maker, Shapes, inputs
 from bench.startup.processes import cache_environment, run_worker
-from bench.tools import environment
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, device_of, say, seconds, step_milliseconds
 from bench.tools.options import add_json, add_names, numbers
@@ -164,5 +163,5 @@ def main(arguments: list[str] | None = None) -> int:
     print(render(figures))
     if device.type == "cpu":
         print(NOT_SPEED)
-    save_figures(options.json, {"machine_info": environment.describe(), "results": figures})
+    save_figures(options.json, {"results": figures})
     return int(all("failed" in found for found in figures))

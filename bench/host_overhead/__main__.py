@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from bench.host_overhead import calls
-from bench.tools import environment
 from bench.tools.files import save_figures
 from bench.tools.measure import NOT_SPEED, device_of, say
 from bench.tools.options import add_device, add_json, count, numbers
@@ -30,8 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     if device.type == "cpu":
         print(NOT_SPEED)
     if options.json:
-        figures = {"machine_info": environment.describe(), "sizes": sizes, "microseconds": medians}
-        save_figures(options.json, figures)
+        save_figures(options.json, {"sizes": sizes, "microseconds": medians})
     return 0
 
 

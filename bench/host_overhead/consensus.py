@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.tools import environment
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import Figures, say
 from bench.tools.options import add_json, count, numbers
@@ -81,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         results[size] = measure(size, options.steps)
         say(f"{size} ranks: median {results[size]['median_us']:.1f} us, p99 {results[size]['p99_us']:.1f} us")
     print(render(results))
-    save_figures(options.json, {"machine_info": environment.describe(), "results": results})
+    save_figures(options.json, {"results": results})
     return 0
 
 

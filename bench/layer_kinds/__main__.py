@@ -13,7 +13,6 @@ import time
 
 from bench.layer_kinds import equality, steps
 from bench.layer_kinds.shapes import KINDS
-from bench.tools import environment
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, device_of, few_threads, say
 from bench.tools.options import add_json, add_names, count, numbers, positive
@@ -30,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     on_gpu = device.type == "cuda"
     requests, tokens = options.requests or (64 if on_gpu else 6), options.tokens or (128 if on_gpu else 6)
     batches = options.batches or ((1, 8, 64) if on_gpu else (1, 4))
-    results: Figures = {"machine_info": environment.describe(), "results": {}}
+    results: Figures = {"results": {}}
     timer = threading.Timer(options.limit, _stop)
     timer.daemon = True
     timer.start()

@@ -22,7 +22,8 @@ import torch
 
 from bench.model_table.entries import CATEGORIES, ENTRIES, TableEntry
 from bench.model_table.row import EAGER, FAILED, FULL, MISSING, PARTS, PIECEWISE, measure_row
-from bench.tools import command, environment, fresh
+from bench.tools import command, fresh
+from bench.tools.files import save_figures
 from bench.tools.measure import NOT_SPEED, Figures, say
 from bench.tools.options import add_names, count
 from bench.tools.side_by_side import SideBySide
@@ -75,7 +76,7 @@ def measure(plan: TablePlan, device: torch.device) -> Figures:
     tasks = {name: (measure_row, (name, device.type, plan.tiny)) for name in todo}
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     processes = SideBySide(workers=plan.workers, gpus=gpus, seconds=plan.seconds, total=plan.total)
-    began, described = time.monotonic(), environment.describe()
+    began = time.monotonic()
     for name, found in processes.run(tasks):
         row = _failed(found) if isinstance(found, Exception) else found
         say(f"{time.monotonic() - began:.0f} s, {name}: {row['column']}{_because(row)}{_told(row)}")
@@ -83,8 +84,7 @@ def measure(plan: TablePlan, device: torch.device) -> Figures:
         known[name] = {"category": entry.category, "integration": entry.integration} | row
         figures["rows"] = {name: known[name] for name in NAMES if name in known}
         if plan.json is not None:
-            plan.json.parent.mkdir(parents=True, exist_ok=True)
-            plan.json.write_text(json.dumps(figures | {"environment": described}, indent=2))
+            save_figures(plan.json, figures)
     if todo:
         say(f"{plan.total} s are over; left out: {', '.join(todo)}. The same command with --more measures them.")
     return figures

@@ -19,7 +19,7 @@ from bench.models.workload import Workload
 from bench.serve import load
 from bench.serve.serving import ARMS, ServePlan, default_arms, served
 from bench.spec_decode.pairs import KINDS, TRAINED, load_draft
-from bench.tools import environment, torchrun
+from bench.tools import torchrun
 from bench.tools.charts import draw
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, say
@@ -67,8 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name, figures in served(plan, llama, drafts, arms, options.attention, ranks):
             results[name] = figures
             if shard.rank == 0:
-                found = {"machine_info": environment.describe(), "load": settings, "results": results}
-                save_figures(options.json, found)
+                save_figures(options.json, {"load": settings, "results": results})
     except (EngineError, CheckpointError, FileNotFoundError, ValueError) as error:
         print(f"python -m bench.serve: {error}", file=sys.stderr)
         return 1

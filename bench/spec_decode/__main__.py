@@ -14,7 +14,6 @@ from bench.engine.config import BACKENDS
 from bench.models.checkpoint import CheckpointError
 from bench.spec_decode.pairs import KINDS, TRAINED, load_pair
 from bench.spec_decode.rounds import ARMS, SpecPlan, measure, ratios, render
-from bench.tools import environment
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, device_of
 from bench.tools.options import add_json, add_model, add_names, count, folder_or, listed, numbers, positive
@@ -51,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(NOT_SPEED)
     load = {"model": model, "draft": options.draft, "k": plan.num_draft_tokens, "mean_length": plan.mean_length}
     load |= {"prompt": plan.prompt, "output": plan.output, "attention": plan.attention}
-    results = {"machine_info": environment.describe(), "load": load, "results": found, "ratios": ratios(found)}
+    results = {"load": load, "results": found, "ratios": ratios(found)}
     save_figures(options.json, results)
     return 0
 

@@ -36,9 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     def save(results: dict[str, Result]) -> None:
         if torchrun.rank() == 0:
             # Described by the processes that measured: this one asks the GPU nothing while they do.
-            machine = next((one["environment"] for one in results.values() if "environment" in one), {})
-            figures = {"machine_info": machine, "results": results, "comparison": comparison(results)}
-            save_figures(options.json, figures)
+            machine = next((one["environment"] for one in results.values() if "environment" in one), None)
+            save_figures(options.json, {"results": results, "comparison": comparison(results)}, machine)
 
     with tempfile.TemporaryDirectory(prefix="compile-caches-") as folder:
         results = runs.run_all(runs_of(options), plan, CompileCaches(Path(folder)), save)

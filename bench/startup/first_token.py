@@ -19,7 +19,6 @@ import torch
 from bench.startup.first_token_process import ARMS, STAGES
 from bench.startup.processes import CompileCaches, cache_environment, run_worker
 from bench.startup.results import medians
-from bench.tools import environment
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, device_of, say
 from bench.tools.options import add_json, add_model, add_names, count
@@ -120,10 +119,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = device_of()
     model = options.model or ("8b" if device.type == "cuda" else "tiny")
-    arms, machine = options.arms or default_arms(device), environment.describe()
+    arms = options.arms or default_arms(device)
 
     def keep(figures: list[Figures]) -> None:
-        save_figures(options.json, {"machine_info": machine, "preload": not options.no_preload, "results": figures})
+        # Described by a process that measured: this one asks the GPU nothing while they do.
+        described = {"preload": not options.no_preload, "results": figures}
+        save_figures(options.json, described, figures[0]["environment"])
 
     with tempfile.TemporaryDirectory() as folder:
         caches = CompileCaches(Path(folder))

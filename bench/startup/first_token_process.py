@@ -58,12 +58,12 @@ def measure(arm: str, model: str, began: float, *, preload: bool) -> dict[str, A
     # A compiled model has kernels of its own.
     then = None if compiled else functools.partial(_load_kernels, arm, model)
     loading = sg.preload(then=then) if preload else None
-    import torch
+    import torch  # noqa: F401
 
     mark("torch")
     from bench.engine import Engine, SamplingParams
     from bench.models.workload import Workload
-    from bench.tools import text
+    from bench.tools import environment, text
     from bench.tools.measure import device_of, synchronize
 
     if compiled:
@@ -95,7 +95,7 @@ def measure(arm: str, model: str, began: float, *, preload: bool) -> dict[str, A
         "attention": engine.runner.backends[0].name,
         "fused": engine.runner.model.fused,
         "captured": summary.captured,
-        "torch": torch.__version__,
+        "environment": environment.describe(),
     }
 
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import torch
 
-from bench.tools import environment
 from bench.tools.files import save_figures
 from bench.tools.measure import Figures, device_of
 from bench.tools.options import add_device, add_json, changed
@@ -36,6 +35,6 @@ def run(
     figures = measure(changed(default_plan(device), vars(given)), device)
     print(render(figures))
     if given.json:
-        save_figures(given.json, figures | {"environment": environment.describe()})
+        save_figures(given.json, figures)
     if failures(figures):
         raise SystemExit("\n\n".join(failures(figures)))

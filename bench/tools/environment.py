@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parents[2]
+# Packages whose version can change a figure; those that are not installed are null in the JSON.
 LIBRARIES = (
-    "torch",
-    "triton",
-    "transformers",
-    "timm",
-    "torchvision",
-    "diffusers",
-    "tensordict",
-    "simple-cuda-graph",
-    "vllm",
-    "vllm-flash-attn",
-    "flash-attn-3",
-    "flashinfer-python",
-    "nvidia-cublas",
-    "numpy",
-    "pytest-benchmark",
+    *("torch", "triton", "transformers", "timm", "torchvision", "diffusers", "peft", "tensordict", "simple-cuda-graph"),
+    *("vllm", "vllm-flash-attn", "flash-attn", "flash-attn-3", "flashinfer-python", "liger-kernel"),
+    *("nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "cuda-bindings"),
+    *("breakable-cuda-graphs", "numpy", "pytest-benchmark"),
 )
+# Packages of FlashAttention-3's kernels, which may lie beside others without a version.
+KERNELS = ("vllm_flash_attn", "flash_attn_interface")
 GIT_SECONDS = 10
 
 
 def describe() -> dict[str, Any]:
-    """Describe the environment of this process, ready for JSON."""
+    """Describe the environment of this process, ready for JSON. Starts CUDA, where there is a GPU."""
     return {
         "gpu": gpu(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "commit": commit(),
         "versions": versions(),
+        "kernels": kernels(),
     }
+
+
+def missing(machine: Mapping[str, Any]) -> list[str]:
+    """Say what a description lacks that figures need to be repeated; nothing for one that `describe` made."""
+    gpu: Mapping[str, Any] = machine.get("gpu") or {}
+    found = [
+        name for name in ("gpu", "torch", "cuda", "python", "commit", "versions", "kernels") if name not in machine
+    ]
+    if gpu:
+        found += [f"gpu.{name}" for name in ("name", "driver") if gpu.get(name, "unknown") == "unknown"]
+    if machine.get("commit") == "unknown":
+        found.append("commit")
+    return found + [f"versions.{name}" for name in LIBRARIES if name not in machine.get("versions", {})]
 
 
 def gpu() -> dict[str, Any] | None:
@@ -59,6 +69,7 @@ def gpu() -> dict[str, Any] | None:
     }
 
 
+@functools.cache
 def driver() -> str:
     """Return the driver's version, from nvidia-smi or the kernel module."""
     if shutil.which("nvidia-smi"):
@@ -70,17 +81,30 @@ def driver() -> str:
     return version.read_text().splitlines()[0] if version.is_file() else "unknown"
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the installed `LIBRARIES`."""
-    found = {}
+@functools.cache
+def versions() -> dict[str, str | None]:
+    """Return the versions of `LIBRARIES`; None for those that are not installed."""
+    found: dict[str, str | None] = {}
     for name in LIBRARIES:
         try:
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # optional; libraries that are missing are left out
-            continue
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
     return found
 
 
+def kernels() -> dict[str, dict[str, int]]:
+    """Return the libraries of the installed `KERNELS` with their bytes, by which builds without a version are told."""
+    found = {}
+    for name in KERNELS:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            files = sorted(Path(spec.origin).parent.glob("*.so")) if spec.submodule_search_locations else []
+            found[name] = {file.name: file.stat().st_size for file in files}
+    return found
+
+
+@functools.cache
 def commit() -> str:
     """Return the commit of this checkout, marked if files differ from it; BENCH_COMMIT if git has none."""
     given = os.environ.get("BENCH_COMMIT")

@@ -6,15 +6,28 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.tools import environment
 from bench.tools.measure import say
 
 BENCH = Path(__file__).parents[1]
 DATA, OUT = BENCH / "data", BENCH / "out"
 
 
-def save_figures(path: Path | str, figures: dict[str, Any]) -> None:
-    """Write figures as JSON; the folder is created if it is missing."""
+def save_figures(path: Path | str, figures: dict[str, Any], machine: dict[str, Any] | None = None) -> None:
+    """Write figures and what they were measured with as JSON; the folder is created if it is missing.
+
+    Args:
+        path: of the file.
+        figures: ready for JSON.
+        machine: from `environment.describe` in a process that measured; by default this process describes it.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=2))
-    say(f"figures: {path}")
+    described = {"machine_info": machine or environment.describe()}
+    path.write_text(json.dumps(described | figures, indent=2))
+    if path not in _said:  # once, however often a benchmark writes what it has
+        _said.add(path)
+        say(f"figures: {path}")
+
+
+_said: set[Path] = set()

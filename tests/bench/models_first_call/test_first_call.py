@@ -93,7 +93,7 @@ def test_choosing_models_and_arms(tmp_path: Path) -> None:
     figures = json.loads(file.read_text())
     assert figures["plan"]["batch"] == 3
     assert {model: list(arms) for model, arms in figures["models"].items()} == {"convnet": ["eager"]}
-    assert figures["environment"]["commit"]
+    assert figures["machine_info"]["commit"]
 
 
 def test_a_process_that_dies_or_takes_too_long_is_told() -> None:

@@ -137,7 +137,7 @@ def test_a_run_writes_every_figure_and_leaves_whole_steps_out_where_they_do_not_
     }
     assert figures["workloads"]["mlp"]["hand-made"] == {"skipped": "it needs a GPU"}
     assert len(figures["workloads"]["mlp"]["eager"]["losses"]) == one_run.FIRST_CALLS
-    assert figures["environment"]["commit"]
+    assert figures["machine_info"]["commit"]
 
 
 def test_what_is_preloaded_stays_unless_a_process_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
