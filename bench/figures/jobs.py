@@ -1,0 +1,168 @@
+"""The commands that measure the tables of the documentation, with their time limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
+
+from bench.models_first_call import zoo
+from bench.models_first_call.model_arms import ARMS as MODEL_ARMS
+from bench.tools.options import written
+from bench.training.step_arms import ARMS as TRAINING_ARMS
+from bench.transformers_generate.families import FAMILIES
+
+JSON = "{json}"
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
+_GENERATE_ARMS = "plain,static-compiled,simplegraph"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One command, which writes one file of figures.
+
+    Attributes:
+        file: of the figures, without ".json", as `docs.tools` reads it below `bench/results`.
+        command: arguments of Python, with `JSON` in the place of the file.
+        tables: of the documentation that show its figures; jobs without any run only if they are named.
+        seconds: time limit.
+        gpus: how many it needs.
+        shares: True if it may run while jobs on other GPUs do.
+        variables: set in its environment; defaults: set if the environment does not have them.
+        needs: reason why it cannot run here, empty if it can.
+    """
+
+    file: str
+    command: tuple[str, ...]
+    tables: tuple[str, ...] = ()
+    seconds: float = 580.0
+    gpus: int = 1
+    shares: bool = False
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    needs: str = ""
+
+    def is_named(self, patterns: Iterable[str]) -> bool:
+        """True if a pattern matches the file, its last part, or one of the tables."""
+        names = (self.file, self.file.rpartition("/")[2], *self.tables)
+        return any(fnmatch.fnmatch(name, pattern) for pattern in patterns for name in names)
+
+
+def all_jobs() -> list[Job]:
+    """List every job: those of one GPU, of several, and of other people's models, the longest of these first."""
+    return [*_one_gpu(), *_training(), *_several_gpus(), *_families(), *_models(), *_beside_the_tables()]
+
+
+def _suite(*tests: str, options: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the command of pytest-benchmark's suites in `bench`."""
+    paths = [f"bench/{test}.py" for test in tests]
+    return ("-m", "pytest", *paths, "-q", "-s", "-p", "no:cacheprovider", "--benchmark-json", JSON, *options)
+
+
+def _command(module: str, *options: str) -> tuple[str, ...]:
+    return ("-m", module, *options, "--json", JSON)
+
+
+def _one_gpu() -> list[Job]:
+    startup = ("--startup-model", "8b", "--startup-rounds", "2", "--startup-timeout", "150")
+    first_token = _suite("serve/test_agreement", "startup/test_first_token")
+    serve = ("--rate", "60", "--requests", "600", "--attention", "triton")
+    generate = _suite("transformers_generate/test_transformers_generate")
+    return [
+        Job("h200_startup", _suite("startup/test_startup", options=startup), ("startup", "readme")),
+        Job("h200_piecewise", _suite("piecewise/test_piecewise"), ("mixed",)),
+        Job("h200_attention", _suite("serve/test_attention_steps"), ("attention",)),
+        Job("h200_engine_steps", _suite("serve/test_decode_steps"), ("decode", "generation")),
+        Job("h200_engine", first_token, ("first-token",)),
+        Job("h200_serve", _command("bench.serve", *serve), ("serving",)),
+        Job("h200_transformers", generate, ("generate",), variables={"BENCH_FAMILIES": "llama"}),
+        Job("h200_spec_decode", _suite("spec_decode/test_rounds"), ("speculative",)),
+        Job("h200_host_overhead", _suite("host_overhead/test_host_overhead"), ("host",), seconds=300),
+        Job("h200x4_consensus", _command("bench.host_overhead.consensus"), ("consensus",), seconds=200, gpus=0),
+    ]
+
+
+def _training() -> list[Job]:
+    compiled = _training_command((), tuple(TRAINING_ARMS))
+    first = _training_command(("mlp", "dqn"), ("eager", "train-step", "compiled-reduce-overhead"))
+    in_turn = ("eager", "forward-backward", "make-graphed-callables")
+    pairs = _training_command(("two linears", "two linears, autocast", "mlp", "vit-b 8"), in_turn)
+    return [
+        Job("h200_training", compiled, ("training", "training-start")),
+        Job("h200_training_first", first, ("training-start",), seconds=300),
+        Job("h200_training_pairs", pairs, ("training-pairs",), seconds=300),
+    ]
+
+
+def _training_command(workloads: tuple[str, ...], arms: tuple[str, ...]) -> tuple[str, ...]:
+    chosen = ("--workloads", ",".join(map(written, workloads))) if workloads else ()
+    return _command("bench.training", *chosen, "--arms", ",".join(map(written, arms)))
+
+
+def _several_gpus() -> list[Job]:
+    compiled = "compiled-piecewise"
+    dtensor = ("--arms", "simplegraph,simplegraph-dtensor", "--sizes", "1,64,256")
+    return [
+        _ranks("h200x2_tp2", 2, ("two-gpus",), "--rounds", "1"),
+        _ranks("h200x2_tp2_compiled", 2, ("two-gpus",), "--arms", compiled),
+        _ranks("h200x2_dtensor", 2, ("dtensor",), "--rounds", "1", *dtensor),
+        _ranks("h200x4_tp4_70b", 4, ("four-gpus",), "--model", "70b", "--rounds", "1", "--arms", "simplegraph,eager"),
+        _ranks("h200x4_tp4_70b_compiled", 4, ("four-gpus",), "--model", "70b", "--arms", compiled),
+        _ranks(
+            *("h200x8_tp8_70b", 8, ("eight-gpus", "eight-gpus-parts")),
+            *("--model", "70b", "--rounds", "1", "--arms", "simplegraph,plain-loop"),
+        ),
+        _ranks(
+            *("h200x8_tp8_70b_eager", 8, ("eight-gpus",)),
+            *("--model", "70b", "--rounds", "1", "--arms", "eager,simplegraph-piecewise"),
+        ),
+        _ranks("h200x8_tp8_70b_compiled", 8, ("eight-gpus",), "--model", "70b", "--arms", compiled),
+    ]
+
+
+def _ranks(file: str, ranks: int, tables: tuple[str, ...], *options: str) -> Job:
+    """Return the startup benchmark with tensor parallelism."""
+    line = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "bench", "--tp", str(ranks))
+    return Job(file, (*line, *options, "--json", JSON), tables, gpus=ranks, variables=_NO_MULTICAST)
+
+
+def _families() -> list[Job]:
+    suite = _suite("transformers_generate/test_transformers_generate")
+    return [
+        Job(
+            f"h200x4_models/generate_{name}",
+            suite,
+            ("families",),
+            shares=True,
+            variables={"BENCH_FAMILIES": name},
+            defaults={"BENCH_GENERATE_ARMS": _GENERATE_ARMS, "BENCH_PROCESSES": "3"},
+        )
+        for name in FAMILIES
+    ]
+
+
+def _models() -> list[Job]:
+    installed = zoo.available()
+    return [
+        Job(
+            f"h200x4_models/models_{name.replace(' ', '_')}",
+            _suite("models_first_call/test_models"),
+            ("models",),
+            shares=True,
+            variables={"BENCH_MODELS": written(name)},
+            defaults={"BENCH_MODEL_ARMS": ",".join(MODEL_ARMS), "BENCH_PROCESSES": "1"},
+            needs="" if name in installed else f"{entry.package} is not installed",
+        )
+        for name, entry in reversed(zoo.ZOO.items())
+    ]
+
+
+def _beside_the_tables() -> list[Job]:
+    memory = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
+    return [
+        Job("h200_training_memory", _command("bench.training", *memory)),
+        Job("h200_layer_kinds", _command("bench.layer_kinds")),
+        Job("h200_fused_operators", _command("bench.fused_operators")),
+        Job("h200_accuracy", _command("bench.accuracy")),
+        Job("h200_model_table", _command("bench.model_table", "--total", "560")),
+    ]

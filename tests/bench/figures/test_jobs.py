@@ -1,0 +1,86 @@
+"""One command measures every table of the documentation, each into the file that the table is written from."""
+
+from __future__ import annotations
+
+import collections
+import re
+import shlex
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from bench.figures import __main__ as command
+from bench.figures.jobs import JSON, all_jobs
+from docs.tools import raw, tables
+
+COMPUTED = {"modes"}  # not measured
+
+
+def named() -> set[str]:
+    """The tables that stand on the pages."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
+    return set(re.findall(r"<!-- table: ([\w-]+) -->", pages)) - COMPUTED
+
+
+def test_every_table_has_a_job() -> None:
+    assert {table for job in all_jobs() for table in job.tables} == named()
+
+
+@pytest.mark.parametrize("table", sorted(named()))
+def test_a_tables_jobs_write_the_files_that_it_is_written_from(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = set()
+
+    def load(name: str) -> object:
+        read.add(name)
+        return known(name)
+
+    known = raw.load
+    monkeypatch.setattr(raw, "load", load)
+    monkeypatch.setattr(tables, "load", load)
+    tables.TABLES[table]()
+    assert read <= {job.file for job in all_jobs() if table in job.tables}
+
+
+def test_no_two_jobs_write_one_file_and_every_job_has_a_limit_that_one_call_can_wait_for() -> None:
+    files = collections.Counter(job.file for job in all_jobs())
+    assert [file for file, count in files.items() if count > 1] == []
+    for job in all_jobs():
+        assert job.command.count(JSON) == 1, job.file
+        assert 0 < job.seconds < 600
+        assert job.gpus in (0, 1, 2, 4, 8)
+
+
+def test_parts_are_chosen_by_table_or_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["folder", "--list", "--only", "families,h200_serve,models_timm*"]) == 0
+    chosen = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"h200_serve", "h200x4_models/generate_llama", "h200x4_models/models_timm_vit"} <= set(chosen)
+    assert all("generate" in file or "timm" in file or file == "h200_serve" for file in chosen)
+    assert command.main(["folder", "--list"]) == 0
+    every = capsys.readouterr().out
+    assert "h200_fused_operators" not in every  # has no table: only if it is named
+    assert command.main(["folder", "--list", "--only", "h200_fused_operators"]) == 0
+    with pytest.raises(SystemExit):
+        command.main(["folder", "--only", "nothing"])
+    assert "no table and no file is named nothing" in capsys.readouterr().err
+
+
+def test_every_jobs_options_are_those_of_its_command() -> None:
+    """As far as the parsers of the benchmarks can tell: a job must not fail after an hour over a name."""
+    import bench.accuracy.__main__
+    import bench.serve.__main__
+    import bench.startup.__main__
+
+    parsers = {
+        "bench": bench.startup.__main__._parser(),
+        "bench.serve": bench.serve.__main__._parser(),
+        "bench.accuracy": bench.accuracy.__main__._parser(),
+    }
+    checked = 0
+    for job in all_jobs():
+        line = [*job.command]
+        module = line[len(line) - line[::-1].index("-m")]
+        if module in parsers:
+            parsers[module].parse_args(line[len(line) - line[::-1].index("-m") + 1 :])
+            checked += 1
+    assert checked >= 10, shlex.join(parsers)

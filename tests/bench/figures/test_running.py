@@ -1,0 +1,143 @@
+"""Jobs end within their limits, what was measured stays, and a file says what it was measured with."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.figures import __main__ as command
+from bench.figures import running
+from bench.figures.jobs import JSON, Job
+from bench.figures.running import CUT, DONE, FAILED, KNOWN, LACKS, LEFT_OUT, Outcome, Runner
+from bench.tools import environment
+
+pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("pytest_benchmark")
+
+WRITE = "import os, sys; open(sys.argv[1], 'w').write(os.environ['FIGURES'])"
+# In place of python: measures nothing, but tells what it was asked for.
+RECORDER = """#!/usr/bin/env bash
+arms="$BENCH_GENERATE_ARMS; $BENCH_MODEL_ARMS"
+echo "$*; $BENCH_FAMILIES; $BENCH_MODELS; $arms; $CUDA_VISIBLE_DEVICES" >>{folder}/calls
+echo "$FIGURES" >"${{@: -1}}"
+[[ $BENCH_MODELS != unet ]]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What jobs write: the description of this machine, which a process of its own takes long to find."""
+    monkeypatch.setenv("FIGURES", json.dumps({"machine_info": environment.describe(), "results": {}}))
+
+
+def job(file: str, code: str = WRITE, **settings: object) -> Job:
+    return Job(file, ("-S", "-c", code, JSON), **settings)  # type: ignore[arg-type]
+
+
+def run(
+    folder: Path, *jobs: Job, total: float = 60.0, gpus: tuple[str, ...] = (), **settings: bool
+) -> dict[str, Outcome]:
+    told: list[Outcome] = []
+    outcomes = Runner(folder, gpus, total, tell=told.append, **settings).run(jobs)
+    assert sorted(map(str, told)) == sorted(map(str, outcomes))
+    return {one.job.file: one for one in outcomes}
+
+
+def test_what_is_measured_at_this_commit_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = job("deep/one")
+    assert run(tmp_path, one)["deep/one"].status == DONE
+    monkeypatch.setenv("FIGURES", json.dumps({"machine_info": environment.describe() | {"commit": "other"}}))
+    assert run(tmp_path, one)["deep/one"].status == KNOWN
+    assert run(tmp_path, one, again=True)["deep/one"].status == DONE
+    assert run(tmp_path, one)["deep/one"].status == DONE  # that one was of another commit
+    assert json.loads((tmp_path / "deep" / "one.json").read_text())["machine_info"]["commit"] == "other"
+
+
+def test_a_job_that_is_cut_or_fails_keeps_its_figures_apart_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "LEAST", 0.1)
+    slow = job("slow", f"{WRITE}; import time; time.sleep(60)", seconds=1.0)
+    bad = job("bad", f"{WRITE}; print('no luck'); sys.exit(3)")
+    nothing = job("nothing", "pass")
+    found = run(tmp_path, slow, bad, nothing, job("good"))
+    statuses = {file: one.status for file, one in found.items()}
+    assert statuses == {"slow": CUT, "bad": FAILED, "nothing": FAILED, "good": DONE}
+    assert found["slow"].seconds < 20
+    assert "status 3" in found["bad"].detail
+    assert "no luck" in found["bad"].detail
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["good.json"]
+    assert sorted(path.name for path in (tmp_path / "partial").glob("*.json")) == ["bad.json", "slow.json"]
+
+
+def test_a_file_that_does_not_say_what_it_was_measured_with_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = environment.describe()
+    del machine["cuda"], machine["versions"]
+    monkeypatch.setenv("FIGURES", json.dumps({"machine_info": machine}))
+    found = run(tmp_path, job("one"))["one"]
+    assert found.status == LACKS
+    assert found.detail.startswith("no cuda, versions, versions.torch, ")
+
+
+def test_what_cannot_run_here_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    found = run(tmp_path, job("two", gpus=2), job("none", needs="timm is not installed"), gpus=("0",))
+    assert [one.status for one in found.values()] == [LEFT_OUT] * 2
+    assert found["two"].detail == "it needs 2 GPUs, here are 1"
+    assert found["none"].detail == "timm is not installed"
+    late = run(tmp_path, job("late"), total=1.0)["late"]
+    assert late.status == LEFT_OUT
+    assert late.detail == "the time is over; the same command goes on with it"
+
+
+def test_a_model_is_measured_and_the_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BENCH_MODEL_ARMS", "eager")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert command.main([str(tmp_path), "--only", "models_convnet"]) == 0
+    assert "1/1 h200x4_models/models_convnet [models]: done, " in capsys.readouterr().out
+    file = tmp_path / "h200x4_models" / "models_convnet.json"
+    assert running.lacks(file) == ""
+    figures = json.loads(file.read_text())["benchmarks"][0]["extra_info"]["models"]
+    assert list(figures["convnet"]) == ["eager"]
+    assert figures["convnet"]["eager"]["first_seconds"] > 0
+
+
+def test_every_model_is_measured_once_on_some_gpu_and_what_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(RECORDER.format(folder=tmp_path))
+    python.chmod(0o755)
+    monkeypatch.setattr(running, "PYTHON", str(python))
+    for name, value in {"CUDA_VISIBLE_DEVICES": "1,3", "BENCH_GENERATE_ARMS": "plain", "PATH": os.defpath}.items():
+        monkeypatch.setenv(name, value)
+    only = "generate_gpt2,generate_t5,models_convnet,models_unet"
+    assert command.main([str(tmp_path / "figures"), "--only", only]) == 1  # as that of `unet` is
+    printed = capsys.readouterr().out
+    assert "h200x4_models/models_unet [models]: FAILED" in printed
+    assert printed.count(": done") == 3
+    calls = [line.split("; ") for line in (tmp_path / "calls").read_text().splitlines()]
+    asked = {(call[0].split()[2], call[1] if "generate" in call[0] else call[2]) for call in calls}
+    generate = "bench/transformers_generate/test_transformers_generate.py"
+    models = "bench/models_first_call/test_models.py"
+    assert asked == {(generate, "gpt2"), (generate, "t5"), (models, "convnet"), (models, "unet")}
+    assert len(calls) == 4
+    assert {call[3] for call in calls if "generate" in call[0]} == {"plain"}
+    assert all("compiled-reduce-overhead" in call[4] for call in calls if "models_first_call" in call[0])
+    assert {call[5] for call in calls} <= {"1", "3"}
+
+
+def test_files_of_several_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = []
+    for name in ("one", "two"):
+        monkeypatch.setenv("FIGURES", json.dumps({"machine_info": {"commit": name}}))
+        outcomes += run(tmp_path, job(name)).values()
+    assert list(running.commits(outcomes, tmp_path)) == ["the files are of 2 commits: one, two"]
+    assert sys.executable == running.PYTHON
