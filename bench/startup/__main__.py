@@ -14,7 +14,17 @@ from bench.startup.results import Result, comparison
 from bench.tools import torchrun
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import device_of
-from bench.tools.options import add_device, add_json, add_model, add_names, changed, count, numbers, positive
+from bench.tools.options import (
+    add_device,
+    add_json,
+    add_model,
+    add_names,
+    add_preloaded,
+    changed,
+    count,
+    numbers,
+    positive,
+)
 from simplegraph.batch.sizes import default_sizes
 
 LARGEST_GPU_SIZE = 512
@@ -63,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=positive, default=300.0, help="seconds a process may take")
     parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
     torchrun.add_option(parser)
+    add_preloaded(parser)
     parser.add_argument("--smoke", action="store_true", help="tiny model, few sizes, few arms, any machine")
     return parser
 

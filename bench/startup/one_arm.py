@@ -7,6 +7,7 @@ import dataclasses
 
 import torch
 
+import simplegraph as sg
 from bench.arms import load_arm, timing
 from bench.arms.base import Arm, Setup
 from bench.arms.correctness import compare_with_eager, counts_to_compare, eager_noise
@@ -24,6 +25,8 @@ def measure_arm(options: argparse.Namespace) -> Figures:
     shard, ranks, device = torchrun.start(options.tp, f"bench/{options.tp_run}", options.device)
     arm_class = load_arm(options.arm)
     arm_class.check_available(device)
+    if options.preloaded:
+        sg.preload(device).wait()
     workload = Workload(
         options.model, options.sizes, device, lm_head=options.lm_head, layers=options.layers, shard=shard
     )
@@ -43,6 +46,7 @@ def measure_arm(options: argparse.Namespace) -> Figures:
         if arm_class.restartable and device.type == "cuda":
             del arm
             figures["primed"] = medians([_start_again(arm_class, setup) for _ in range(AGAIN)])
+    figures |= {"preloaded": options.preloaded}
     return figures | timing.shape(setup) | {"environment": environment.describe()}
 
 

@@ -44,6 +44,7 @@ class StartupPlan:
         lm_head: True if the model returns logits.
         tp: ranks of tensor parallelism, each a process that starts its own workers.
         layers: replaces the model's number of layers.
+        preloaded: call `simplegraph.preload` before the clock, in every arm alike.
     """
 
     model: str
@@ -56,6 +57,7 @@ class StartupPlan:
     lm_head: bool = False
     tp: int = 1
     layers: int | None = None
+    preloaded: bool = False
 
     def rounds_of(self, run: Run) -> int:
         """Return the number of processes of a run; compiled arms take fewer, since they are slow."""
@@ -109,6 +111,7 @@ def command(run: Run, plan: StartupPlan) -> list[str]:
     line += ["--cache", run.cache] if run.cache else []
     line += ["--layers", str(plan.layers)] if plan.layers else []
     line += ["--tp", str(plan.tp), "--tp-run", str(next(_meetings))] if plan.tp > 1 else []
+    line += ["--preloaded"] if plan.preloaded else []
     return line + (["--lm-head"] if plan.lm_head else [])
 
 

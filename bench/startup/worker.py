@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.arms import ARMS
 from bench.tools import torchrun
-from bench.tools.options import DEVICES, count, numbers
+from bench.tools.options import DEVICES, add_preloaded, count, numbers
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")
     parser.add_argument("--steps", type=count, default=50, help="steps that a step time is the median of")
     torchrun.add_option(parser)
+    add_preloaded(parser)
     parser.add_argument("--tp-run", default="0", help="names the meeting of the ranks; each process its own")
     parser.add_argument("--cache", choices=("cold", "warm"), default=None, help="noted in the result")
     return parser

@@ -128,6 +128,12 @@ def add_json(parser: argparse.ArgumentParser, default: Path | str | None = None,
     parser.add_argument("--json", type=Path, default=default, metavar="FILE", help=told)
 
 
+def add_preloaded(parser: argparse.ArgumentParser) -> None:
+    """Add ``--preloaded``."""
+    told = "call simplegraph.preload before the clock, in every arm: what it loads is in no figure"
+    parser.add_argument("--preloaded", action="store_true", help=told)
+
+
 def changed(plan: P, given: dict[str, Any]) -> P:
     """Return a plan, a dataclass, with the options that were given in place of its own."""
     known = {field.name for field in dataclasses.fields(plan)}  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+import simplegraph as sg
 from bench.arms import ARMS, breakable, compiled, load_arm
 from bench.arms.base import NotAvailable, Setup
 from bench.arms.compiled_piecewise import CompiledPiecewise
@@ -263,6 +264,20 @@ def test_the_worker_writes_its_figures(tmp_path: Path) -> None:
     assert set(figures["step_ms"]) == {"1"}
     assert all(one["equal"] for one in figures["correct"])
     assert figures["environment"]["torch"] == torch.__version__
+
+
+def test_every_arm_preloads_before_its_clock_if_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[torch.device] = []
+    preload = sg.preload
+    monkeypatch.setattr(sg, "preload", lambda device: loaded.append(device) or preload(device))
+    line = runs.command(runs.Run("eager"), runs.StartupPlan("tiny", (1,), "cpu", steps=1, preloaded=True))
+    out = tmp_path / "eager.json"
+    assert worker.main([*line[line.index("--arm") :], "--json", str(out)]) == 0
+    assert loaded == [torch.device("cpu")]
+    assert json.loads(out.read_text())["preloaded"]
+    assert "--preloaded" not in runs.command(runs.Run("eager"), runs.StartupPlan("tiny", (1,)))
 
 
 def test_a_failing_arm_is_reported_and_the_status_says_so(tmp_path: Path) -> None:
