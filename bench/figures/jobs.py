@@ -6,8 +6,10 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
 
+from bench.layer_kinds.shapes import KINDS as LAYER_KINDS
 from bench.models_first_call import zoo
 from bench.models_first_call.model_arms import ARMS as MODEL_ARMS
+from bench.serve.serving import ARMS as SERVE_ARMS
 from bench.tools.options import written
 from bench.training.step_arms import ARMS as TRAINING_ARMS
 from bench.transformers_generate.families import FAMILIES
@@ -50,7 +52,16 @@ class Job:
 
 def all_jobs() -> list[Job]:
     """List every job: those of one GPU, of several, and of other people's models, the longest of these first."""
-    return [*_one_gpu(), *_training(), *_several_gpus(), *_families(), *_models(), *_beside_the_tables()]
+    return [
+        *_one_gpu(),
+        *_serving(),
+        *_layer_kinds(),
+        *_training(),
+        *_several_gpus(),
+        *_families(),
+        *_models(),
+        *_beside_the_tables(),
+    ]
 
 
 def _suite(*tests: str, options: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -66,7 +77,6 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 def _one_gpu() -> list[Job]:
     startup = ("--startup-model", "8b", "--startup-rounds", "2", "--startup-timeout", "150")
     first_token = _suite("serve/test_agreement", "startup/test_first_token")
-    serve = ("--rate", "60", "--requests", "600", "--attention", "triton")
     generate = _suite("transformers_generate/test_transformers_generate")
     return [
         Job("h200_startup", _suite("startup/test_startup", options=startup), ("startup", "readme")),
@@ -74,11 +84,37 @@ def _one_gpu() -> list[Job]:
         Job("h200_attention", _suite("serve/test_attention_steps"), ("attention",)),
         Job("h200_engine_steps", _suite("serve/test_decode_steps"), ("decode", "generation")),
         Job("h200_engine", first_token, ("first-token",)),
-        Job("h200_serve", _command("bench.serve", *serve), ("serving",)),
         Job("h200_transformers", generate, ("generate",), variables={"BENCH_FAMILIES": "llama"}),
         Job("h200_spec_decode", _suite("spec_decode/test_rounds"), ("speculative",)),
         Job("h200_host_overhead", _suite("host_overhead/test_host_overhead"), ("host",), seconds=300),
+        Job("h200_accuracy", _command("bench.accuracy"), ("accuracy",), seconds=300),
         Job("h200x4_consensus", _command("bench.host_overhead.consensus"), ("consensus",), seconds=200, gpus=0),
+    ]
+
+
+def _serving() -> list[Job]:
+    plain = ("eager", "full-decode-only", "full-and-piecewise", "compiled-piecewise")
+    speculation = [name for name in SERVE_ARMS if name != "full-decode-only"]
+    loads = ("--rate", "60", "--requests", "600"), ("--rate", "20,40,80", "--requests", "100", "--limit", "540")
+    files = ("h200_serve", "serving"), ("h200_serve_speculation", "serving-speculation")
+    return [
+        Job(file, _command("bench.serve", "--attention", "triton", *load, "--arms", _names(arms)), (table,))
+        for (file, table), load, arms in zip(files, loads, (plain, speculation), strict=True)
+    ]
+
+
+def _layer_kinds() -> list[Job]:
+    steps = Job("h200_layer_kinds", _command("bench.layer_kinds", "--parts", "steps"), ("kinds-steps",))
+    return [
+        steps,
+        *(
+            Job(
+                f"h200_layer_kinds_{kind}",
+                _command("bench.layer_kinds", "--kinds", kind, "--parts", "equality"),
+                ("kinds-equal",),
+            )
+            for kind in LAYER_KINDS
+        ),
     ]
 
 
@@ -95,8 +131,13 @@ def _training() -> list[Job]:
 
 
 def _training_command(workloads: tuple[str, ...], arms: tuple[str, ...]) -> tuple[str, ...]:
-    chosen = ("--workloads", ",".join(map(written, workloads))) if workloads else ()
-    return _command("bench.training", *chosen, "--arms", ",".join(map(written, arms)))
+    chosen = ("--workloads", _names(workloads)) if workloads else ()
+    return _command("bench.training", *chosen, "--arms", _names(arms))
+
+
+def _names(names: Iterable[str]) -> str:
+    """Join names as command lines take them."""
+    return ",".join(map(written, names))
 
 
 def _several_gpus() -> list[Job]:
@@ -161,8 +202,6 @@ def _beside_the_tables() -> list[Job]:
     memory = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
     return [
         Job("h200_training_memory", _command("bench.training", *memory)),
-        Job("h200_layer_kinds", _command("bench.layer_kinds")),
         Job("h200_fused_operators", _command("bench.fused_operators")),
-        Job("h200_accuracy", _command("bench.accuracy")),
         Job("h200_model_table", _command("bench.model_table", "--total", "560")),
     ]
