@@ -64,10 +64,10 @@ def all_jobs() -> list[Job]:
     ]
 
 
-def _suite(*tests: str, options: tuple[str, ...] = ()) -> tuple[str, ...]:
+def _suite(*tests: str) -> tuple[str, ...]:
     """Return the command of pytest-benchmark's suites in `bench`."""
     paths = [f"bench/{test}.py" for test in tests]
-    return ("-m", "pytest", *paths, "-q", "-s", "-p", "no:cacheprovider", "--benchmark-json", JSON, *options)
+    return ("-m", "pytest", *paths, "-q", "-s", "-p", "no:cacheprovider", "--benchmark-json", JSON)
 
 
 def _command(module: str, *options: str) -> tuple[str, ...]:
@@ -75,11 +75,11 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 
 
 def _one_gpu() -> list[Job]:
-    startup = ("--startup-model", "8b", "--startup-rounds", "2", "--startup-timeout", "150")
+    startup = _command("bench", "--rounds", "2", "--timeout", "150")  # it writes what it has after every arm
     first_token = _suite("serve/test_agreement", "startup/test_first_token")
     generate = _suite("transformers_generate/test_transformers_generate")
     return [
-        Job("h200_startup", _suite("startup/test_startup", options=startup), ("startup", "readme")),
+        Job("h200_startup", startup, ("startup", "readme")),
         Job("h200_piecewise", _suite("piecewise/test_piecewise"), ("mixed",)),
         Job("h200_attention", _suite("serve/test_attention_steps"), ("attention",)),
         Job("h200_engine_steps", _suite("serve/test_decode_steps"), ("decode", "generation")),

@@ -24,8 +24,11 @@ def extra(name: str, benchmark: str = "") -> Any:
 
 
 def startup() -> dict[str, Any]:
-    """Return the figures of every arm of the startup benchmark on one GPU."""
-    return {one["param"]: one["extra_info"] for one in load("h200_startup")["benchmarks"]}
+    """Return the figures of every arm of the startup benchmark on one GPU, from the command's file or the suite's."""
+    found = load("h200_startup")
+    if "results" in found:
+        return {name: run for name, run in found["results"].items() if run["status"] == "ok"}
+    return {one["param"]: one["extra_info"] for one in found["benchmarks"]}
 
 
 def commit(name: str) -> str:

@@ -42,6 +42,15 @@ def test_a_tables_jobs_write_the_files_that_it_is_written_from(table: str, monke
     assert read <= {job.file for job in all_jobs() if table in job.tables}
 
 
+def test_the_startup_tables_read_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The committed figures are from pytest-benchmark's suite, which writes them when all is over."""
+    written = tables.TABLES["startup"]()
+    results = raw.startup() | {"breakable": {"status": "not available"}}
+    monkeypatch.setattr(raw, "load", lambda name: {"results": results})
+    lines = written.splitlines()
+    assert tables.TABLES["startup"]().splitlines() == [line for line in lines if "| breakable |" not in line]
+
+
 def test_no_two_jobs_write_one_file_and_every_job_has_a_limit_that_one_call_can_wait_for() -> None:
     files = collections.Counter(job.file for job in all_jobs())
     assert [file for file, count in files.items() if count > 1] == []
