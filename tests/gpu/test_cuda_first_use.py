@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pathlib
 import subprocess
@@ -10,6 +11,9 @@ import sys
 import torch
 
 import simplegraph as sg
+from bench.engine import Engine, EngineConfig, SamplingParams
+from bench.engine.start import load_kernels
+from bench.models.workload import Workload
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
@@ -43,6 +47,29 @@ def test_a_program_that_preloads_captures_and_replays() -> None:
     assert found["equal"]
     assert found["replays"] > 0
     assert found["total"] > 0
+
+
+def test_kernels_are_loaded_without_a_trace_in_memory_or_tokens() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    llama = Workload("tiny", (1,), device, lm_head=True).build(windows=True)
+    config = EngineConfig(max_model_len=512, num_pages=64, max_num_seqs=4, fused=True)
+    prompt = list(range(1, 33))
+
+    def tokens() -> list[list[int]]:
+        return Engine(llama, config).generate([prompt], SamplingParams(max_tokens=8))
+
+    expected, state = tokens(), torch.cuda.get_rng_state(device)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(device)
+    loading = sg.preload(device, torch.float32, then=lambda: load_kernels(llama.config, config, device, len(prompt)))
+    loading.wait()
+    gc.collect()
+    assert "then" in loading.seconds
+    # A stream's workspace of cuBLAS is kept.
+    assert torch.cuda.memory_allocated(device) - before <= 64 << 20
+    assert torch.equal(torch.cuda.get_rng_state(device), state)
+    assert tokens() == expected
 
 
 def test_a_capture_beside_a_preload_waits_and_equals_eager() -> None:

@@ -36,6 +36,7 @@ def test_the_command_tells_the_stages_of_an_arm_with_cold_and_warm_caches(
     for found in results:
         check_stages(found)
         assert found["captured"] > 0
+        assert "transformers" not in found["heavy"]
         assert gpu or found["heavy"] == []
         assert {"torch", "then"} <= found["preload"].keys()
         assert found["preload"]["then"] <= found["seconds"]["loaded"]

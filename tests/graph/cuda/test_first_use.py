@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import pathlib
 import subprocess
@@ -59,6 +60,17 @@ def test_on_a_cpu_torch_is_imported_and_nothing_is_loaded() -> None:
     loading.wait()
     assert list(loading.seconds) == ["torch"]
     assert loading.done
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_afterwards_as_before(collects: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        sg.preload("cpu").wait()
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_what_is_called_at_last_is_waited_for_and_its_error_raised_once(caplog: pytest.LogCaptureFixture) -> None:
