@@ -32,7 +32,7 @@ def preload(
     cannot use it.
 
     Args:
-        device: the GPU; the first one by default.
+        device: the GPU; the first one by default. Ranks on several GPUs each name their own.
         dtype: of the model, for cuBLAS; bfloat16 by default.
         then: called last, in the thread, for example to run one layer of the model's shape. It must not capture.
 
