@@ -22,3 +22,4 @@ from simplegraph.attention.recurrent.mamba2_layer import Mamba2Weights as Mamba2
 from simplegraph.attention.recurrent.states import StateCache as StateCache
 from simplegraph.attention.recurrent.states import StateMetadata as StateMetadata
 from simplegraph.attention.recurrent.states import StateShape as StateShape
+from simplegraph.attention.two_batch import TwoBatchOverlap as TwoBatchOverlap

@@ -137,6 +137,11 @@ class LayerBackend(GraphHooks):
         """Return the backend of a layer, which is this one; see `BackendGroup.of_layer`."""
         return self
 
+    @property
+    def each(self) -> list[LayerBackend]:
+        """List this backend, as `BackendGroup.each` lists several."""
+        return [self]
+
     def _prepare(self, mode: CudaGraphMode, descriptor: BatchDescriptor, view: CommonMetadata) -> None:
         self._live = None  # in case `prepare` raises
         self.prepare(mode, descriptor, view)
@@ -156,6 +161,9 @@ class BackendGroup(GraphHooks):
     Args:
         backends: layer index -> its backend, whose cache has that layer.
 
+    Attributes:
+        each: the backends, each once, in the order of `backends`.
+
     Raises:
         ConfigError: `backends` is empty or no mapping.
     """
@@ -166,37 +174,37 @@ class BackendGroup(GraphHooks):
         self.support = minimum_support(backends.values())
         self.backends = dict(backends)
         self.device = next(iter(backends.values())).device
-        self._each = list({id(backend): backend for backend in backends.values()}.values())
-        bounds = [backend.max_num_reqs for backend in self._each if backend.max_num_reqs is not None]
+        self.each = list({id(backend): backend for backend in backends.values()}.values())
+        bounds = [backend.max_num_reqs for backend in self.each if backend.max_num_reqs is not None]
         self.max_num_reqs = min(bounds, default=None)
 
     def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        for backend in self._each:
+        for backend in self.each:
             backend.before_capture(mode, descriptor)
 
     def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         self._check_step()
-        for backend in self._each:
+        for backend in self.each:
             backend.before_replay(mode, descriptor)
 
     def undo_step(self) -> None:
-        for backend in self._each:
+        for backend in self.each:
             backend.undo_step()
 
     def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
-        for backend in self._each:
+        for backend in self.each:
             backend.end_of_forward(mode, descriptor)
 
     def enter(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Call `LayerBackend.enter` of each backend."""
         if mode is CudaGraphMode.NONE:
             self._check_step()
-        for backend in self._each:
+        for backend in self.each:
             backend.enter(mode, descriptor)
 
     def _check_step(self) -> None:
-        first = self._each[0].metadata.batch
-        for backend in self._each:
+        first = self.each[0].metadata.batch
+        for backend in self.each:
             batch = backend.metadata.batch
             if batch.num_reqs != first.num_reqs or batch.num_tokens != first.num_tokens:
                 raise ReplayError(
@@ -235,6 +243,16 @@ _THREAD = _AttendingThread()
 
 
 @contextlib.contextmanager
+def serving_layers(attention: LayerBackend | BackendGroup) -> Iterator[None]:
+    """Let layers in here call these backends, prepared or not."""
+    before, _THREAD.attention = _THREAD.attention, attention
+    try:
+        yield
+    finally:
+        _THREAD.attention = before
+
+
+@contextlib.contextmanager
 def attending(
     attention: LayerBackend | BackendGroup, mode: CudaGraphMode, descriptor: BatchDescriptor
 ) -> Iterator[None]:
@@ -252,12 +270,9 @@ def attending(
         mode: as the manager passes it to the forward.
         descriptor: as the manager passes it to the forward.
     """
-    before, _THREAD.attention = _THREAD.attention, attention
-    try:
+    with serving_layers(attention):
         attention.enter(mode, descriptor)
         yield
-    finally:
-        _THREAD.attention = before
 
 
 def current_backend(caller: str, layer: int, kind: type) -> Any:

@@ -17,6 +17,7 @@ from simplegraph.attention.kernels.reference import reference_attention
 from simplegraph.attention.layers import BackendGroup, attending
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.dispatch import Dispatch
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import ConfigError, VerificationError
 from simplegraph.manager.manager import CudaGraphManager
@@ -190,17 +191,19 @@ class AttentionEngine:
         uniform = requests.query_lens[0] if len(set(requests.query_lens)) == 1 else None
         batch = self.manager.dispatch(tokens, count, uniform)
         expected = self._cache_after(requests)
-        self.metadata.set(
-            *requests,
-            num_tokens=batch.descriptor.num_tokens,
-            num_reqs=batch.descriptor.num_reqs if batch.mode is CudaGraphMode.FULL else count,
-        )
+        self.describe(requests, batch)
         outputs = self.manager.run(batch, self.forward)
         if not torch.equal(self._pages(), expected):
             raise VerificationError("after the step the cache differs from what eager leaves in it.")
         if not all(bool(output.isfinite().all()) for output in outputs):
             raise VerificationError("an output row is not finite, possibly a padding row.")
         return batch.mode, max(self._error(requests, outputs[layer], layer) for layer in range(LAYERS))
+
+    def describe(self, requests: Requests, batch: Dispatch) -> None:
+        """Write a step to the device."""
+        full = batch.mode is CudaGraphMode.FULL
+        num_reqs = batch.descriptor.num_reqs if full else len(requests.query_lens)
+        self.metadata.set(*requests, num_tokens=batch.descriptor.num_tokens, num_reqs=num_reqs)
 
     def _pages(self) -> Tensor:
         return self.cache._memory[:, :, : self.cache.num_pages]

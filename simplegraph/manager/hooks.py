@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 
@@ -20,6 +22,11 @@ class GraphHooks:
     support: AttentionCGSupport = AttentionCGSupport.ALWAYS
     max_num_reqs: int | None = None
 
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """Settings that must be the same on all ranks that capture together, by name."""
+        return {}
+
     def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Outside the capture, before it begins: set up what this descriptor's graph will read."""
 
@@ -31,3 +38,8 @@ class GraphHooks:
 
     def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Inside the capture, after the forward: whatever runs here is recorded."""
+
+
+def settings_of(hooks: Iterable[GraphHooks]) -> dict[str, object]:
+    """Return the settings of several hooks."""
+    return {name: value for each in hooks for name, value in each.settings.items()}

@@ -28,7 +28,7 @@ from simplegraph.graph.program import Program
 from simplegraph.graph.select import graph_device
 from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.estimate import MemoryEstimate, estimated, graphs_to_measure
-from simplegraph.manager.hooks import GraphHooks
+from simplegraph.manager.hooks import GraphHooks, settings_of
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, Key, bind_forward
 from simplegraph.manager.proof import prove_batch
 from simplegraph.manager.report import GraphReport
@@ -182,8 +182,7 @@ class CudaGraphManager:
         return Reason.CAPTURE_FAILED if key in self.failures else Reason.NOT_CAPTURED_UPFRONT
 
     def _uncaptured(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
-        known = self.table.graphs.keys() | self.table.failures.keys()
-        return [key for key in self.descriptors() if key not in known]
+        return [key for key in self.descriptors() if key not in self.table.graphs and key not in self.table.failures]
 
     def descriptors(self) -> list[tuple[CudaGraphMode, BatchDescriptor]]:
         """Return everything that `capture` captures, largest first."""
@@ -214,7 +213,8 @@ class CudaGraphManager:
 
     def new_capture(self, jobs: Sequence[CaptureJob], **options: Any) -> GraphCapture:
         """Prepare to capture several graphs in one session; see `GraphCapture`."""
-        return GraphCapture(self.table, jobs, {"lora_cases": self.dispatcher.lora_cases}, **options)
+        settings = {"lora_cases": self.dispatcher.lora_cases, **settings_of(self.hooks)}
+        return GraphCapture(self.table, jobs, settings, **options)
 
     def run(self, batch: Dispatch, forward: Forward, *, verify: bool = False, state: Sequence[Tensor] = ()) -> Any:
         """Replay the batch's graph, or run `forward` eagerly where there is none.

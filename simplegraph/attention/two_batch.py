@@ -1,0 +1,335 @@
+"""Two-batch overlap: a step runs as two micro-batches in one graph, collectives of one under the compute of the other.
+
+A forward that can be split is a generator, which launches a collective, yields, and waits for the collective when it
+goes on; meanwhile the other micro-batch computes. Both compute on one stream, and torch runs collectives with
+``async_op=True`` on another. The host alternates between the two, so every rank launches the collectives of both in one
+order, and one communicator serves both: with two, nothing in a graph orders their collectives alike on all ranks, and
+NCCL may deadlock.
+
+Source: vLLM's dual batch overlap, where threads hand over; SGLang's two-batch overlap, where operations yield, and its
+cut within a request (SGLang #6328).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from simplegraph.attention.layers import BackendGroup, LayerBackend, serving_layers
+from simplegraph.attention.metadata.reading import Ints, Pages, int64s
+from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.batch.dispatch import Dispatch
+from simplegraph.batch.micro_batches import MicroBatch, micro_batches
+from simplegraph.config import CudaGraphMode
+from simplegraph.errors import CaptureError, ConfigError, InputError
+from simplegraph.manager.hooks import GraphHooks
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Forward, bind_forward, headline
+from simplegraph.manager.manager import CudaGraphManager
+
+logger = logging.getLogger("simplegraph")
+
+Attention = LayerBackend | BackendGroup
+# The forward of some rows; it yields wherever it has launched a collective and not waited for it.
+Stages = Generator[None, None, Any]
+GAIN = 0.03  # of a step's time, from which on a shape is split
+_ROUNDS, _REPLAYS = 5, 3
+
+
+class StepTimes(NamedTuple):
+    """Milliseconds of a step with and without overlap, medians of several replays on this rank."""
+
+    plain: float
+    overlapped: float
+
+
+class TwoBatchOverlap(GraphHooks):
+    """Splits the steps of full graphs in two micro-batches. Joins the manager as hooks, in place of the backend.
+
+    Captures go through `capture`, steps through `set`, and a forward asks `split` how its descriptor runs:
+
+        def forward(mode, descriptor):
+            if overlap.split(mode, descriptor):
+                return torch.cat(overlap.run(mode, descriptor, lambda rows: model.stages(ids[rows], positions[rows])))
+            with attending(overlap.whole, mode, descriptor):
+                return model(ids[: descriptor.num_tokens], positions[: descriptor.num_tokens])
+
+    Args:
+        manager: of the graphs, without hooks of attention.
+        whole: the model's backend, or group of backends, for steps that are not split.
+        micro: two more such backends, each with metadata of its own, over the caches of `whole`.
+        overlap: "on" splits every full graph of two rows or more; "auto" those that are at least 3 % faster.
+
+    Attributes:
+        chosen: the descriptors of graphs that are split; None with "auto" until they were measured.
+        measured: the times behind that choice, by descriptor.
+
+    Raises:
+        ConfigError: the manager has no full graphs, the backends do not go together, or a setting is invalid.
+    """
+
+    def __init__(
+        self,
+        manager: CudaGraphManager,
+        whole: Attention,
+        micro: Sequence[Attention],
+        *,
+        overlap: Literal["auto", "on"] = "auto",
+    ) -> None:
+        if overlap not in ("auto", "on"):
+            raise ConfigError(f"overlap is {overlap!r}; expected 'auto' or 'on'.")
+        mode = manager.dispatcher.mode
+        if not mode.has_full():
+            raise ConfigError(f"two-batch overlap needs full graphs, the manager's mode is {mode.name}; leave it out.")
+        _check_backends(whole, micro)
+        self.manager, self.whole, self.micro, self.overlap = manager, whole, tuple(micro), overlap
+        self.support, self.max_num_reqs = whole.support, whole.max_num_reqs
+        found = ((d, micro_batches(d)) for kind, d in manager.descriptors() if kind is CudaGraphMode.FULL)
+        self._splits = {descriptor: parts for descriptor, parts in found if parts is not None}
+        self.chosen = frozenset(self._splits) if overlap == "on" else None
+        self.measured: dict[BatchDescriptor, StepTimes] = {}
+        self._step: BatchDescriptor | None = None  # whose halves were set last
+        manager.add_hooks(self)
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        split = None if self.chosen is None else ", ".join(map(str, sorted(self.chosen)))
+        return {"two_batch_overlap": self.overlap, "overlapped_batches": split}
+
+    def split(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> tuple[MicroBatch, MicroBatch] | None:
+        """Return the micro-batches that a forward runs as; None if it runs whole.
+
+        A step that was set for a split graph, which then turned out to be missing, runs eagerly in its halves, too.
+        """
+        eager = mode is CudaGraphMode.NONE and descriptor == self._step
+        full = mode is CudaGraphMode.FULL and self.chosen is not None and descriptor in self.chosen
+        return self._splits[descriptor] if eager or full else None
+
+    def run(self, mode: CudaGraphMode, descriptor: BatchDescriptor, stages: Callable[[slice], Stages]) -> list[Any]:
+        """Run a forward as two micro-batches, in turn; call it where `split` does not return None.
+
+        Args:
+            mode: as the manager passes it to the forward.
+            descriptor: as the manager passes it to the forward.
+            stages: starts the forward of some rows; its layers call `attend` and `recur`.
+
+        Returns:
+            What the forwards of the first and the second half return.
+        """
+        serving = self._serving(mode, descriptor)
+        for backend, part in serving:
+            backend.enter(mode, part)
+        with contextlib.ExitStack() as stack:
+            waiting = []
+            for (backend, _), (rows, _) in zip(serving, self._splits[descriptor], strict=True):
+                with serving_layers(backend):
+                    waiting.append((backend, stages(rows)))
+                stack.callback(waiting[-1][1].close)
+            return _in_turn(waiting)
+
+    def set(self, batch: Dispatch, query_lens: int | Ints, seq_lens: Ints, tables: Sequence[Pages | Ints]) -> None:
+        """Write a step, whole or in halves as its graph runs it; call before every step, outside the graph.
+
+        Args:
+            batch: the manager's answer for the step.
+            query_lens: (num_reqs,) integers, tokens of each request in this step, or one number for all.
+            seq_lens: (num_reqs,) integers, tokens in each request's KV cache, this step's included.
+            tables: for each backend of `whole.each`, what its metadata takes: (num_reqs, n) pages, or (num_reqs,) slots
+                of states.
+
+        Raises:
+            CaptureSizeError: the step is empty, or larger than its graph.
+            InputError: the lengths or pages do not match. The step cannot be run then.
+        """
+        mode, descriptor = batch.mode, batch.descriptor
+        parts = self.split(mode, descriptor) if mode is CudaGraphMode.FULL else None
+        self._step = None
+        lengths = int64s("seq_lens", seq_lens)
+        full = mode is CudaGraphMode.FULL
+        if parts is None or any(getattr(backend.metadata, "debug", False) for backend in self.whole.each):
+            reqs = descriptor.num_reqs if full else len(lengths)
+            _write(self.whole, query_lens, lengths, tables, descriptor.num_tokens, reqs)
+        if parts is None:
+            return
+        halves = _halves(query_lens, lengths, parts[0].descriptor.num_tokens)
+        for backend, (_, part), (queries, found, which) in zip(self.micro, parts, halves, strict=True):
+            if len(found) or which.start == 0:
+                _write(backend, queries, found, [table[which] for table in tables], part.num_tokens, part.num_reqs)
+            else:  # all of it is padding
+                _write_dummy(backend, part)
+        self._step = descriptor
+
+    def repeat(self) -> None:
+        """Allow the step that was set last to run once more.
+
+        Raises:
+            ReplayError: no step is set.
+        """
+        for attention in (self.whole,) if self._step is None else self.micro:
+            for backend in attention.each:
+                backend.metadata.repeat()  # type: ignore[attr-defined]
+
+    def capture(self, forward: Forward) -> CaptureSummary:
+        """Capture every graph, after choosing those that are split, which "auto" measures.
+
+        With ranks, call it on all of them: a shape is split only if that is faster on every rank. Else as
+        `CudaGraphManager.capture`.
+        """
+        if self.chosen is None:
+            self._choose(forward)
+        return self.manager.capture(forward)
+
+    def _choose(self, forward: Forward) -> None:
+        """Capture what can be split both ways, in pools of their own, and time their replays with empty caches."""
+        ranks, kinds = self.manager.ranks, (frozenset[BatchDescriptor](), frozenset(self._splits))
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "chosen", None)
+            trials = []
+            for kind in kinds:
+                self.chosen = kind
+                trials.append(self._trial(forward))
+                stack.callback(trials[-1].reset)
+            captured = [each for each in self._splits if all(_key(each) in trial.programs for trial in trials)]
+            with ranks.together():
+                for each in captured:
+                    self.measured[each] = self._times(list(zip(kinds, trials, strict=True)), each)
+        slower = {each: times.overlapped > times.plain * (1 - GAIN) for each, times in self.measured.items()}
+        self.chosen = frozenset(each for each, found in slower.items() if not ranks.any(f"overlap of {each}", found))
+
+    def _trial(self, forward: Forward) -> CudaGraphManager:
+        manager = self.manager
+        config = manager.config.replace(progress=False)
+        trial = CudaGraphManager(config, device=manager.device, support=manager.support, name="overlap trial")
+        trial.hooks.extend(manager.hooks)
+        trial.table.ranks = manager.ranks
+        jobs = [CaptureJob(_key(each), *_key(each), bind_forward(forward, *_key(each))) for each in self._splits]
+        with trial.table.trying():
+            failed = trial.new_capture(jobs).run(config.num_warmups).failed
+        for label, error in failed.items():
+            logger.warning("simplegraph: overlap of %s is not measured, and not used: %s", label, headline(str(error)))
+        return trial
+
+    def _times(
+        self, trials: Sequence[tuple[frozenset[BatchDescriptor], CudaGraphManager]], descriptor: BatchDescriptor
+    ) -> StepTimes:
+        """Time the replays of a graph of each kind in turn; the attention plans each once."""
+        replays: dict[Callable[[], None], list[float]] = {}
+        for self.chosen, trial in trials:
+            for backend, part in self._serving(*_key(descriptor)):
+                _write_dummy(backend, part)
+            with trial.pool.lock:
+                trial.table.replay(trial.table.graphs[_key(descriptor)])
+            replays[trial.programs[_key(descriptor)].replay] = []
+        for _ in range(_ROUNDS):
+            for replay, taken in replays.items():
+                taken.append(milliseconds(self.manager.device, replay))
+        return StepTimes(*map(statistics.median, replays.values()))
+
+    def _serving(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[tuple[Attention, BatchDescriptor]]:
+        """List the backends that serve a graph, each with the shape that it sees."""
+        parts = self.split(mode, descriptor)
+        if parts is None:
+            return [(self.whole, descriptor)]
+        return [(backend, part.descriptor) for backend, part in zip(self.micro, parts, strict=True)]
+
+    def before_capture(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        if self.chosen is None:
+            raise CaptureError("nothing was measured yet with overlap='auto'; capture by TwoBatchOverlap.capture.")
+        for backend, part in self._serving(mode, descriptor):
+            backend.before_capture(mode, part)
+
+    def before_replay(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        for backend, part in self._serving(mode, descriptor):
+            backend.before_replay(mode, part)
+
+    def undo_step(self) -> None:
+        for backend in (self.whole, *self.micro):
+            backend.undo_step()
+
+    def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
+        for backend, part in self._serving(mode, descriptor):
+            backend.end_of_forward(mode, part)
+
+
+def _key(descriptor: BatchDescriptor) -> tuple[CudaGraphMode, BatchDescriptor]:
+    return CudaGraphMode.FULL, descriptor
+
+
+def milliseconds(device: Any, replay: Callable[[], None]) -> float:
+    """Time a replay on the device's clock, as the mean of a few."""
+    replay()
+    begin = device.mark()
+    for _ in range(_REPLAYS):
+        replay()
+    return float(device.mark().ms_since(begin)) / _REPLAYS
+
+
+def _halves(
+    query_lens: int | Ints, lengths: npt.NDArray[np.int64], border: int
+) -> tuple[tuple[Any, Any, slice], tuple[Any, Any, slice]]:
+    """Return query lengths, lengths and requests of each half of a step, whose second begins at the token `border`.
+
+    The request that is cut, if any, is the last of the first half and the first of the second.
+
+    Raises:
+        InputError: there is not one query length for each request.
+    """
+    queries = np.full(len(lengths), query_lens) if isinstance(query_lens, int) else int64s("query_lens", query_lens)
+    if len(queries) != len(lengths):
+        raise InputError(f"query_lens has {len(queries)} entries, seq_lens {len(lengths)}; expected one a request.")
+    ends = np.add.accumulate(queries)
+    starts = ends - queries
+    last, first = int(np.searchsorted(starts, border, "left")), int(np.searchsorted(ends, border, "right"))
+    later, earlier = np.maximum(ends[:last] - border, 0), np.maximum(border - starts[first:], 0)
+    return (
+        (queries[:last] - later, lengths[:last] - later, slice(0, last)),
+        (queries[first:] - earlier, lengths[first:], slice(first, None)),
+    )
+
+
+def _in_turn(waiting: Sequence[tuple[Attention, Stages]]) -> list[Any]:
+    """Run the stages of forwards in turn, each with its backends, until all have returned."""
+    results: dict[int, Any] = {}
+    while len(results) < len(waiting):
+        for index, (backend, stages) in enumerate(waiting):
+            if index not in results:
+                try:
+                    with serving_layers(backend):
+                        next(stages)
+                except StopIteration as end:
+                    results[index] = end.value
+    return [results[index] for index in range(len(waiting))]
+
+
+def _write(
+    attention: Attention, queries: Any, lengths: Any, tables: Sequence[Any], rows: int, reqs: int | None
+) -> None:
+    for backend, table in zip(attention.each, tables, strict=True):
+        metadata: Any = backend.metadata  # whose `set` takes pages, or slots of states
+        metadata.set(queries, lengths, table, num_tokens=rows, num_reqs=reqs)
+
+
+def _write_dummy(attention: Attention, descriptor: BatchDescriptor) -> None:
+    for backend in attention.each:
+        backend.metadata.set_dummy(descriptor.num_tokens, descriptor.num_reqs, descriptor.uniform_query_len)
+
+
+def _check_backends(whole: Attention, micro: Sequence[Attention]) -> None:
+    """Refuse backends that share a step's buffers, or do not serve the same caches."""
+    if len(micro) != 2:
+        raise ConfigError(f"micro has {len(micro)} entries; expected the backends of two micro-batches.")
+    found = [backend for attention in (whole, *micro) for backend in attention.each]
+    if len({id(backend.metadata) for backend in found}) < len(found):
+        raise ConfigError("two backends share a metadata; expected one for each, since their steps are set together.")
+    caches = [[id(getattr(backend, "cache", None)) for backend in attention.each] for attention in (whole, *micro)]
+    if caches[0] != caches[1] or caches[0] != caches[2]:
+        raise ConfigError(
+            "the backends of micro-batches have other caches than those of whole steps; share the caches."
+        )
+    if any(each.support is not whole.support for each in micro):
+        raise ConfigError("the backends of micro-batches support other graphs than those of whole steps; use one kind.")

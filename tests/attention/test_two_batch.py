@@ -1,0 +1,286 @@
+"""Two micro-batches in one graph: answers and cache of the undivided step, whatever lies around the cut."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from simplegraph import BatchDescriptor, CaptureSizeError, ConfigError, CudaGraphMode, Dispatch, InputError, ReplayError
+from simplegraph.attention import (
+    BatchMetadata,
+    PagedKVCache,
+    SDPABackend,
+    TwoBatchOverlap,
+    attend,
+    two_batch,
+)
+from simplegraph.attention.selftest import LAYERS, AttentionEngine, Requests
+
+NONE, PIECEWISE, FULL = CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL
+EXACT = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+class Overlapped(AttentionEngine):
+    """Splits its steps; a layer's collective would be launched before each `yield`."""
+
+    def __init__(self, device: torch.device, *, overlap: Any = "on", **settings: Any) -> None:
+        super().__init__(SDPABackend, device, **settings)
+        self.manager.hooks.clear()
+        micro = [SDPABackend(self.cache, self.new_metadata(), num_heads=4) for _ in range(2)]
+        self.overlap = TwoBatchOverlap(self.manager, self.backend, micro, overlap=overlap)
+        self.ran: list[tuple[int, int]] = []  # first row and layer
+
+    def new_metadata(self) -> BatchMetadata:
+        whole = self.metadata
+        limits = {
+            name: getattr(whole, name) for name in ("max_num_tokens", "max_num_reqs", "max_model_len", "page_size")
+        }
+        return BatchMetadata(**limits, device=whole.device, window=whole.window)
+
+    def capture(self) -> Any:
+        return self.overlap.capture(self.forward)
+
+    def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[Tensor]:
+        if not self.overlap.split(mode, descriptor):
+            return super().forward(mode, descriptor)
+        halves = self.overlap.run(mode, descriptor, self.stages)
+        return [torch.cat(both) for both in zip(*halves, strict=True)]
+
+    def stages(self, rows: slice) -> two_batch.Stages:
+        found = []
+        for layer in range(LAYERS):
+            found.append(attend(self.q[rows] * (layer + 1), self.k[rows], self.v[rows], layer))
+            self.ran.append((rows.start, layer))
+            yield
+        return found
+
+    def describe(self, requests: Requests, batch: Dispatch) -> None:
+        self.overlap.set(batch, requests.query_lens, requests.seq_lens, [requests.block_table])
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+def test_answers_and_cache_are_those_of_undivided_steps(device: torch.device, mode: str, window: int | None) -> None:
+    """Padded, uniform and ragged batches; a cut within a request; a second half that is all padding."""
+    served = Overlapped(device, mode=mode, capture_sizes=[1, 2, 4, 8, 15, 32], window=window)
+    assert served.capture().failed == {}
+    modes = {NONE: 0, PIECEWISE: 0, FULL: 0}
+    for seed in range(24):
+        requests = served.requests("mixed" if seed % 2 else "decode", 1 + seed % 8, seed)
+        ran, error = served.step(requests, seed)
+        assert error <= EXACT, requests
+        modes[ran] += 1
+    assert modes[FULL] >= 12
+    assert served.overlap.chosen == {d for kind, d in served.manager.descriptors() if kind is FULL and d.num_tokens > 1}
+
+
+def test_halves_take_turns_at_every_yield(device: torch.device) -> None:
+    """So ranks launch collectives in one order, and one half computes while the other's are under way."""
+    served = Overlapped(device, mode="FULL", capture_sizes=[8])
+    served.capture()
+    assert served.ran[:4] == [(0, 0), (4, 0), (0, 1), (4, 1)]
+    assert len(served.ran) == 8  # the warmup, then the capture: replays run no Python
+
+
+def test_uniform_decode_of_several_tokens(device: torch.device) -> None:
+    served = Overlapped(device, mode="FULL_DECODE_ONLY", uniform_query_len=3, decode_capture_sizes=[6, 15, 24])
+    served.capture()
+    for seed, count in enumerate([1, 2, 3, 4, 5, 8]):
+        ran, error = served.step(served.requests("decode", count, seed, query_len=3), seed)
+        assert (ran, error <= EXACT) == (FULL, True)
+
+
+def test_one_prompt_is_cut_in_two(device: torch.device) -> None:
+    """The second half reads what the first wrote to the cache in the same graph; also across a page."""
+    served = Overlapped(device, mode="FULL", capture_sizes=[9, 32])
+    served.capture()
+    pages = list(range(1, 13))
+    for query, length in itertools.product([5, 6, 8, 9, 31], [31, 40]):
+        ran, error = served.step(Requests([query], [length], [pages]), query)
+        assert (ran, error <= EXACT) == (FULL, True)
+
+
+def test_the_steps_of_a_graph_that_is_missing_run_eagerly_in_halves(device: torch.device) -> None:
+    served = Overlapped(device, mode="FULL", capture_sizes=[4, 8])
+    served.capture()
+    served.manager.table.forget_key((FULL, BatchDescriptor(8, 8)))
+    for count in (3, 7, 2):
+        served.ran.clear()
+        ran, error = served.step(served.requests("decode", count, count), count)
+        assert (ran, error <= EXACT) == (FULL, True)
+        assert bool(served.ran) == (count == 7)
+    assert served.manager.stats.eager == {"not_captured_upfront": 1}
+
+
+def test_a_replay_may_be_compared_with_eager(device: torch.device) -> None:
+    served = Overlapped(device, mode="FULL", capture_sizes=[8])
+    served.capture()
+    served.fill(0)
+    batch, requests = served.manager.dispatch(5, 5), served.requests("decode", 5, 0)
+    served.describe(requests, batch)
+    served.manager.run(batch, served.forward, verify=True, state=[served.cache._memory])
+    served.step(requests, 0)
+
+
+def test_a_step_runs_once_and_only_if_it_was_set(device: torch.device) -> None:
+    served = Overlapped(device, mode="FULL", capture_sizes=[8])
+    served.capture()
+    batch = served.manager.dispatch(6, 6)
+    with pytest.raises(ReplayError, match="no batch is set"):
+        served.manager.run(batch, served.forward)
+    served.step(served.requests("decode", 6, 1), 1)
+    before = served.cache._memory.clone()
+    with pytest.raises(ReplayError, match="ran already"):
+        served.manager.run(batch, served.forward)
+    assert torch.equal(served.cache._memory, before)
+    served.overlap.repeat()
+    served.manager.run(batch, served.forward)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (Requests([], [], []), "the batch is empty"),
+        (Requests([1] * 5, [3] * 4, [[1]] * 4), "query_lens has 5 entries"),
+        (Requests([1, 1, 0, 1, 1], [3] * 5, [[page] for page in range(1, 6)]), "has at least one token"),
+        (Requests([1] * 5, [3] * 5, [[1], [2], [3], [4], [99]]), "99"),
+        (Requests([1] * 5, [3] * 5, [[1], [2], [3], [4], [5]][:4]), "block_table"),
+        (Requests([1] * 5, [3] * 5, [[1], [2], [3], [4], [1]]), "both write to page 1"),
+        (Requests([3] * 5, [3] * 5, [[page] for page in range(1, 6)]), "more than the"),
+    ],
+)
+def test_a_wrong_step_is_refused_and_the_next_one_runs(device: torch.device, wrong: Requests, said: str) -> None:
+    """Requests of both halves that write to one page are found, too."""
+    served = Overlapped(device, mode="FULL", capture_sizes=[8])
+    served.capture()
+    served.step(served.requests("decode", 6, 1), 1)
+    before, batch = served.cache._memory.clone(), served.manager.dispatch(6, 6)
+    with pytest.raises((InputError, CaptureSizeError), match=said):
+        served.describe(wrong, batch)
+    with pytest.raises(ReplayError):
+        served.manager.run(batch, served.forward)
+    assert torch.equal(served.cache._memory, before)
+    assert served.step(served.requests("decode", 6, 2), 2)[1] <= EXACT
+
+
+def times(monkeypatch: pytest.MonkeyPatch, served: Overlapped, gains: dict[int, float]) -> None:
+    """Let replays take a millisecond, and those of split graphs less, by the rows of the graph."""
+
+    def found(self: TwoBatchOverlap, trials: Any, descriptor: BatchDescriptor) -> two_batch.StepTimes:
+        return two_batch.StepTimes(1.0, 1.0 - gains[descriptor.num_tokens])
+
+    real = TwoBatchOverlap._times
+    monkeypatch.setattr(TwoBatchOverlap, "_times", lambda *args: real(*args) and found(*args))
+
+
+def test_auto_splits_the_shapes_that_are_three_percent_faster(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Overlapped(device, overlap="auto", mode="FULL", capture_sizes=[1, 4, 8, 16])
+    times(monkeypatch, served, {4: -0.5, 8: 0.02, 16: 0.04})
+    assert served.capture().failed == {}
+    assert served.overlap.chosen == {BatchDescriptor(16, 8)}
+    assert {d.num_tokens: round(each.overlapped, 2) for d, each in served.overlap.measured.items()} == {
+        4: 1.5,
+        8: 0.98,
+        16: 0.96,
+    }
+    for seed in range(12):
+        ran, error = served.step(served.requests("mixed", 1 + seed % 8, seed), seed)
+        assert error <= EXACT
+        assert ran in (FULL, NONE)
+
+
+def test_a_measurement_writes_nothing_and_leaves_no_graph(device: torch.device) -> None:
+    served = Overlapped(device, overlap="auto", mode="FULL", capture_sizes=[4, 8])
+    served.fill(0)
+    before = served._pages().clone()
+    served.overlap._choose(served.forward)
+    assert torch.equal(served._pages(), before)
+    assert all(each.plain > 0 and each.overlapped > 0 for each in served.overlap.measured.values())
+    assert not served.manager.programs
+    with pytest.raises(ReplayError):
+        served.manager.run(served.manager.dispatch(4, 4), served.forward)  # eagerly, of a step that was not set
+
+
+def test_a_shape_that_cannot_be_captured_in_halves_runs_whole(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = Overlapped(device, overlap="auto", mode="FULL", capture_sizes=[4, 8])
+    times(monkeypatch, served, {4: 0.1, 8: 0.1})
+    stages = served.stages
+
+    def failing(rows: slice) -> two_batch.Stages:
+        found = yield from stages(rows)
+        if rows == slice(2, 4):
+            found[0].sum().item()
+        return found
+
+    served.stages = failing  # type: ignore[method-assign]
+    assert served.capture().failed == {}
+    assert served.overlap.chosen == {BatchDescriptor(8, 8)}
+    assert "overlap of batch size 4 is not measured, and not used" in caplog.text
+    assert served.step(served.requests("decode", 4, 0), 0) == (FULL, pytest.approx(0, abs=EXACT))
+
+
+def test_graphs_are_not_captured_before_auto_has_measured(device: torch.device) -> None:
+    served = Overlapped(device, overlap="auto", mode="FULL", capture_sizes=[4])
+    with pytest.raises(Exception, match=r"capture by TwoBatchOverlap\.capture"):
+        served.manager.capture(served.forward)
+
+
+def test_a_half_that_fails_leaves_nothing_under_way(device: torch.device) -> None:
+    served = Overlapped(device, mode="FULL", capture_sizes=[4])
+    closed = []
+
+    def stages(rows: slice) -> two_batch.Stages:
+        try:
+            yield
+            if rows.start:
+                raise ValueError("no second half here")
+            yield
+        finally:
+            closed.append(rows.start)
+
+    served.stages = stages  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no second half here"):
+        served.capture()
+    assert set(closed) == {0, 2}
+
+
+def test_what_cannot_be_split_is_refused_when_it_is_made(device: torch.device) -> None:
+    def build(micro: Any = None, mode: str = "FULL", **settings: Any) -> None:
+        engine = AttentionEngine(SDPABackend, device, mode=mode)
+        engine.manager.hooks.clear()
+        fresh = functools.partial(SDPABackend, engine.cache, num_heads=4)
+        limits = {"max_num_tokens": 32, "max_num_reqs": 8, "max_model_len": 48, "page_size": 4, "device": device}
+        given = micro(engine, fresh, limits) if micro else [fresh(BatchMetadata(**limits)) for _ in range(2)]
+        TwoBatchOverlap(engine.manager, engine.backend, given, **settings)
+
+    def other_cache(engine: Any, fresh: Any, limits: Any) -> Any:
+        cache = PagedKVCache(LAYERS, 64, 4, 2, 16, dtype=torch.float32, device=device)
+        return [fresh(BatchMetadata(**limits)), SDPABackend(cache, BatchMetadata(**limits), num_heads=4)]
+
+    build()
+    with pytest.raises(ConfigError, match="mode is PIECEWISE"):
+        build(mode="PIECEWISE")
+    with pytest.raises(ConfigError, match="expected 'auto' or 'on'"):
+        build(overlap=True)
+    with pytest.raises(ConfigError, match="two backends share a metadata"):
+        build(lambda engine, fresh, limits: [fresh(engine.metadata), fresh(BatchMetadata(**limits))])
+    with pytest.raises(ConfigError, match="other caches"):
+        build(other_cache)
+    with pytest.raises(ConfigError, match="has 1 entries"):
+        build(lambda engine, fresh, limits: [fresh(BatchMetadata(**limits))])

@@ -1,0 +1,194 @@
+"""Two-batch overlap on ranks: the answers of undivided steps; ranks that disagree get one error and nobody hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import simplegraph as sg
+from simplegraph import BatchDescriptor, CudaGraphMode
+from simplegraph.attention import (
+    BatchMetadata,
+    PagedKVCache,
+    SDPABackend,
+    TwoBatchOverlap,
+    attend,
+    attending,
+    two_batch,
+)
+from tests.distributed.launch import run_ranks, values
+from tests.distributed.models import BOUND, WAIT, timed_error
+
+HEADS, SIZE, LAYERS, ROWS = 4, 8, 2, 8
+WIDTH = HEADS * SIZE
+FULL = CudaGraphMode.FULL
+
+
+class Ranked:
+    """Layers of attention, heads split over ranks, each summed by a collective that the other half computes under."""
+
+    def __init__(self, rank: int, size: int, overlap: str | None, **settings: Any) -> None:
+        generator = torch.Generator().manual_seed(3)
+        shape = (LAYERS, 4, WIDTH, WIDTH)
+        self.weights = (torch.randn(shape, generator=generator) / WIDTH**0.5).unflatten(3, (size, -1))[:, :, :, rank]
+        self.hidden = torch.zeros(ROWS, WIDTH)
+        heads = HEADS // size
+        self.cache = PagedKVCache(LAYERS, 32, 4, heads, SIZE, dtype=torch.float32, device="cpu")
+        limits: Any = {"max_num_tokens": ROWS, "max_num_reqs": ROWS, "max_model_len": 24, "page_size": 4}
+        made = [SDPABackend(self.cache, BatchMetadata(**limits, device="cpu"), num_heads=heads) for _ in range(3)]
+        self.whole, self.launched = made[0], []
+        self.manager = sg.CudaGraphManager(
+            device="cpu",
+            max_num_seqs=ROWS,
+            progress=False,
+            ranks=sg.RankGroup(timeout=WAIT) if size > 1 else None,
+            **settings,
+        )
+        self.overlap = TwoBatchOverlap(self.manager, made[0], made[1:], overlap=overlap) if overlap else None
+        if self.overlap is None:
+            self.manager.add_hooks(self.whole)
+
+    def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor:
+        if self.overlap and self.overlap.split(mode, descriptor):
+            return torch.cat(self.overlap.run(mode, descriptor, self.stages))
+        with attending(self.whole, mode, descriptor):
+            stages = self.stages(slice(0, descriptor.num_tokens))
+            while True:
+                try:
+                    next(stages)
+                except StopIteration as end:
+                    return end.value
+
+    def stages(self, rows: slice) -> two_batch.Stages:
+        hidden = self.hidden[rows]
+        for layer, weights in enumerate(self.weights):
+            q, k, v = ((hidden @ weight).unflatten(1, (-1, SIZE)) for weight in weights[:3])
+            part = attend(q, k, v, layer).flatten(1) @ weights[3].T
+            work = dist.all_reduce(part, async_op=True) if dist.is_initialized() else None
+            self.launched.append((rows.start, layer))
+            yield
+            if work is not None:
+                work.wait()
+            hidden = torch.tanh(hidden + part)
+        return hidden
+
+    def steps(self) -> list[Tensor]:
+        """Run prompts, then decode steps, of five requests, of which one is gone after two steps."""
+        found, lengths, left = [], [0] * 5, list(range(5))
+        for step, queries in enumerate([[1, 4, 2, 1, 1][:3], [1, 1], [1, 1, 1, 3, 2], [1] * 5, [1] * 4, [1] * 4]):
+            if step == 4:
+                left.remove(1)
+            requests = [left[index] if step != 1 else index + 3 for index in range(len(queries))]
+            if step == 2:
+                lengths[3:] = [0, 0]  # they begin again
+            for request, query in zip(requests, queries, strict=True):
+                lengths[request] += query
+            tables = [[1 + 6 * request + page for page in range(6)] for request in requests]
+            seq_lens, total = [lengths[request] for request in requests], sum(queries)
+            batch = self.manager.dispatch(total, len(queries))
+            self.hidden.copy_(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)))
+            if self.overlap:
+                self.overlap.set(batch, queries, seq_lens, [tables])
+            else:
+                shape = batch.descriptor.num_tokens, batch.descriptor.num_reqs
+                self.whole.metadata.set(queries, seq_lens, tables, num_tokens=shape[0], num_reqs=shape[1])
+            found.append(self.manager.run(batch, self.forward)[:total].clone())
+        return found
+
+
+def serve(rank: int, size: int, overlap: str | None) -> tuple[list[Tensor], list[tuple[int, int]], dict[str, Any], Any]:
+    with torch.inference_mode():
+        served = Ranked(rank, size, overlap, mode="FULL", capture_sizes=[2, 4, 8])
+        capture = served.overlap.capture if served.overlap else served.manager.capture
+        assert capture(served.forward).failed == {}
+        served.launched.clear()
+        found = served.steps()
+        chosen = served.overlap and sorted(served.overlap.chosen or ())
+        return found, served.launched, served.manager.report().to_dict(), chosen
+
+
+@pytest.mark.parametrize("overlap", ["on", "auto"])
+def test_ranks_answer_as_one_rank_that_splits_nothing(overlap: str) -> None:
+    expected, *_ = serve(0, 1, None)
+    results = values(run_ranks(serve, 2, overlap))
+    for found, launched, stats, chosen in results:
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        assert (stats["replays"], launched) == (6, [])
+        assert chosen == results[0][3]
+        assert overlap == "auto" or [each.num_tokens for each in chosen] == [2, 4, 8]
+
+
+def order_of_collectives(rank: int, size: int) -> list[tuple[int, int]]:
+    with torch.inference_mode():
+        served = Ranked(rank, size, "on", mode="FULL", capture_sizes=[8])
+        served.overlap.capture(served.forward)  # type: ignore[union-attr]
+        return served.launched
+
+
+def test_all_ranks_launch_the_halves_collectives_in_turn() -> None:
+    for launched in values(run_ranks(order_of_collectives, 2)):
+        assert launched == [(0, 0), (4, 0), (0, 1), (4, 1)] * 2  # of the warmup, and of the capture
+
+
+def capture_with_other_overlap(rank: int, size: int, settings: list[str | None]) -> tuple[str, str, float]:
+    with torch.inference_mode():
+        served = Ranked(rank, size, settings[rank], mode="FULL", capture_sizes=[2, 4])
+        capture = served.overlap.capture if served.overlap else served.manager.capture
+        return timed_error(lambda: capture(served.forward))
+
+
+@pytest.mark.parametrize("settings", [["on", None], ["auto", None], [None, "on"], ["on", "auto"]])
+def test_ranks_that_disagree_about_overlap_all_get_one_error_before_a_capture(settings: list[str | None]) -> None:
+    results = values(run_ranks(capture_with_other_overlap, 2, settings))
+    (first, *_), *_ = results
+    assert first == "ConfigError"
+    assert {text for _, text, _ in results} == {
+        f"ranks differ in two_batch_overlap: rank 0 has {settings[0]}, rank 1 has {settings[1]}. Graphs with "
+        "collectives must be captured alike; give every rank the same settings."
+    }
+    assert max(seconds for *_, seconds in results) < BOUND
+
+
+def measure_differently(rank: int, size: int) -> Any:
+    """Find overlap faster on rank 0 alone, for the largest shape; and on all ranks for the others."""
+    with torch.inference_mode():
+        served = Ranked(rank, size, "auto", mode="FULL", capture_sizes=[2, 4, 8])
+        found = two_batch.StepTimes
+        times = lambda _, each: found(1.0, 0.5 if rank == 0 or each.num_tokens < 8 else 1.5)  # noqa: E731
+        served.overlap._times = times  # type: ignore[method-assign, union-attr]
+        served.overlap.capture(served.forward)  # type: ignore[union-attr]
+        served.steps()
+        return [each.num_tokens for each in sorted(served.overlap.chosen)]  # type: ignore[union-attr, arg-type]
+
+
+def test_a_shape_is_split_only_if_that_is_faster_on_every_rank() -> None:
+    assert values(run_ranks(measure_differently, 2)) == [[2, 4], [2, 4]]
+
+
+def fail_in_a_half(rank: int, size: int) -> tuple[dict[str, Any], list[Tensor]]:
+    with torch.inference_mode():
+        served = Ranked(rank, size, "on", mode="FULL", capture_sizes=[4, 8])
+        stages = served.stages
+
+        def failing(rows: slice) -> two_batch.Stages:
+            if rank == 1 and rows == slice(2, 4) and served.manager.device.is_capturing():
+                raise ValueError("no half of two rows here")
+            return stages(rows)
+
+        served.stages = failing  # type: ignore[method-assign]
+        failed = served.overlap.capture(served.forward).failed  # type: ignore[union-attr]
+        return {label: str(error) for label, error in failed.items()}, served.steps()
+
+
+def test_a_half_that_fails_on_one_rank_drops_the_graph_on_all_and_steps_go_on() -> None:
+    expected, *_ = serve(0, 1, None)
+    for failed, found in values(run_ranks(fail_in_a_half, 2)):
+        assert list(failed) == ["batch size 4"]
+        assert "no half of two rows here" in failed["batch size 4"]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
