@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from bench.engine.request import EngineError
 from bench.models.llama import Attention
 from bench.models.mamba import Mamba2
-from simplegraph import ConfigError
+from simplegraph import ConfigError, CudaGraphMode
 from simplegraph.attention import (
     AttentionBackend,
     BatchMetadata,
@@ -53,6 +54,9 @@ class EngineConfig:
             has as many tokens left, and none waits. Needs full graphs, attention that reads lengths on the device, and
             layers without a window.
         overlap: plan and launch a step before the previous one has ended.
+        two_batch_overlap: "on" splits the steps of full graphs in two micro-batches, one of which computes while ranks
+            sum the other; "auto" those of shapes that are at least 3 % faster for it, "off" none. Not for compiled or
+            recurrent layers, nor with several tokens in a launch.
         fused: True to run layers on fused operators; by default in half precision, if Triton's kernels run.
         compiled: True to run plain layers through torch.compile, split at attention, instead: the baseline.
         progress: show a progress bar while capturing.
@@ -72,6 +76,7 @@ class EngineConfig:
     capture_sizes: tuple[int, ...] | None = None
     tokens_per_launch: int = 1
     overlap: bool = True
+    two_batch_overlap: Literal["off", "auto", "on"] = "off"
     fused: bool | None = None
     compiled: bool = False
     progress: bool = False
@@ -88,7 +93,19 @@ class EngineConfig:
         require(
             self.max_num_tokens >= self.max_num_seqs, "max_num_tokens", self.max_num_tokens, "at least max_num_seqs"
         )
+        able = CudaGraphMode.parse(self.mode).has_full() and not self.compiled and self.tokens_per_launch == 1
+        overlap, expected = self.two_batch_overlap, "'off', or with full graphs 'auto' or 'on'"
+        require(overlap in ("off", "auto", "on") and (able or overlap == "off"), "two_batch_overlap", overlap, expected)
         require(not (self.compiled and self.fused), "fused", self.fused, "None or False where compiled is True")
+
+    def micro_batch(self, whole: Sequence[AttentionBackend]) -> list[AttentionBackend]:
+        """Make backends for a half of a step, over the caches of the whole step's."""
+        found = []
+        for backend in whole:
+            limits = backend.metadata.max_num_tokens, backend.metadata.max_model_len
+            metadata = self.metadata(*limits, backend.metadata.device, backend.window)
+            found.append(type(backend)(backend.cache, metadata, num_heads=backend.num_heads))
+        return found
 
     def cache(self, layers: Sequence[int], shape: Attention, weight: Tensor, window: int | None = None) -> PagedKVCache:
         """Make the KV cache of some layers, on the weight's device and in its dtype.

@@ -7,8 +7,8 @@ next ones greedily, all inside the graph. All other steps sample after the graph
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from bench.engine.scheduler import StepPlan
 from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
 from simplegraph import BatchDescriptor, CudaGraphManager, CudaGraphMode, Dispatch, RankGroup
-from simplegraph.attention import AttentionBackend, BackendGroup, attending
+from simplegraph.attention import AttentionBackend, BackendGroup, RecurrentBackend, TwoBatchOverlap, attending
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.spec_decode.advance import upcoming
 
@@ -84,6 +84,7 @@ class ModelRunner:
 
     Attributes:
         manager: of the graphs; backends: attention of each group of layers; states: those of recurrent layers, or None.
+        overlap: runs steps as two micro-batches; None if `two_batch_overlap` is "off".
         several: manager of the graphs of several decode steps; None if `tokens_per_launch` is 1.
         backend: all of them together; metadata: that of the first group of attention.
         observe: called with each step's plan and logits, (requests, vocab_size), which the next step may overwrite.
@@ -102,10 +103,7 @@ class ModelRunner:
         self.backends = config.backends(attentions, weight)
         self.states = config.states(recurrences, weight) if recurrences else None
         self.metadata = self.backends[0].metadata
-        self.backend: AttentionBackend | BackendGroup = self.backends[0]
-        each = [*self.backends, *([] if self.states is None else [self.states])]
-        if len(each) > 1:
-            self.backend = BackendGroup({layer: one for one in each for layer in one.cache.layers})
+        self.backend = _joined(self.backends, self.states)
         emulated = self.device.type == "cpu" and config.mode != "NONE"
         require(not (config.compiled and emulated), "compiled", True, "False: emulated graphs cannot see compiled code")
         self.model = ServingLlama(
@@ -122,7 +120,9 @@ class ModelRunner:
             name="engine",
             ranks=ranks,
         )
-        self.manager.add_hooks(self.backend)
+        self.overlap = None if config.two_batch_overlap == "off" else self._two_batch_overlap(config.two_batch_overlap)
+        if self.overlap is None:
+            self.manager.add_hooks(self.backend)
         self.several = None if config.tokens_per_launch == 1 else self._manager_of_several(ranks)
         self.observe: Callable[[StepPlan, Tensor], None] | None = None
         self._inputs = _Inputs(config.max_num_tokens, config.max_num_seqs, self.device)
@@ -134,7 +134,7 @@ class ModelRunner:
         if self.config.compiled:
             most = self.config.max_num_tokens
             self.forward(CudaGraphMode.PIECEWISE, BatchDescriptor(most, min(most, self.config.max_num_seqs)))
-        summary = self.manager.capture(self.forward)
+        summary = (self.overlap or self.manager).capture(self.forward)
         if self.several is None:
             return summary
         more = self.several.capture(self.forward_several)
@@ -144,8 +144,13 @@ class ModelRunner:
     def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor | Sampled:
         """Run the model on the step's inputs; return hidden states, or in a full decode graph logits and tokens."""
         rows = descriptor.num_tokens
-        with attending(self.backend, mode, descriptor):
-            hidden = self.model(self._ids(rows), self._inputs.positions[:rows])
+        ids, positions = self._ids(rows), self._inputs.positions
+        if self.overlap is not None and self.overlap.split(mode, descriptor):
+            halves = self.overlap.run(mode, descriptor, lambda half: self.model.stages(ids[half], positions[half]))
+            hidden = torch.cat(halves)
+        else:
+            with attending(self.backend, mode, descriptor):
+                hidden = self.model(ids, positions[:rows])
         if mode is not CudaGraphMode.FULL or descriptor.uniform_query_len != 1:
             return hidden
         logits = self.llama.head(hidden)
@@ -230,8 +235,20 @@ class ModelRunner:
         manager.add_hooks(self.backend)
         return manager
 
+    def _two_batch_overlap(self, overlap: Literal["auto", "on"]) -> TwoBatchOverlap:
+        require(self.states is None, "two_batch_overlap", overlap, "'off' with recurrent layers")
+        micro = [_joined(self.config.micro_batch(self.backends)) for _ in range(2)]
+        return TwoBatchOverlap(self.manager, self.backend, micro, overlap=overlap)
+
     def describe(self, plan: StepPlan, batch: Dispatch) -> None:
         """Write a step to the device, for the attention of every group, for recurrent layers and for the model."""
+        if self.overlap is not None:
+            self.overlap.set(batch, plan.query_lens, plan.seq_lens, plan.block_tables)
+        else:
+            self._describe_whole(plan, batch)
+        self._inputs.load(plan)
+
+    def _describe_whole(self, plan: StepPlan, batch: Dispatch) -> None:
         full = batch.mode is CudaGraphMode.FULL
         reqs = batch.descriptor.num_reqs if full else len(plan.slots)
         padded = {"num_tokens": batch.descriptor.num_tokens, "num_reqs": reqs}
@@ -239,12 +256,22 @@ class ModelRunner:
             backend.metadata.set(plan.query_lens, plan.seq_lens, table, **padded, ahead=plan.steps - 1)
         if self.states is not None:  # slot 0 is for padding
             self.states.metadata.set(plan.query_lens, plan.seq_lens, plan.slots + 1, **padded)
-        self._inputs.load(plan)
 
     def repeat(self) -> None:
         """Allow the step that was described last to run once more."""
+        if self.overlap is not None:
+            self.overlap.repeat()
+            return
         for backend in (*self.backends, *([] if self.states is None else [self.states])):
             backend.metadata.repeat()
 
     def _logits(self, hidden: Tensor, count: int) -> Tensor:
         return self.llama.head(hidden.index_select(0, self._inputs.last[:count]))
+
+
+def _joined(
+    attentions: Sequence[AttentionBackend], states: RecurrentBackend | None = None
+) -> AttentionBackend | BackendGroup:
+    """Join the backends of a model's layers where there are several."""
+    each = [*attentions, *([] if states is None else [states])]
+    return attentions[0] if len(each) == 1 else BackendGroup({layer: one for one in each for layer in one.cache.layers})

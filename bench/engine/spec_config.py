@@ -38,6 +38,7 @@ class SpecConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.tokens_per_launch == 1, "tokens_per_launch", self.tokens_per_launch, "1 with drafts")
+        require(self.two_batch_overlap == "off", "two_batch_overlap", self.two_batch_overlap, "'off' with drafts")
         expected = "at least 1; without drafts use Engine"
         require(bool(self.drafts), "num_draft_tokens", self.num_draft_tokens, expected)
         for count in self.drafts:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from bench.models.llama import Attention, DecoderLayer, Llama, LlamaDecoder, LlamaStep, Tap
+from bench.models.shard import Project, Stages, at_once, finish
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.operators import KernelTrial, Operators
 
 # Computes one layer's attention or recurrence, with its projections: (T, hidden_size) to the same. It carries the
 # step's tensors, which the layers must not keep: those of a capture exist only inside the graph.
-Mixer = Callable[[DecoderLayer, Tensor], Tensor]
+Mixer = Callable[[DecoderLayer, Tensor], Stages]
 
 
 class FusedLayers:
@@ -40,20 +41,24 @@ class FusedLayers:
     def __call__(self, hidden: Tensor, step: LlamaStep, tap: Tap | None = None) -> Tensor:
         """Compute final hidden states from embeddings, (T, hidden_size) both."""
         sin = _plain_sin(step)
-        return self.run_layers(hidden, lambda layer, hidden: self._attend(layer.self_attn, hidden, step, sin), tap)
 
-    def run_layers(self, hidden: Tensor, mix: Mixer, tap: Tap | None = None) -> Tensor:
-        """Do as a call, with the attention or recurrence that `mix` computes."""
+        def mix(layer: DecoderLayer, hidden: Tensor) -> Stages:
+            return at_once(layer.self_attn.o_proj, self._attend(layer.self_attn, hidden, step, sin))
+
+        return finish(self.layers(hidden, mix, tap))
+
+    def layers(self, hidden: Tensor, mix: Mixer, tap: Tap | None = None, project: Project = at_once) -> Stages:
+        """Do as a call, with the attention or recurrence that `mix` computes, and projections down by `project`."""
         decoder, add_rms_norm, gated = self._decoder, self.operators.add_rms_norm, self.operators.gated
         eps, residual = decoder.norm.eps, hidden
         hidden = decoder.layers[0].input_layernorm(hidden)
         for index, (layer, norm) in enumerate(zip(decoder.layers, self._norms_after, strict=True)):
             if tap is not None:
                 tap(index, residual)
-            hidden = mix(layer, hidden)
+            hidden = yield from mix(layer, hidden)
             hidden, residual = add_rms_norm(hidden, residual, layer.post_attention_layernorm.weight, eps)
             gate, up = layer.mlp.gate_up_proj(hidden).chunk(2, dim=-1)
-            hidden = layer.mlp.down_proj(gated(gate, up, "silu"))
+            hidden = yield from project(layer.mlp.down_proj, gated(gate, up, "silu"))
             hidden, residual = add_rms_norm(hidden, residual, norm.weight, eps)
         return hidden
 
@@ -65,7 +70,7 @@ class FusedLayers:
         q, k = self.operators.rotate(q.unsqueeze(2), k.unsqueeze(2), step.cos, sin)
         out = hidden.new_empty(tokens, layer.num_heads, layer.head_dim)
         step.attend(layer, q.squeeze(2), k.squeeze(2), heads[:, rotated:], out)
-        return layer.o_proj(out.view(tokens, -1))
+        return out.view(tokens, -1)
 
 
 def decoder_operators(decoder: LlamaDecoder, *rotary: KernelTrial) -> Operators:

@@ -19,7 +19,7 @@ from bench.models.joined import Joined
 from bench.models.llama_kinds import attention_window, config_dtype, is_recurrent, llama_kind
 from bench.models.mamba import Mamba2
 from bench.models.rotary import RotaryEmbedding, head_dim, rotate
-from bench.models.shard import WHOLE, Shard, normal_part
+from bench.models.shard import WHOLE, Shard, Stages, handing_over, normal_part
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -107,6 +107,10 @@ class Attention(nn.Module):
             self.register_buffer(name, torch.empty(*cache, self.num_kv_heads, self.head_dim), persistent=False)
 
     def forward(self, hidden: Tensor, step: LlamaStep) -> Tensor:
+        return self.o_proj(self.attend(hidden, step))
+
+    def attend(self, hidden: Tensor, step: LlamaStep) -> Tensor:
+        """Compute the heads' outputs, (T, num_heads * head_dim)."""
         self.check_window(step)
         tokens, rotated = hidden.shape[0], self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).view(tokens, -1, self.head_dim)
@@ -117,7 +121,7 @@ class Attention(nn.Module):
         # then has it in graph memory, at a fixed address.
         out = hidden.new_empty(tokens, self.num_heads, self.head_dim)
         step.attend(self, q, k, v, out)
-        return self.o_proj(out.view(tokens, -1))
+        return out.view(tokens, -1)
 
     def check_window(self, step: LlamaStep) -> None:
         """Refuse a step that would attend to the whole context where the layer has a window.
@@ -152,8 +156,12 @@ class MLP(nn.Module):
         self.gate_up_proj = Joined(self.gate_proj, self.up_proj)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.gated(hidden))
+
+    def gated(self, hidden: Tensor) -> Tensor:
+        """Compute what is projected down, (T, intermediate_size)."""
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        return F.silu(gate).mul_(up)
 
 
 class DecoderLayer(nn.Module):
@@ -170,6 +178,16 @@ class DecoderLayer(nn.Module):
         mixer = self.mamba if self.self_attn is None else self.self_attn
         hidden = hidden + mixer(self.input_layernorm(hidden), step)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def stages(self, hidden: Tensor, step: LlamaStep) -> Stages:
+        """Do as `forward`, and yield while ranks sum."""
+        normed = self.input_layernorm(hidden)
+        if self.self_attn is None:
+            hidden = hidden + self.mamba(normed, step)
+        else:
+            hidden = hidden + (yield from handing_over(self.self_attn.o_proj, self.self_attn.attend(normed, step)))
+        gated = self.mlp.gated(self.post_attention_layernorm(hidden))
+        return hidden + (yield from handing_over(self.mlp.down_proj, gated))
 
 
 class LlamaDecoder(nn.Module):
@@ -217,6 +235,12 @@ class LlamaDecoder(nn.Module):
             if tap is not None:
                 tap(index, hidden)
             hidden = layer(hidden, step)
+        return self.norm(hidden)
+
+    def stages(self, hidden: Tensor, step: LlamaStep) -> Stages:
+        """Do as `run_layers` on plain layers, and yield while ranks sum."""
+        for layer in self.layers:
+            hidden = yield from layer.stages(hidden, step)
         return self.norm(hidden)
 
 

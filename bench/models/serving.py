@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from bench.models.llama import Llama, Tap
 from bench.models.serving_fused import ServingLayers, serving_operators
 from bench.models.serving_step import ServingStep
+from bench.models.shard import Stages
 from simplegraph.attention import AttentionBackend, BackendGroup
 
 
@@ -59,3 +60,11 @@ class ServingLlama(nn.Module):
         if self._fused is not None:
             return self._fused.run(hidden, positions, tap)
         return decoder.run_layers(hidden, ServingStep(*decoder.rotary_emb(positions, hidden.dtype)), tap)
+
+    def stages(self, input_ids: Tensor, positions: Tensor) -> Stages:
+        """Do as `forward` does with layers that are not compiled, and yield while ranks sum."""
+        decoder = self.llama.model
+        hidden = decoder.embed_tokens(input_ids)
+        if self._fused is not None:
+            return self._fused.stages(hidden, positions)
+        return decoder.stages(hidden, ServingStep(*decoder.rotary_emb(positions, hidden.dtype)))

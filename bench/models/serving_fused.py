@@ -12,7 +12,9 @@ from torch import Tensor
 from bench.models.fused import FusedLayers, decoder_operators
 from bench.models.llama import Attention, DecoderLayer, LlamaDecoder, Tap
 from bench.models.serving_step import ServingStep
+from bench.models.shard import Project, Stages, at_once, finish, handing_over
 from simplegraph.attention import AttentionBackend, BackendGroup, attend
+from simplegraph.attention.layers import current_backend
 from simplegraph.fused.operators import KernelTrial, Operators
 
 
@@ -33,7 +35,6 @@ class ServingLayers(FusedLayers):
         max_num_tokens: int,
     ) -> None:
         super().__init__(decoder, operators)
-        self._backend = backend
         first = decoder.attentions[0]
         weight = decoder.embed_tokens.weight
         # One output for all layers: each is read before the next is written. Padding rows keep the zeros.
@@ -51,21 +52,29 @@ class ServingLayers(FusedLayers):
 
     def run(self, hidden: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
         """Compute final hidden states from embeddings, (T, hidden_size) both."""
+        return finish(self.stages(hidden, positions, tap, at_once))
+
+    def stages(
+        self, hidden: Tensor, positions: Tensor, tap: Tap | None = None, project: Project = handing_over
+    ) -> Stages:
+        """Do as `run`, and yield while ranks sum."""
         step = ServingStep(*self._decoder.rotary_emb(positions, hidden.dtype)) if self._plain else None
 
-        def mix(layer: DecoderLayer, hidden: Tensor) -> Tensor:
+        def mix(layer: DecoderLayer, hidden: Tensor) -> Stages:
             if layer.mamba is not None:
                 return layer.mamba(hidden, step)
             if self._whole_heads:
-                return self._attend_pages(layer.self_attn, hidden, positions)
-            return layer.self_attn(hidden, step)
+                heads = self._attend_pages(layer.self_attn, hidden, positions)
+            else:
+                heads = layer.self_attn.attend(hidden, step)
+            return (yield from project(layer.self_attn.o_proj, heads))
 
-        return self.run_layers(hidden, mix, tap)
+        return self.layers(hidden, mix, tap, project)
 
     def _attend_pages(self, layer: Attention, hidden: Tensor, positions: Tensor) -> Tensor:
         tokens = hidden.shape[0]
         qkv = layer.qkv_proj(hidden).view(tokens, -1, layer.head_dim)
-        backend = self._backend.of_layer(layer.index)
+        backend: AttentionBackend = current_backend("rotate_and_write", layer.index, AttentionBackend)
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
         pages, slots = backend.cache.pages(layer.index), backend.live.slot_mapping
         self.operators.rotate_and_write(
@@ -73,7 +82,7 @@ class ServingLayers(FusedLayers):
         )
         out = self._out[:tokens]
         attend(qkv[:, : layer.num_heads], None, None, layer.index, out=out)
-        return layer.o_proj(out.view(tokens, -1))
+        return out.view(tokens, -1)
 
 
 def serving_operators(decoder: LlamaDecoder, backend: AttentionBackend | BackendGroup) -> Operators:

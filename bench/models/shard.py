@@ -7,6 +7,7 @@ Embeddings, norms and lm_head are on every rank.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -92,6 +93,42 @@ class RowParallel(nn.Linear):
         out = F.linear(hidden, self.weight)
         dist.all_reduce(out)
         return out if self.bias is None else out + self.bias
+
+    def stages(self, hidden: Tensor) -> Stages:
+        """Do as `forward`, and yield while the ranks sum."""
+        out = F.linear(hidden, self.weight)
+        work = dist.all_reduce(out, async_op=True)
+        yield
+        work.wait()
+        return out if self.bias is None else out + self.bias
+
+
+# A part of a forward; it yields while ranks sum, so that another micro-batch can compute.
+Stages = Generator[None, None, Tensor]
+Project = Callable[[nn.Linear, Tensor], Stages]
+
+
+def at_once(linear: nn.Linear, hidden: Tensor) -> Stages:
+    """Run a projection without a yield."""
+    return linear(hidden)
+    yield
+
+
+def handing_over(linear: nn.Linear, hidden: Tensor) -> Stages:
+    """Run a projection, and yield while the ranks sum, if they do."""
+    if isinstance(linear, RowParallel):
+        return (yield from linear.stages(hidden))
+    return linear(hidden)
+
+
+def finish(stages: Stages) -> Tensor:
+    """Run stages to their end, and return their result."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
 
 
 def normal_part(part: Tensor, whole_shape: list[int], dim: int | None, shard: Shard, **normal: object) -> None:

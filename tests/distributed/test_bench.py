@@ -123,13 +123,16 @@ def test_the_llama_of_parallelize_module_is_the_same_model_in_eager_and_in_full_
             assert torch.equal(graphed, eager)
 
 
-def generate(rank: int, size: int, device: str = "cpu") -> tuple[list[list[int]], list[list[int]], int]:
+def generate(
+    rank: int, size: int, device: str = "cpu", overlap: Any = "off"
+) -> tuple[list[list[int]], list[list[int]], int]:
     """Return the engine's tokens, greedy and sampled without seeds, and the number of replays."""
     if device == "cuda":
         torch.cuda.set_device(rank)
         device = f"cuda:{rank}"
     model = build_llama(config(), CACHE, REQUESTS, seed=5, device=device, dtype=torch.float32, shard=Shard(rank, size))
-    settings = EngineConfig(max_num_seqs=4, max_num_tokens=32, max_model_len=48, num_pages=32, attention="sdpa")
+    limits: Any = {"max_num_seqs": 4, "max_num_tokens": 32, "max_model_len": 48, "num_pages": 32}
+    settings = EngineConfig(**limits, attention="sdpa", two_batch_overlap=overlap)
     engine = Engine(model, settings, RankGroup(timeout=60) if size > 1 else None)
     assert engine.capture().failed == {}
     prompts = [[(3 * index + step) % 97 for step in range(1, 4 + index)] for index in range(5)]
@@ -151,9 +154,10 @@ def check_generated(results: list[Any], expected: list[list[int]]) -> None:
         assert replays >= 16
 
 
-def test_the_engine_generates_the_same_tokens_on_two_ranks() -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_the_engine_generates_the_same_tokens_on_two_ranks(overlap: str) -> None:
     expected, *_ = generate(0, 1)
-    check_generated(run_ranks(generate, 2), expected)
+    check_generated(run_ranks(generate, 2, "cpu", overlap), expected)
 
 
 def torchrun(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
