@@ -35,10 +35,12 @@ def _inference() -> Iterator[None]:
 class Overlapped(AttentionEngine):
     """Splits its steps; a layer's collective would be launched before each `yield`."""
 
-    def __init__(self, device: torch.device, *, overlap: Any = "on", **settings: Any) -> None:
-        super().__init__(SDPABackend, device, **settings)
+    def __init__(
+        self, device: torch.device, *, make: Any = SDPABackend, overlap: Any = "on", num_heads: int = 4, **settings: Any
+    ) -> None:
+        super().__init__(make, device, num_heads=num_heads, **settings)
         self.manager.hooks.clear()
-        micro = [SDPABackend(self.cache, self.new_metadata(), num_heads=4) for _ in range(2)]
+        micro = [make(self.cache, self.new_metadata(), num_heads=num_heads) for _ in range(2)]
         self.overlap = TwoBatchOverlap(self.manager, self.backend, micro, overlap=overlap)
         self.ran: list[tuple[int, int]] = []  # first row and layer
 

@@ -31,26 +31,28 @@ FULL = CudaGraphMode.FULL
 class Ranked:
     """Layers of attention, heads split over ranks, each summed by a collective that the other half computes under."""
 
-    def __init__(self, rank: int, size: int, overlap: str | None, **settings: Any) -> None:
+    def __init__(
+        self, rank: int, size: int, overlap: str | None, *, device: str = "cpu", rows: int = ROWS, **settings: Any
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
-        shape = (LAYERS, 4, WIDTH, WIDTH)
-        self.weights = (torch.randn(shape, generator=generator) / WIDTH**0.5).unflatten(3, (size, -1))[:, :, :, rank]
-        self.hidden = torch.zeros(ROWS, WIDTH)
+        weights = torch.randn(LAYERS, 4, WIDTH, WIDTH, generator=generator) / WIDTH**0.5
+        self.weights = weights.unflatten(3, (size, -1))[:, :, :, rank].to(device)
+        self.hidden = torch.zeros(rows, WIDTH, device=device)
         heads = HEADS // size
-        self.cache = PagedKVCache(LAYERS, 32, 4, heads, SIZE, dtype=torch.float32, device="cpu")
-        limits: Any = {"max_num_tokens": ROWS, "max_num_reqs": ROWS, "max_model_len": 24, "page_size": 4}
-        made = [SDPABackend(self.cache, BatchMetadata(**limits, device="cpu"), num_heads=heads) for _ in range(3)]
-        self.whole, self.launched = made[0], []
-        self.manager = sg.CudaGraphManager(
-            device="cpu",
-            max_num_seqs=ROWS,
-            progress=False,
-            ranks=sg.RankGroup(timeout=WAIT) if size > 1 else None,
-            **settings,
-        )
+        self.cache = PagedKVCache(LAYERS, 32, 4, heads, SIZE, dtype=torch.float32, device=device)
+        limits: Any = {"max_num_tokens": rows, "max_num_reqs": rows, "max_model_len": 24, "page_size": 4}
+        made = [SDPABackend(self.cache, BatchMetadata(**limits, device=device), num_heads=heads) for _ in range(3)]
+        self.whole = made[0]
+        self.launched: list[tuple[int, int]] = []  # first row and layer
+        ranks = sg.RankGroup(timeout=WAIT if device == "cpu" else 60) if size > 1 else None
+        self.manager = sg.CudaGraphManager(device=device, max_num_seqs=rows, progress=False, ranks=ranks, **settings)
         self.overlap = TwoBatchOverlap(self.manager, made[0], made[1:], overlap=overlap) if overlap else None
         if self.overlap is None:
             self.manager.add_hooks(self.whole)
+
+    def launch(self, part: Tensor) -> Any:
+        """Begin to sum a part over ranks, in place; return what to wait for, if anything."""
+        return dist.all_reduce(part, async_op=True) if dist.is_initialized() else None
 
     def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor:
         if self.overlap and self.overlap.split(mode, descriptor):
@@ -68,7 +70,7 @@ class Ranked:
         for layer, weights in enumerate(self.weights):
             q, k, v = ((hidden @ weight).unflatten(1, (-1, SIZE)) for weight in weights[:3])
             part = attend(q, k, v, layer).flatten(1) @ weights[3].T
-            work = dist.all_reduce(part, async_op=True) if dist.is_initialized() else None
+            work = self.launch(part)
             self.launched.append((rows.start, layer))
             yield
             if work is not None:
@@ -90,25 +92,34 @@ class Ranked:
             tables = [[1 + 6 * request + page for page in range(6)] for request in requests]
             seq_lens, total = [lengths[request] for request in requests], sum(queries)
             batch = self.manager.dispatch(total, len(queries))
-            self.hidden.copy_(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)))
+            self.hidden.copy_(torch.randn(self.hidden.shape, generator=torch.Generator().manual_seed(step)))
             if self.overlap:
                 self.overlap.set(batch, queries, seq_lens, [tables])
             else:
                 shape = batch.descriptor.num_tokens, batch.descriptor.num_reqs
+                shape = shape if batch.mode is FULL else (total, len(queries))
                 self.whole.metadata.set(queries, seq_lens, tables, num_tokens=shape[0], num_reqs=shape[1])
+            for program in self.manager.programs.values():  # a replay must write all that is read
+                program.outputs[0].fill_(torch.nan)
             found.append(self.manager.run(batch, self.forward)[:total].clone())
         return found
 
 
-def serve(rank: int, size: int, overlap: str | None) -> tuple[list[Tensor], list[tuple[int, int]], dict[str, Any], Any]:
+def serve(
+    rank: int, size: int, overlap: str | None, device: str = "cpu"
+) -> tuple[list[Tensor], list[tuple[int, int]], dict[str, Any], Any]:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     with torch.inference_mode():
-        served = Ranked(rank, size, overlap, mode="FULL", capture_sizes=[2, 4, 8])
+        served = Ranked(rank, size, overlap, device=device, mode="FULL", capture_sizes=[2, 4, 8])
         capture = served.overlap.capture if served.overlap else served.manager.capture
         assert capture(served.forward).failed == {}
         served.launched.clear()
         found = served.steps()
         chosen = served.overlap and sorted(served.overlap.chosen or ())
-        return found, served.launched, served.manager.report().to_dict(), chosen
+        stats = served.manager.report().to_dict()
+        served.manager.reset()  # before the process group goes
+        return [each.cpu() for each in found], served.launched, stats, chosen
 
 
 @pytest.mark.parametrize("overlap", ["on", "auto"])

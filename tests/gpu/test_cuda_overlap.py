@@ -1,0 +1,249 @@
+"""Two micro-batches in one graph on a GPU: one computes while the other's collectives run on a stream beside it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from simplegraph import BatchDescriptor, CudaGraphMode
+from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, TwoBatchOverlap, attending, two_batch
+from simplegraph.graph.cuda.device import CudaDevice
+from simplegraph.manager.manager import CudaGraphManager
+from tests.attention.test_two_batch import Overlapped
+from tests.distributed.launch import run_ranks, values
+from tests.distributed.test_two_batch import Ranked, serve
+from tests.gpu.attention_backends import ATTENTION, ERROR, FA3, OTHERS, SHAPE
+from tests.gpu.engine_modes import SIZES, TINY, generate
+
+FULL = CudaGraphMode.FULL
+BOTH = "cpu:gloo,cuda:nccl"
+pytestmark = pytest.mark.usefixtures("timed_inference")
+
+
+class Beside:
+    """Work on another stream, as a collective is: it begins after what is queued, takes its time, and is waited for."""
+
+    def __init__(self, stream: Any, part: Tensor, cycles: int) -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+            part.add_(part.mean(dim=1, keepdim=True))
+        self._done = stream.record_event()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+
+
+class WithSideStream(Ranked):
+    """Its collectives are `Beside`: late enough that whoever does not wait for one reads what it has not written."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self.side = torch.cuda.Stream()
+        super().__init__(0, 1, *args, device="cuda", **settings)
+
+    def launch(self, part: Tensor) -> Beside:
+        return Beside(self.side, part, 200_000)
+
+
+def steps_of(overlap: str | None, *, forget: bool = False, **settings: Any) -> tuple[list[Tensor], int]:
+    """Run six steps with fresh inputs over outputs that hold NaN, without graphs if `forget`; count the replays."""
+    served = WithSideStream(overlap, capture_sizes=[2, 4, 8], **settings)
+    if settings["mode"] == "FULL":
+        capture = served.overlap.capture if served.overlap else served.manager.capture
+        assert capture(served.forward).failed == {}
+    if forget:
+        for key in list(served.manager.programs):
+            served.manager.table.forget_key(key)
+    found = served.steps()
+    torch.cuda.synchronize()
+    replays = served.manager.stats.replays
+    served.manager.reset()
+    return found, replays
+
+
+@pytest.mark.parametrize("overlap", ["on", "auto"])
+def test_halves_on_two_streams_in_one_graph_give_eagers_answers(overlap: str) -> None:
+    expected, _ = steps_of(None, mode="NONE")
+    found, replays = steps_of(overlap, mode="FULL")
+    assert replays == 6
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_replay_in_halves_is_eager_in_halves_to_the_bit() -> None:
+    found, replays = steps_of("on", mode="FULL")
+    eager, others = steps_of("on", mode="FULL", forget=True)
+    assert (replays, others) == (6, 0)
+    assert all(torch.equal(one, other) for one, other in zip(found, eager, strict=True))
+
+
+class Heavy:
+    """Products that take about as long as the work beside them, for a clock to tell if the two overlap."""
+
+    ROWS, WIDTH, LAYERS = 1024, 4096, 4
+
+    def __init__(self, cycles_per_row: int) -> None:
+        row: Any = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.weights = torch.randn(self.LAYERS, self.WIDTH, self.WIDTH, **row) / self.WIDTH**0.5
+        self.hidden = torch.randn(self.ROWS, self.WIDTH, **row)
+        self.cycles, self.side = cycles_per_row, torch.cuda.Stream()
+        self.cache = PagedKVCache(1, 4, 16, 1, 64, **row)
+        limits: Any = {"max_num_tokens": self.ROWS, "max_num_reqs": 4, "max_model_len": self.ROWS, "page_size": 16}
+        made = [SDPABackend(self.cache, BatchMetadata(**limits, device="cuda"), num_heads=1) for _ in range(3)]
+        self.manager = CudaGraphManager(
+            device="cuda", max_num_seqs=4, capture_sizes=[self.ROWS], progress=False, mode="FULL"
+        )
+        self.overlap = TwoBatchOverlap(self.manager, made[0], made[1:])
+
+    def stages(self, rows: slice) -> two_batch.Stages:
+        hidden = self.hidden[rows]
+        for weight in self.weights:
+            for _ in range(3):
+                hidden = hidden @ weight
+            work = Beside(self.side, hidden, self.cycles * len(hidden))
+            yield
+            work.wait()
+        return hidden
+
+    def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Tensor:
+        if self.overlap.split(mode, descriptor):
+            return torch.cat(self.overlap.run(mode, descriptor, self.stages))
+        with attending(self.overlap.whole, mode, descriptor):
+            stages = self.stages(slice(0, descriptor.num_tokens))
+            while True:
+                try:
+                    next(stages)
+                except StopIteration as end:
+                    return end.value
+
+
+def test_work_beside_one_half_runs_while_the_other_computes() -> None:
+    """Where both take long, the graph of halves is measured to be faster by much more than 3 %, and chosen."""
+    served = Heavy(cycles_per_row=400)
+    served.overlap.capture(served.forward)
+    ((descriptor, times),) = served.overlap.measured.items()
+    assert times.overlapped < 0.9 * times.plain, times
+    assert served.overlap.chosen == {descriptor}
+    served.manager.reset()
+
+
+def test_where_nothing_runs_beside_it_nothing_is_split() -> None:
+    """Halves launch more kernels, each with fewer rows: of a small batch every one takes as long as the whole one's."""
+    served = Heavy(cycles_per_row=0)
+    served.hidden = served.hidden[:64]
+    served.manager = CudaGraphManager(device="cuda", max_num_seqs=4, capture_sizes=[64], progress=False, mode="FULL")
+    served.overlap = TwoBatchOverlap(served.manager, served.overlap.whole, served.overlap.micro)
+    served.overlap.capture(served.forward)
+    assert served.overlap.chosen == frozenset()
+    served.manager.reset()
+
+
+@pytest.fixture
+def group(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group(BOTH, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_collectives_of_nccl_on_one_rank() -> None:
+    expected, *_ = serve(0, 1, None, "cuda")
+    found, _, stats, _ = serve(0, 1, "on", "cuda")
+    assert stats["replays"] == 6
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("overlap", ["on", "auto"])
+def test_two_ranks_answer_as_one_that_splits_nothing(overlap: str) -> None:
+    expected, *_ = serve(0, 1, None, "cuda")
+    for found, launched, stats, _ in values(run_ranks(serve, 2, overlap, "cuda", backend=BOTH, limit=180)):
+        assert (stats["replays"], launched) == (6, [])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_engine_generates_one_gpus_tokens_on_two() -> None:
+    pytest.importorskip("transformers")
+    from tests.distributed import test_bench
+
+    expected, *_ = test_bench.generate(0, 1, "cuda")
+    found = run_ranks(test_bench.generate, 2, "cuda", "on", backend=BOTH, limit=180)
+    test_bench.check_generated(found, expected)
+
+
+@pytest.mark.parametrize("make", [*FA3, *OTHERS])
+def test_backends_serve_uniform_decode_in_halves(make: Any, cuda: CudaDevice) -> None:
+    """Padded halves, and second ones of padding alone, among them; each half has a plan of its own."""
+    limits = {"max_reqs": 64, "max_len": 2048, "num_pages": 8000, "max_tokens": 256}
+    served = Overlapped(
+        cuda.torch_device,
+        make=make,
+        num_heads=32,
+        **SHAPE,
+        **limits,
+        mode="FULL_DECODE_ONLY",
+        capture_sizes=[2, 8, 48, 64],
+    )
+    assert served.capture().failed == {}
+    for seed in range(24):
+        ran, error = served.step(served.requests("decode", [2, 3, 7, 8, 33, 64][seed % 6], seed), seed)
+        assert (ran, error <= ERROR) == (FULL, True), error
+
+
+@pytest.mark.parametrize("make", FA3)
+def test_prompts_are_cut_between_the_halves(make: Any, cuda: CudaDevice) -> None:
+    limits = {"max_reqs": 64, "max_len": 512, "num_pages": 8000, "max_tokens": 256}
+    served = Overlapped(
+        cuda.torch_device, make=make, num_heads=32, **SHAPE, **limits, mode="FULL", capture_sizes=[16, 64, 256]
+    )
+    assert served.capture().failed == {}
+    for seed in range(30):
+        ran, error = served.step(served.requests("mixed", [1, 2, 7, 33, 64][seed % 5], seed), seed)
+        assert (ran, error <= ERROR) == (FULL, True), error
+
+
+def splits(engine: Any) -> Callable[[], object]:
+    """Look at an engine: graphs that are split are replayed."""
+    overlap, graphs = engine.runner.overlap, engine.runner.manager.stats.graphs
+
+    def look_again() -> None:
+        assert sum(graph.replays for (mode, each), graph in graphs.items() if overlap.split(mode, each)) > 100
+
+    return look_again
+
+
+def llama(dtype: torch.dtype) -> Any:
+    transformers = pytest.importorskip("transformers")
+    from bench.models.llama import CacheShape, build_llama
+
+    config = transformers.LlamaConfig(**TINY, max_position_embeddings=1024, initializer_range=0.1)
+    return build_llama(config, CacheShape(1, 16), 512, device="cuda", dtype=dtype, seed=3)
+
+
+def test_the_engine_generates_eagers_tokens_in_halves() -> None:
+    model = llama(torch.float32)
+    expected = generate(model, lambda _: bool, mode="NONE", overlap=False, attention="sdpa")
+    answer = functools.partial(generate, model, splits, two_batch_overlap="on", capture_sizes=SIZES)
+    for mode in ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
+        assert answer(mode=mode, attention="sdpa") == expected, mode
+    assert answer(attention="triton") == expected
+    assert answer(attention="sdpa", num_pages=300) == expected  # requests give way
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_the_engine_runs_fused_layers_in_halves(attention: str) -> None:
+    """Rounding may decide near ties in half precision: products of other shapes round otherwise."""
+    model = llama(torch.bfloat16)
+    expected = generate(model, lambda _: bool, attention=attention)
+    found = generate(model, splits, attention=attention, two_batch_overlap="on")
+    agreeing = sum(one[:4] == other[:4] for one, other in zip(found, expected, strict=True))
+    assert agreeing >= 48, f"the first 4 tokens of {agreeing} of 64 requests"
