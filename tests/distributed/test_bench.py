@@ -23,8 +23,9 @@ from bench.models.checkpoint import load_checkpoint  # noqa: E402
 from bench.models.dtensor import with_dtensors  # noqa: E402
 from bench.models.llama import CacheShape, build_llama  # noqa: E402
 from bench.models.shard import Shard  # noqa: E402
-from bench.models.workload import INPUT_NAMES  # noqa: E402
+from bench.models.workload import INPUT_NAMES, Workload  # noqa: E402
 from bench.startup import worker  # noqa: E402
+from bench.two_batch import steps  # noqa: E402
 from simplegraph import RankGroup, wrap  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
@@ -158,6 +159,18 @@ def check_generated(results: list[Any], expected: list[list[int]]) -> None:
 def test_the_engine_generates_the_same_tokens_on_two_ranks(overlap: str) -> None:
     expected, *_ = generate(0, 1)
     check_generated(run_ranks(generate, 2, "cpu", overlap), expected)
+
+
+def overlapped_steps(rank: int, size: int) -> list[Any]:
+    cpu = torch.device("cpu")
+    model = Workload("tiny", (1,), cpu, lm_head=True, layers=1, shard=Shard(rank, size)).build()
+    return list(steps.measure(model, RankGroup(timeout=30), steps.decode_steps((2,), cpu)))
+
+
+def test_steps_with_two_batch_overlap_are_measured_beside_their_collectives() -> None:
+    for (found,) in values(run_ranks(overlapped_steps, 2)):
+        assert found["relative_error"] < 1e-4
+        assert found["ms"].keys() == {"whole", "halves", "collectives alone, eagerly"}
 
 
 def torchrun(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,107 @@
+"""``python -m bench.two_batch``: steps with two-batch overlap and without, decoding and of prompts.
+
+With ranks: ``torchrun --nproc-per-node 2 -m bench.two_batch --tp 2``. On one rank nothing is summed: what halves cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+
+from bench.engine import EngineError
+from bench.models.workload import Workload
+from bench.tools import environment, torchrun
+from bench.tools.files import OUT, save_figures
+from bench.tools.measure import NOT_SPEED, Figures, few_threads, say
+from bench.tools.options import add_json, add_model, count, numbers, positive
+from bench.tools.tables import grid
+from bench.two_batch import steps
+
+MOST_ERROR = {"cuda": 0.1, "cpu": 1e-4}  # of logits, relative; products of other shapes round otherwise in bfloat16
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure every step; figures are written as they come. Return 1 if halves give other logits than whole steps."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    torchrun.check_launched(parser, options.tp)
+    shard, ranks, device = torchrun.start(options.tp, "two_batch")
+    on_gpu = device.type == "cuda"
+    model = options.model or ("8b" if on_gpu else "tiny")
+    batches = options.batches or ((64, 128, 256, 512) if on_gpu else (2, 4))
+    prompts = options.prompt_tokens or (2048 if on_gpu else 16)
+    timer = threading.Timer(options.limit, _stop)
+    timer.daemon = True
+    timer.start()
+    found: Figures = {"model": model, "tp": shard.size, "steps": [], "auto": [], "not_available": {}}
+    with few_threads(device):
+        workload = Workload(model, (1,), device, lm_head=True, layers=options.layers, shard=shard)
+        llama = workload.build()
+        for plan in (steps.decode_steps(batches, device), steps.prompt_steps(prompts, device)):
+            try:
+                for figures in steps.measure(llama, ranks, plan):
+                    found["steps"].append(figures)
+                    _save(options, found, shard.rank)
+                found["auto"] += steps.choices(llama, ranks, plan)
+            except EngineError as error:
+                found["not_available"][plan.mode] = str(error)
+                say(f"{plan.mode}: not available: {error}")
+            _save(options, found, shard.rank)
+    torchrun.finish()
+    timer.cancel()
+    if shard.rank == 0:
+        print(render(found))
+        if not on_gpu:
+            print(NOT_SPEED)
+    return int(any(each["relative_error"] > MOST_ERROR[device.type] for each in found["steps"]))
+
+
+def _save(options: argparse.Namespace, found: Figures, rank: int) -> None:
+    if rank == 0:
+        save_figures(options.json, {"machine_info": environment.describe(), "results": found})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.two_batch", description=__doc__)
+    add_model(parser)
+    parser.add_argument("--layers", type=count, help="a part of the model")
+    parser.add_argument("--batches", type=numbers, help="requests that decode; 64,128,256,512 on a GPU, else 2,4")
+    parser.add_argument("--prompt-tokens", type=count, help="tokens of a step of prompts; 2048 on a GPU, else 16")
+    parser.add_argument("--limit", type=positive, default=540.0, help="seconds after which it stops; 540 by default")
+    torchrun.add_option(parser)
+    add_json(parser, OUT / "two_batch.json")
+    return parser
+
+
+def _stop() -> None:
+    """End the process: a collective that hangs cannot be interrupted. Figures so far are in the file."""
+    say("the time limit is reached")
+    os._exit(124)
+
+
+def render(found: Figures) -> str:
+    """Format the steps and the choices as tables."""
+    rows = [("requests", "tokens", "whole, ms", "halves, ms", "gain", "error", "same tokens")]
+    for each in found["steps"]:
+        ms = each["ms"]
+        gain, error, equal = f"{each['gain']:+.1%}", f"{each['relative_error']:.1e}", f"{each['tokens_equal']:.0%}"
+        rows.append(
+            (
+                str(each["requests"]),
+                str(each["tokens"]),
+                f"{ms['whole']:.3f}",
+                f"{ms['halves']:.3f}",
+                gain,
+                error,
+                equal,
+            )
+        )
+    chosen = ", ".join(str(each["tokens"]) for each in found["auto"] if each["chosen"]) or "none"
+    on = f"{found['model']} on {found['tp']} rank{'s' * (found['tp'] > 1)}"
+    return "\n".join([f"{on}: steps whole and as two micro-batches", grid(rows), f"chosen by auto: {chosen}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
