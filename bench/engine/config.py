@@ -55,8 +55,8 @@ class EngineConfig:
             layers without a window.
         overlap: plan and launch a step before the previous one has ended.
         two_batch_overlap: "on" splits the steps of full graphs in two micro-batches, one of which computes while ranks
-            sum the other; "auto" those of shapes that are at least 3 % faster for it, "off" none. Not for compiled or
-            recurrent layers, nor with several tokens in a launch.
+            sum the other; "auto" those of shapes that are at least 3 % faster for it, "off" none. Not for
+            compiled layers, nor with several tokens in a launch.
         fused: True to run layers on fused operators; by default in half precision, if Triton's kernels run.
         compiled: True to run plain layers through torch.compile, split at attention, instead: the baseline.
         progress: show a progress bar while capturing.
@@ -107,6 +107,11 @@ class EngineConfig:
             found.append(type(backend)(backend.cache, metadata, num_heads=backend.num_heads))
         return found
 
+    def micro_states(self, whole: Mamba2Backend) -> Mamba2Backend:
+        """Make a backend of recurrent layers for a half of a step, over the states of the whole step's."""
+        metadata = self.state_metadata(whole.cache.device)
+        return Mamba2Backend(whole.cache, metadata, shape=whole.shape, weights=whole.weights)
+
     def cache(self, layers: Sequence[int], shape: Attention, weight: Tensor, window: int | None = None) -> PagedKVCache:
         """Make the KV cache of some layers, on the weight's device and in its dtype.
 
@@ -130,12 +135,7 @@ class EngineConfig:
     def states(self, layers: Sequence[Mamba2], weight: Tensor) -> Mamba2Backend:
         """Make the states of recurrent layers, metadata and a backend for them; a request's state slot is its own."""
         shape = layers[0].shape
-        metadata = StateMetadata(
-            max_num_tokens=self.max_num_tokens,
-            max_num_reqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
-            device=weight.device,
-        )
+        metadata = self.state_metadata(weight.device)
         cache = StateCache(
             self.max_num_seqs,
             shape.states(weight.dtype),
@@ -143,6 +143,15 @@ class EngineConfig:
             device=weight.device,
         )
         return Mamba2Backend(cache, metadata, shape=shape, weights={layer.index: layer.weights for layer in layers})
+
+    def state_metadata(self, device: torch.device) -> StateMetadata:
+        """Make the metadata of a step's requests, for recurrent layers."""
+        return StateMetadata(
+            max_num_tokens=self.max_num_tokens,
+            max_num_reqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            device=device,
+        )
 
     def with_slots(self, recurrent: bool) -> EngineConfig:
         """Return the config for a model: where layers are recurrent, no more requests run at once than states fit."""

@@ -236,14 +236,18 @@ class ModelRunner:
         return manager
 
     def _two_batch_overlap(self, overlap: Literal["auto", "on"]) -> TwoBatchOverlap:
-        require(self.states is None, "two_batch_overlap", overlap, "'off' with recurrent layers")
-        micro = [_joined(self.config.micro_batch(self.backends)) for _ in range(2)]
+        config, states = self.config, self.states
+        micro = [
+            _joined(config.micro_batch(self.backends), None if states is None else config.micro_states(states))
+            for _ in range(2)
+        ]
         return TwoBatchOverlap(self.manager, self.backend, micro, overlap=overlap)
 
     def describe(self, plan: StepPlan, batch: Dispatch) -> None:
         """Write a step to the device, for the attention of every group, for recurrent layers and for the model."""
         if self.overlap is not None:
-            self.overlap.set(batch, plan.query_lens, plan.seq_lens, plan.block_tables)
+            tables = [*plan.block_tables, *([] if self.states is None else [plan.slots + 1])]
+            self.overlap.set(batch, plan.query_lens, plan.seq_lens, tables)
         else:
             self._describe_whole(plan, batch)
         self._inputs.load(plan)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from simplegraph.attention.layers import BackendGroup, LayerBackend, serving_layers
 from simplegraph.attention.metadata.reading import Ints, Pages, int64s
+from simplegraph.attention.recurrent.states import StateMetadata
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.batch.micro_batches import MicroBatch, micro_batches
@@ -156,6 +157,9 @@ class TwoBatchOverlap(GraphHooks):
             _write(self.whole, query_lens, lengths, tables, descriptor.num_tokens, reqs)
         if parts is None:
             return
+        for each, table in zip(self.whole.each, tables, strict=True):
+            if isinstance(each.metadata, StateMetadata):  # a slot in both halves shows in neither
+                each.metadata.check_slots(int64s("slots", table), len(lengths))  # type: ignore[arg-type]
         halves = _halves(query_lens, lengths, parts[0].descriptor.num_tokens)
         for backend, (_, part), (queries, found, which) in zip(self.micro, parts, halves, strict=True):
             if len(found) or which.start == 0:
@@ -163,6 +167,14 @@ class TwoBatchOverlap(GraphHooks):
             else:  # all of it is padding
                 _write_dummy(backend, part)
         self._step = descriptor
+
+    def set_dummy(self, batch: Dispatch) -> None:
+        """Write a step of padding alone, for a rank without requests that takes part in the collectives of others."""
+        self._step = None
+        for backend, part in self._serving(batch.mode, batch.descriptor):
+            _write_dummy(backend, part)
+        if self.split(batch.mode, batch.descriptor):
+            self._step = batch.descriptor
 
     def repeat(self) -> None:
         """Allow the step that was set last to run once more.
@@ -331,5 +343,9 @@ def _check_backends(whole: Attention, micro: Sequence[Attention]) -> None:
         raise ConfigError(
             "the backends of micro-batches have other caches than those of whole steps; share the caches."
         )
-    if any(each.support is not whole.support for each in micro):
-        raise ConfigError("the backends of micro-batches support other graphs than those of whole steps; use one kind.")
+    for name in ("support", "window", "scale", "softcap"):
+        kinds = [[getattr(backend, name, None) for backend in attention.each] for attention in (whole, *micro)]
+        if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
+            raise ConfigError(
+                f"{name} of the backends is {kinds}; expected the same for micro-batches as for whole steps."
+            )

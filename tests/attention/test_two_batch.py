@@ -14,13 +14,17 @@ from torch import Tensor
 from simplegraph import BatchDescriptor, CaptureSizeError, ConfigError, CudaGraphMode, Dispatch, InputError, ReplayError
 from simplegraph.attention import (
     BatchMetadata,
+    Mamba2Backend,
     PagedKVCache,
     SDPABackend,
+    StateMetadata,
     TwoBatchOverlap,
     attend,
+    recur,
     two_batch,
 )
 from simplegraph.attention.selftest import LAYERS, AttentionEngine, Requests
+from tests.attention.test_recurrent import StateEngine, run_steps
 
 NONE, PIECEWISE, FULL = CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL
 EXACT = 1e-5
@@ -124,6 +128,21 @@ def test_the_steps_of_a_graph_that_is_missing_run_eagerly_in_halves(device: torc
         assert (ran, error <= EXACT) == (FULL, True)
         assert bool(served.ran) == (count == 7)
     assert served.manager.stats.eager == {"not_captured_upfront": 1}
+
+
+@pytest.mark.parametrize("mode", ["FULL", "NONE"])
+def test_a_rank_without_requests_runs_a_step_of_padding(device: torch.device, mode: str) -> None:
+    served = Overlapped(device, mode="FULL", capture_sizes=[4, 8])
+    served.capture()
+    served.step(served.requests("decode", 7, 1), 1)
+    if mode == "NONE":
+        served.manager.table.forget_key((FULL, BatchDescriptor(8, 8)))
+    before, batch = served._pages().clone(), served.manager.dispatch(6, 6)
+    served.overlap.set_dummy(batch)
+    outputs = served.manager.run(batch, served.forward)
+    assert all(output.isfinite().all() for output in outputs)
+    assert torch.equal(served._pages(), before)
+    assert served.step(served.requests("decode", 7, 2), 2)[1] <= EXACT
 
 
 def test_a_replay_may_be_compared_with_eager(device: torch.device) -> None:
@@ -283,5 +302,64 @@ def test_what_cannot_be_split_is_refused_when_it_is_made(device: torch.device) -
         build(lambda engine, fresh, limits: [fresh(engine.metadata), fresh(BatchMetadata(**limits))])
     with pytest.raises(ConfigError, match="other caches"):
         build(other_cache)
+    with pytest.raises(ConfigError, match=r"window of the backends is \[\[None\], \[None\], \[8\]\]"):
+        build(lambda engine, fresh, limits: [fresh(BatchMetadata(**limits, window=window)) for window in (None, 8)])
     with pytest.raises(ConfigError, match="has 1 entries"):
         build(lambda engine, fresh, limits: [fresh(BatchMetadata(**limits))])
+
+
+class OverlappedStates(StateEngine):
+    """Splits the steps of recurrent layers; stands in place of its own metadata."""
+
+    overlap: Any = None
+
+    def __init__(self, device: torch.device, **settings: Any) -> None:
+        super().__init__(device, **settings)
+        self.manager.reset()
+        self.manager.hooks.clear()
+        self.whole, self.max_num_reqs, micro = self.metadata, self.metadata.max_num_reqs, []
+        for _ in range(2):
+            limits = {"max_num_tokens": 32, "max_num_reqs": self.max_num_reqs, "max_model_len": 10_000}
+            made = StateMetadata(**limits, device=device)
+            micro.append(Mamba2Backend(self.cache, made, shape=self.shape, weights=self.backend.weights))
+        self.overlap = TwoBatchOverlap(self.manager, self.backend, micro, overlap="on")
+        assert self.overlap.capture(self.forward).failed == {}
+        self.metadata = self
+
+    def forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> list[Tensor]:
+        if self.overlap is None or not self.overlap.split(mode, descriptor):
+            return super().forward(mode, descriptor)
+        halves = self.overlap.run(mode, descriptor, self.stages)
+        return [torch.cat(both) for both in zip(*halves, strict=True)]
+
+    def stages(self, rows: slice) -> two_batch.Stages:
+        found = []
+        for number, layer in enumerate((1, 3)):
+            xbc, dt = self.xbc[number, rows], self.dt[number, rows]
+            found.append(recur(layer, xbc, dt, out=xbc.new_zeros(len(xbc), 32)))
+            yield
+        return found
+
+    def set(self, counts: list[int], lengths: list[int], slots: list[int], **padded: Any) -> None:
+        batch = self.manager.dispatch(sum(counts), len(counts), 1 if sum(counts) == len(counts) else None)
+        self.overlap.set(batch, counts, lengths, [slots])
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
+def test_states_of_recurrent_layers_pass_from_half_to_half(device: torch.device, mode: str) -> None:
+    """A prompt's later tokens begin where the first half left its state; no other state is touched."""
+    served = OverlappedStates(device, mode=mode, capture_sizes=[2, 5, 8, 16, 32])
+    ran, error = run_steps(served, 24, [False, True])
+    assert FULL in ran
+    assert error <= EXACT
+
+
+def test_a_state_slot_of_two_requests_is_found_also_across_the_halves(device: torch.device) -> None:
+    served = OverlappedStates(device, mode="FULL_DECODE_ONLY", capture_sizes=[8])
+    before = [tensor.clone() for tensor in served.cache.tensors]
+    with pytest.raises(InputError, match="requests 1 and 6 both have state slot 2"):
+        served.set([1] * 7, [3] * 7, [1, 2, 3, 4, 5, 6, 2])
+    with pytest.raises(ReplayError):
+        served.manager.run(served.manager.dispatch(7, 7, 1), served.forward)
+    assert all(torch.equal(one, other) for one, other in zip(served.cache.tensors, before, strict=True))
+    assert run_steps(served, 4, [True])[1] <= EXACT

@@ -147,7 +147,7 @@ class StateMetadata:
                 the previous step is still in place.
         """
         owned, lengths = int64s("slots", slots), int64s("seq_lens", seq_lens)
-        self._check_slots(owned, len(lengths))
+        self.check_slots(owned, len(lengths))
         if self.debug:
             self._check_continued(query_lens, lengths, owned)
         view = self._step.set(query_lens, lengths, owned[:, None], num_tokens=num_tokens, num_reqs=num_reqs)
@@ -187,8 +187,13 @@ class StateMetadata:
         """
         self._step.repeat()
 
-    def _check_slots(self, slots: npt.NDArray[np.int64], num_reqs: int) -> None:
-        """Refuse slots that do not exist or that two requests share, before anything is written."""
+    def check_slots(self, slots: npt.NDArray[np.int64], num_reqs: int) -> None:
+        """Refuse slots that do not exist or that two requests share.
+
+        Raises:
+            CaptureSizeError: there are more requests than the limit.
+            InputError: a slot does not exist, or two requests have the same.
+        """
         if len(slots) != num_reqs:
             raise InputError(f"slots has {len(slots)} entries, seq_lens {num_reqs}; expected one slot per request.")
         if num_reqs > self.max_num_reqs:

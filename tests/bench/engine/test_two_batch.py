@@ -107,11 +107,16 @@ def test_an_engine_that_cannot_split_its_steps_is_refused(settings: dict[str, An
         EngineConfig(**{"two_batch_overlap": "on"} | settings)
 
 
-def test_drafts_and_recurrent_layers_are_refused() -> None:
-    with pytest.raises(EngineError, match="'off' with drafts"):
-        SpecConfig(two_batch_overlap="auto")
+def test_recurrent_layers_run_in_halves() -> None:
     sizes = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8}
     config = transformers.BambaConfig(**SHAPE, num_hidden_layers=2, **sizes)
     llama = build_llama(config, CacheShape(1, PAGE), 1, dtype=torch.float32, windows=True)
-    with pytest.raises(EngineError, match="'off' with recurrent layers"):
-        engine(llama, two_batch_overlap="on")
+    asked, params = prompts(6), SamplingParams(max_tokens=7)
+    served = engine(llama, two_batch_overlap="on", num_state_slots=5, capture_sizes=(2, 5, 24))
+    assert served.generate(asked, params) == engine(llama, mode="NONE").generate(asked, params)
+    assert split_replays(served) >= 6
+
+
+def test_drafts_are_refused() -> None:
+    with pytest.raises(EngineError, match="'off' with drafts"):
+        SpecConfig(two_batch_overlap="auto")
