@@ -189,8 +189,8 @@ class TwoBatchOverlap(GraphHooks):
     def capture(self, forward: Forward) -> CaptureSummary:
         """Capture every graph, after choosing those that are split, which "auto" measures.
 
-        With ranks, call it on all of them: a shape is split only if that is faster on every rank. Else as
-        `CudaGraphManager.capture`.
+        Measured graphs run for real, as warmups do, on dummy steps. With ranks, call it on all of them: a shape is
+        split only if that is faster on every rank. Raises what `CudaGraphManager.capture` raises.
         """
         if self.chosen is None:
             self._choose(forward)
@@ -231,7 +231,8 @@ class TwoBatchOverlap(GraphHooks):
     ) -> StepTimes:
         """Time the replays of a graph of each kind in turn; the attention plans each once."""
         replays: dict[Callable[[], None], list[float]] = {}
-        for self.chosen, trial in trials:
+        for kind, trial in trials:
+            self.chosen = kind
             for backend, part in self._serving(*_key(descriptor)):
                 _write_dummy(backend, part)
             with trial.pool.lock:
