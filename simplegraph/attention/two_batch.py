@@ -125,13 +125,11 @@ class TwoBatchOverlap(GraphHooks):
         serving = self._serving(mode, descriptor)
         for backend, part in serving:
             backend.enter(mode, part)
-        with contextlib.ExitStack() as stack:
-            waiting = []
-            for (backend, _), (rows, _) in zip(serving, self._splits[descriptor], strict=True):
-                with serving_layers(backend):
-                    waiting.append((backend, stages(rows)))
-                stack.callback(waiting[-1][1].close)
-            return _in_turn(waiting)
+        waiting = []
+        for (backend, _), (rows, _) in zip(serving, self._splits[descriptor], strict=True):
+            with serving_layers(backend):
+                waiting.append((backend, stages(rows)))
+        return _in_turn(waiting)
 
     def set(self, batch: Dispatch, query_lens: int | Ints, seq_lens: Ints, tables: Sequence[Pages | Ints]) -> None:
         """Write a step, whole or in halves as its graph runs it; call before every step, outside the graph.
