@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from simplegraph.context import CallContext
 from simplegraph.errors import StaleGraphError
-from simplegraph.graph.modes import autocast_dtype
+from simplegraph.graph.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.module.call import CallLayout
 from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan, check_places
@@ -29,8 +29,6 @@ from simplegraph.module.torch_state import (
 
 MISS = object()
 _grad_enabled = torch.is_grad_enabled  # looked up once
-# Private to torch; where it is absent, every call asks for the device's own state.
-_ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def try_replay(
@@ -77,7 +75,7 @@ def try_replay(
 
 def same_around(module: Any, plan: Plan, layout: CallLayout, state_key: StateKey | None) -> bool:
     """True if autocast, settings, modes, hooks on all modules and Python state are those of the calls of a layout."""
-    autocast = autocast_dtype(plan.device.torch_device.type) if _ANY_AUTOCAST() else None
+    autocast = autocast_dtype(plan.device.torch_device.type) if ANY_AUTOCAST() else None
     if autocast is not layout.autocast:
         return False
     if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:

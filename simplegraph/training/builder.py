@@ -33,8 +33,9 @@ from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused
 from simplegraph.training.lessons import Lessons
-from simplegraph.training.pair import Backward, GraphPair, Lane, Returned
+from simplegraph.training.pair import GraphPair, Lane, Returned
 from simplegraph.training.recording import Recording, Tape, written_outputs
+from simplegraph.training.routes import Backward
 
 _WRITTEN = "the forward writes to {}; under grad mode pass what it may not change"
 

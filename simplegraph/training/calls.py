@@ -32,7 +32,7 @@ from simplegraph.module.torch_state import (
 from simplegraph.reasons import CannotBind, Reason
 from simplegraph.training.builder import PairBuilder
 from simplegraph.training.handed import HandingOut
-from simplegraph.training.leaves import refuse_hooks, saved_tensors_hooks
+from simplegraph.training.leaves import refuse_hooks, requires_grad, saved_tensors_hooks
 from simplegraph.training.lessons import Lessons
 from simplegraph.training.pair import GraphPair, Lane, Ticket, apply
 from simplegraph.training.proof import ProvenTicket
@@ -49,7 +49,8 @@ class Known:
 
     Attributes:
         layout: how they pass their arguments.
-        inputs: for each leaf, whether it is a tensor that wants gradients; flags: the same of the module's tensors.
+        inputs: the numbers of the leaves that are tensors, each with whether it wants gradients.
+        flags: the same of the module's tensors.
         caches: autocast keeps casts of weights.
         lessons: what their backwards showed.
         pairs: by lane, and what backwards need.
@@ -57,7 +58,7 @@ class Known:
     """
 
     layout: CallLayout
-    inputs: tuple[bool, ...]
+    inputs: Sequence[tuple[int, bool]]
     flags: list[bool]
     caches: bool
     lessons: Lessons
@@ -69,9 +70,9 @@ class Known:
         """Identify them among all calls of the module."""
         return self.layout.binding.signature
 
-    def place(self, lane: Lane) -> tuple[Hashable, ...]:
+    def place(self, lane: Lane) -> tuple[int, Hashable]:
         """Identify the pair that serves them in a lane."""
-        return lane.number, self.lessons.retained, self.lessons.autocast
+        return lane.number, self.lessons.needs
 
 
 class Generation:
@@ -84,7 +85,7 @@ class Generation:
     def __init__(self, builder: PairBuilder) -> None:
         self.builder = builder
         self.known: dict[Hashable, Known] = {}
-        self.last: list[Known] = []  # the latest, if any: tried first
+        self.last: Known | None = None  # tried first
 
     @property
     def stale(self) -> bool:
@@ -94,12 +95,15 @@ class Generation:
 
     def free_lane(self) -> Lane | None:
         """Find a lane that no forward waits in."""
-        return next((lane for lane in self.builder.lanes if lane.free), None)
+        for lane in self.builder.lanes:
+            if lane.free:
+                return lane
+        return None
 
     def drop(self) -> None:
         """Drop the graphs, but for those that a backward still needs: these go with it."""
         self.known.clear()
-        self.last.clear()
+        self.last = None
         for lane in self.builder.lanes:
             lane.drop()
 
@@ -131,10 +135,17 @@ class TrainingCalls:
             CannotBind: it runs eagerly.
         """
         generation = self._generations.get(module.training)
-        for known in () if generation is None else [*generation.last, *generation.known.values()]:
-            result = self._replay(cast(Generation, generation), known, module, args, kwargs)
-            if result is not MISS:
-                return result
+        if generation is not None:
+            last = generation.last
+            if last is not None:
+                result = self._replay(generation, last, module, args, kwargs)
+                if result is not MISS:
+                    return result
+            for known in list(generation.known.values()):
+                if known is not last:
+                    result = self._replay(generation, known, module, args, kwargs)
+                    if result is not MISS:
+                        return result
         with self._lock:
             return self._serve(module, args, kwargs)
 
@@ -157,16 +168,20 @@ class TrainingCalls:
         self, generation: Generation, known: Known, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Replay if such a call has proven graphs in a free lane; otherwise return MISS, with nothing done."""
-        layout, builder = known.layout, generation.builder
-        leaves = layout.leaves(args, kwargs)
-        lane = generation.free_lane()
-        pair = None if lane is None else known.pairs.get(known.place(lane))
+        layout, builder, lessons = known.layout, generation.builder, known.lessons
+        leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
+        for lane in builder.lanes:
+            serial = lane.serial
+            if lane.free:
+                break
+        else:
+            return MISS
+        pair = known.pairs.get((lane.number, lessons.needs))
         if (
             leaves is None
             or pair is None
-            or lane is None
             or pair.unproven
-            or known.lessons.twice
+            or lessons.twice
             or known.refusal
             or GLOBAL_BACKWARD_HOOKS
             or GLOBAL_BACKWARD_PRE_HOOKS
@@ -181,17 +196,23 @@ class TrainingCalls:
             return MISS
         if copies is None or (plan.guarded and plan.refusal(leaves) is not None):
             return MISS
-        if _wanting(leaves) != known.inputs or builder.leaves.flags() != known.flags:
+        for index, wants in known.inputs:
+            if leaves[index].requires_grad is not wants:
+                return MISS
+        if list(map(requires_grad, builder.leaves.tensors)) != known.flags:
             return MISS
         if layout.autocast and torch.is_autocast_cache_enabled() is not known.caches:
             return MISS
         if not same_around(module, plan, layout, self._calls.state_key):
             return MISS
         with plan.pool.lock:
-            if generation.stale or not lane.free or not plan.program.live or plan.is_capturing():
+            state = plan.state
+            moved = (state.seen != state.count or state.watches_plain) and state.moved()
+            if moved or lane.serial != serial or not plan.program.live or plan.is_capturing():
                 return MISS
-            generation.last[:] = [known]
-            return _apply(pair, Ticket(pair, known.lessons, copies), leaves)
+            generation.last = known
+            outputs = apply(Ticket(pair, lessons, copies), *pair.attached(leaves))
+            return outputs[0] if pair.single else pair.returned.nest(outputs, leaves)
 
     # The slow path.
 
@@ -219,7 +240,6 @@ class TrainingCalls:
         call = Call(module, args, kwargs, leaves, names, batch, known.layout, dispatch)
         result = self._replay(generation, known, module, args, kwargs)
         if result is not MISS:
-            generation.last[:] = [known]
             return result
         binding, table, lessons = known.layout.binding, builder.table, known.lessons
         if known.refusal is not None:
@@ -246,6 +266,8 @@ class TrainingCalls:
             raise CannotBind(Reason.BACKWARD_PENDING, "")
         builder, lessons, place = generation.builder, known.lessons, known.place(lane)
         with lane.manager.pool.lock:
+            if not lane.free:  # another thread has just taken it
+                raise CannotBind(Reason.BACKWARD_PENDING, "")
             lane.manager.table.order_streams()
             pair = known.pairs.get(place)
             if pair is None:
@@ -259,12 +281,11 @@ class TrainingCalls:
             if pair.refused is not None:
                 known.refusal = pair.refused
                 raise pair.refused.again()
-            generation.last[:] = [known]
+            generation.last = known
             copies = pair.plan.copies(call.leaves)
             proving = pair.unproven
             ticket = ProvenTicket(pair, lessons, builder, call) if proving else Ticket(pair, lessons, copies)
-            result = _apply(pair, ticket, call.leaves)
-        return result
+            return pair.returned.nest(apply(ticket, *pair.attached(call.leaves)), call.leaves)
 
     def _module_wants(self, module: nn.Module) -> bool:
         """True if eager would build an autograd graph for what the module holds."""
@@ -281,7 +302,7 @@ class TrainingCalls:
         around = self._calls.context(module, autocast)
         inputs, flags = _wanting(leaves), builder.leaves.flags()
         caches = torch.is_autocast_cache_enabled()
-        context = (*around, caches, inputs, tuple(flags))
+        context = (*around, caches, tuple(inputs), tuple(flags))
         _, args, signature = builder.reader.read(leaves, names, spec, context)
         found = generation.known.get((spec, signature))
         if found is None:
@@ -316,6 +337,7 @@ class TrainingCalls:
             lanes = [Lane(make, number, handing_out) for number in range(_LANES)]
             builder = PairBuilder(module, cast(CallReader, self._reader), lanes)
             found = self._generations[module.training] = Generation(builder)
+            builder.table.stats.name = module._get_name()
         return found
 
     def _drop_stale(self, found: Generation) -> None:
@@ -334,11 +356,6 @@ class TrainingCalls:
             self._disabled = CannotBind(Reason.STALE_TOO_OFTEN, moved)
 
 
-def _wanting(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Tell for each leaf if it wants gradients."""
-    return tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
-
-
-def _apply(pair: GraphPair, ticket: Ticket, leaves: Sequence[Any]) -> Any:
-    """Run a ticket's forward as a node of the caller's autograd graph."""
-    return pair.returned.nest(apply(ticket, *pair.attached(leaves)), leaves)
+def _wanting(leaves: Sequence[Any]) -> list[tuple[int, bool]]:
+    """Tell for each leaf that is a tensor if it wants gradients."""
+    return [(index, leaf.requires_grad) for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

@@ -15,6 +15,7 @@ from simplegraph.graph.modes import outside_modes
 
 # Private to torch; where it is absent, all gradients are copied.
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", lambda _: -1)
+_reference_count = sys.getrefcount
 
 
 @functools.lru_cache(maxsize=1)
@@ -52,10 +53,12 @@ class GraphGradients:
         self._uses = [_counts_of_one()[0]] * len(outputs)
         self._references = self._count_references()
 
-    @property
     def unused(self) -> bool:
         """True if nobody has one of them."""
-        return list(map(_use_count, self.keys)) == self._uses and self._count_references() == self._references
+        return (
+            list(map(_use_count, self.keys)) == self._uses
+            and list(map(_reference_count, self._storages)) == self._references
+        )
 
     def only_in_grad(self) -> bool:
         """True if nobody has one but `.grad` of the leaves."""

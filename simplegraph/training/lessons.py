@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from simplegraph.graph.modes import autocast_dtype
+from simplegraph.graph.modes import ANY_AUTOCAST, autocast_dtype
 
 
 class OutputLook(NamedTuple):
@@ -47,17 +47,27 @@ class Lessons:
         device_type: of the device that they ran on.
         outputs: how the outputs of the last call looked.
         seen: the outputs that they gave gradients to, by their number; None before the first.
-        retained: True if one kept what it reads for another.
         twice: True if one shall be differentiated itself.
-        autocast: the dtype of autocast around the last one.
+        needs: (True if one kept what it reads for another, the dtype of autocast around the last one): graphs of
+            backwards differ by these.
     """
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.outputs: list[OutputLook] = []
         self.seen: set[int] | None = None
-        self.retained = self.twice = False
-        self.autocast: torch.dtype | None = None
+        self.twice = False
+        self.needs: tuple[bool, torch.dtype | None] = False, None
+
+    @property
+    def retained(self) -> bool:
+        """True if a backward kept what it reads for another."""
+        return self.needs[0]
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast around the last backward."""
+        return self.needs[1]
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Look at the outputs of an eager call, and later at its backward."""
@@ -70,17 +80,17 @@ class Lessons:
             node.register_prehook(lambda grads, places=places: self._look(grads, places))
 
     def _look(self, grads: Sequence[Tensor | None], places: Sequence[tuple[int, int]]) -> None:
+        self.twice = self.twice or torch.is_grad_enabled()
         self.note({number for at, number in places if grads[at] is not None})
 
-    def note(self, outputs: Collection[int]) -> None:
-        """Note a backward, from inside of it."""
-        self.seen = (self.seen or set()) | set(outputs)
-        self.retained = self.retained or keeps_graph()
-        self.twice = self.twice or torch.is_grad_enabled()
-        self.autocast = autocast_dtype(self.device_type)
+    def note(self, outputs: Set[int]) -> None:
+        """Note, from inside of a backward, that it was given gradients of these outputs."""
+        if self.seen is None or not outputs <= self.seen:
+            self.seen = (self.seen or set()) | outputs
+        needs = self.needs[0] or keeps_graph(), autocast_dtype(self.device_type) if ANY_AUTOCAST() else None
+        if needs != self.needs:
+            self.needs = needs
 
 
-def keeps_graph() -> bool:
-    """True if the backward that runs now keeps what it reads, or torch does not say."""
-    known: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if known is None else bool(known())
+# True if the backward that runs now keeps what it reads. Private to torch; where it is absent, each may.
+keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)

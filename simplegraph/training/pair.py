@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,18 +17,31 @@ from simplegraph.errors import ReplayError
 from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.table import CapturedGraph
-from simplegraph.module.plan import Copies, Plan, check_places
-from simplegraph.nested import TreeSpec
+from simplegraph.module.plan import NOTHING, Copies, Plan, check_places
+from simplegraph.nested import LEAF, TreeSpec
 from simplegraph.reasons import CannotBind
 from simplegraph.training.handed import GraphGradients, HandingOut, alone_in_memory
-from simplegraph.training.lessons import Lessons
+from simplegraph.training.lessons import Lessons, keeps_graph
+from simplegraph.training.routes import Backward, Route
 
 _version = operator.attrgetter("_version")
+_grad_enabled = torch.is_grad_enabled  # looked up once
 _DOUBLE = (
     "this module's forward ran as a graph, whose backward is a graph, too, and has no backward of its own: "
     "create_graph=True is not possible. Call it inside simplegraph.eager(), or wrap it without training=True."
 )
+
+# As torch says it of a node that saves tensors, which would cost more than to remember it.
+_RELEASED = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
+    "been freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). "
+    "Specify retain_graph=True if you need to backward through the graph a second time or if you need to access saved "
+    "tensors after calling backward."
+)
+
+
+def _nobody() -> None:
+    """Stands for the weak reference to a ticket before there is one."""
 
 
 class Lane:
@@ -41,12 +54,12 @@ class Lane:
 
     Attributes:
         serial: the number of forwards so far.
-        handed: the gradients that the last backward handed out as they are, until all were taken back.
+        handed: the gradients that the last backward handed out as they are.
     """
 
     def __init__(self, new_manager: Callable[[], CudaGraphManager], number: int, handing_out: HandingOut) -> None:
         self._new_manager, self.number, self.serial = new_manager, number, 0
-        self._ticket: weakref.ref[Ticket] | None = None
+        self._ticket: Callable[[], Ticket | None] = _nobody
         self.handing_out = handing_out
         self.handed: GraphGradients | None = None
 
@@ -67,70 +80,26 @@ class Lane:
     @property
     def free(self) -> bool:
         """True unless what a forward left here waits for its backward, or a gradient that lies here is in use."""
-        ticket = None if self._ticket is None else self._ticket()
-        return (ticket is None or ticket.done) and (self.handed is None or self._take_back(self.handed))
+        ticket, handed = self._ticket(), self.handed
+        if ticket is not None and not ticket.done:
+            return False
+        return handed is None or handed.unused() or self._move(handed)
 
-    def _take_back(self, handed: GraphGradients) -> bool:
-        """Take back the memory of gradients, from `.grad` by a copy; True if nobody else has one of them."""
-        if not handed.unused:
-            if not self.handing_out.may_move(handed):
-                return False
-            manager = self.manager
-            with manager.pool.lock:
-                manager.table.order_streams()
-                handed.move()
-        self.handed = None
+    def _move(self, handed: GraphGradients) -> bool:
+        """Give gradients in `.grad` memory of their own; False if anybody else has one of them."""
+        if not self.handing_out.may_move(handed):
+            return False
+        manager = self.manager
+        with manager.pool.lock:
+            manager.table.order_streams()
+            handed.move()
         return True
 
     def take(self, ticket: Ticket) -> None:
-        """Let a forward leave here what its backward reads."""
-        self.serial += 1
-        ticket.serial = self.serial
+        """Let a forward leave here what its backward reads. Call with the pool's lock held, and with the lane free."""
+        ticket.serial = self.serial = self.serial + 1
         self._ticket = weakref.ref(ticket)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Backward:
-    """A captured backward.
-
-    Attributes:
-        graph: what is replayed.
-        outputs: the numbers of the outputs that it takes gradients of.
-        places: for each gradient that it makes, the number of its leaf.
-    """
-
-    graph: CapturedGraph
-    outputs: frozenset[int]
-    places: Sequence[int]
-
-
-class Route(NamedTuple):
-    """The way of a backward: its graph, what that is given, and where the gradients that eager makes, too, go.
-
-    Attributes:
-        loaded: (number of an output, buffer of its gradient); zeroed: buffers of gradients that are missing.
-        made: (place among the leaves, output of the graph) of all gradients.
-        handed: those that may be handed out as they are; copied: the others; gradients: those, None if there are none.
-    """
-
-    graph: CapturedGraph
-    loaded: Sequence[tuple[int, Tensor]]
-    zeroed: Sequence[Tensor]
-    made: Sequence[tuple[int, Tensor]]
-    handed: Sequence[tuple[int, Tensor]]
-    copied: Sequence[tuple[int, Tensor]]
-    gradients: GraphGradients | None
-
-    def load(self, grads: Sequence[Tensor | None]) -> None:
-        """Copy gradients of outputs to where the graph reads them; those that are missing count as zeros."""
-        if len(self.loaded) == 1:
-            ((number, buffer),) = self.loaded
-            buffer.copy_(cast(Tensor, grads[number]))
-        elif self.loaded:
-            buffers = [buffer for _, buffer in self.loaded]
-            torch._foreach_copy_(buffers, [cast(Tensor, grads[number]) for number, _ in self.loaded])
-        for buffer in self.zeroed:
-            buffer.zero_()
+        self.handed = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,14 +160,24 @@ class GraphPair:
     refused: CannotBind | None = None
     _routes: dict[tuple[bool, ...], Route] = dataclasses.field(default_factory=dict)
 
-    @property
-    def unproven(self) -> bool:
-        """True if the next call is to be compared with eager."""
-        return self.plan.graph.unproven > 0 or self.backwards[0].graph.unproven > 0
+    def __post_init__(self) -> None:
+        self.note_proofs()
+        self.single = self.returned.spec == LEAF and self.returned.written == {0: 0}
+        self._attached = list(self.leaves.values())
+        self._passed = [(place, leaf) for place, leaf in enumerate(self._attached) if isinstance(leaf, int)]
 
-    def attached(self, arguments: Sequence[Any]) -> list[Tensor]:
+    def note_proofs(self) -> None:
+        """Look if the next call is to be compared with eager."""
+        self.unproven = self.plan.graph.unproven > 0 or self.backwards[0].graph.unproven > 0
+
+    def attached(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """List the tensors of a call that gradients flow to."""
-        return [arguments[leaf] if isinstance(leaf, int) else leaf for leaf in self.leaves.values()]
+        attached: list[Any] = self._attached
+        if self._passed:
+            attached = attached.copy()
+            for place, index in self._passed:
+                attached[place] = arguments[index]
+        return attached
 
     def route(self, grads: Sequence[Tensor | None]) -> Route:
         """Find the way of a backward that is given these gradients of outputs."""
@@ -209,7 +188,7 @@ class GraphPair:
         return known
 
     def _new_route(self, present: tuple[bool, ...]) -> Route:
-        given = {number for number, there in enumerate(present) if there}
+        given = frozenset(number for number, there in enumerate(present) if there)
         backward = next((known for known in self.backwards if known.outputs >= given), self.backwards[-1])
         buffers = {number: self.gradients[number] for number in backward.outputs}
         reached = frozenset().union(*(self.reaches[number] for number in given))
@@ -225,6 +204,7 @@ class GraphPair:
         ]
         return Route(
             backward.graph,
+            given,
             loaded=[(number, buffer) for number, buffer in buffers.items() if buffer is not None and number in given],
             zeroed=[buffer for number, buffer in buffers.items() if buffer is not None and number not in given],
             made=made,
@@ -248,47 +228,49 @@ class Ticket:
 
     Attributes:
         serial: the number of the forward in its lane.
-        done: a backward ran.
+        done: a backward ran; released: one ran that kept nothing for another.
     """
 
-    serial = 0
+    __slots__ = ("__weakref__", "_copies", "_keeps", "_lessons", "_versions", "done", "pair", "released", "serial")
 
     def __init__(self, pair: GraphPair, lessons: Lessons, copies: Copies) -> None:
         self.pair, self._lessons, self._copies = pair, lessons, copies
-        self.done, self._keeps = False, pair.retains
-        self._versions: list[int] = []
+        self.serial = 0
+        self.done = self.released = False
+        self._keeps = pair.retains
 
     def forward(self) -> list[Tensor]:
         """Replay the forward; return its outputs in memory of their own. Call with the pool's lock held."""
         pair = self.pair
-        if pair.plan.debug:
-            check_places(pair.plan)
+        plan = pair.plan
+        if plan.debug:
+            check_places(plan)
         pair.lane.take(self)
-        pair.plan.table.replay(pair.plan.graph, 0, pair.plan.load, self._copies)
-        self._copies = ([], [])
+        copies, self._copies = self._copies, NOTHING
+        plan.table.replay(plan.graph, 0, None if copies is NOTHING else plan.load, copies)
         self._versions = list(map(_version, pair.read))
-        return [output.clone() for output in pair.plan.program.outputs]
+        return [output.clone() for output in plan.program.outputs]
 
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Replay the backward; return the gradients of the leaves, in memory of their own or of the graph.
 
         Raises:
             ReplayError: what it reads is gone, or it shall be differentiated itself.
         """
-        pair, manager = self.pair, self.pair.lane.manager
+        pair = self.pair
+        lane, route = pair.lane, pair.route(grads)
         self.check()
-        route = pair.route(grads)
-        with manager.pool.lock:
-            if self.serial != pair.lane.serial:
+        with lane.manager.pool.lock:
+            if self.serial != lane.serial:
                 raise ReplayError(
                     "a second backward of a forward that ran as a graph, after another forward wrote over what it "
                     "reads. Run both before the next forward, or call that module inside simplegraph.eager()."
                 )
-            manager.table.replay(route.graph, 0, route.load, grads)
+            lane.manager.table.replay(route.graph, 0, route.load, grads)
             found: list[Tensor | None] = [None] * len(pair.leaves)
             copied = route.made
-            if pair.lane.handing_out.permitted and route.gradients is not None:
-                pair.lane.handed, copied = route.gradients, route.copied
+            if route.gradients is not None and lane.handing_out.permitted:
+                lane.handed, copied = route.gradients, route.copied
                 for place, output in route.handed:
                     found[place] = output.detach()
             # The others in new memory, by one call: what the caller keeps, no replay may write to.
@@ -296,12 +278,12 @@ class Ticket:
                 made = torch._foreach_mul([output for _, output in copied], 1)
                 for (place, _), grad in zip(copied, made, strict=True):
                     found[place] = grad
-        self.finish(grads)
+        self.finish(route.given)
         return found
 
     def check(self) -> None:
         """Refuse a backward that eager would refuse, or that no graph can do. Raises ReplayError."""
-        if torch.is_grad_enabled():
+        if _grad_enabled():
             self._lessons.twice = True
             raise ReplayError(_DOUBLE)
         if self.done and not self._keeps:
@@ -309,22 +291,19 @@ class Ticket:
                 "a second backward of a forward that ran as a graph, whose first one wrote over what it reads. The "
                 "calls after this one keep it: training graphs are captured again for retain_graph=True."
             )
-        names = [
-            tuple(leaf.shape) for leaf, was in zip(self.pair.read, self._versions, strict=False) if leaf._version != was
-        ]
-        if names:
+        read, before = self.pair.read, self._versions
+        now = list(map(_version, read))
+        if now != before:
+            changed = next(leaf for leaf, is_, was in zip(read, now, before, strict=True) if is_ != was)
             raise ReplayError(
-                f"a weight of shape {names[0]} was changed between a forward and its backward, which reads it. Run the "
-                "backward before the optimizer's step, as eager asks for, too."
+                f"a weight of shape {tuple(changed.shape)} was changed between a forward and its backward, which reads "
+                "it. Run the backward before the optimizer's step, as eager asks for, too."
             )
 
-    def finish(self, grads: Sequence[Tensor | None]) -> None:
-        """Note that a backward ran, and what it was like."""
+    def finish(self, given: Set[int]) -> None:
+        """Note that a backward ran, and of which outputs it was given gradients."""
         self.done = True
-        self._lessons.note([number for number, grad in enumerate(grads) if grad is not None])
-
-
-_NOTHING = torch.empty(0)
+        self._lessons.note(given)
 
 
 class GraphedCall(torch.autograd.Function):
@@ -336,18 +315,27 @@ class GraphedCall(torch.autograd.Function):
         outputs = ticket.forward()
         ctx.ticket = ticket
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(_NOTHING)  # so that torch tells of a second backward without retain_graph
-        ctx.mark_non_differentiable(*(outputs[number] for number in ticket.pair.returned.constant))
+        if ticket.pair.returned.constant:
+            ctx.mark_non_differentiable(*(outputs[number] for number in ticket.pair.returned.constant))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the ticket's backward."""
-        _ = ctx.saved_tensors
-        if all(grad is None for grad in grads):  # what follows needs none of them, nor does eager make any then
-            return (None,) * len(ctx.needs_input_grad)
-        return None, *ctx.ticket.backward(grads)
+        ticket: Ticket = ctx.ticket
+        if ticket.released:
+            raise RuntimeError(_RELEASED)
+        for grad in grads:
+            if grad is not None:
+                found = ticket.backward(grads)
+                break
+        else:  # what follows needs none of them, nor does eager make any then
+            found = [None] * len(ticket.pair.leaves)
+        ticket.released = not keeps_graph()
+        return None, *found
 
 
 # Past the Python of `Function.apply`, which looks at each argument for functorch: no such call comes here.
 apply: Callable[..., Any] = super(torch.autograd.Function, GraphedCall).apply
+# Likewise past the Python that looks for the way in which a function of any kind is written.
+cast(Any, GraphedCall)._backward_cls.apply = GraphedCall.backward

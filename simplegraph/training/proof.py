@@ -22,6 +22,7 @@ from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.table import CapturedGraph
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.memory import ModuleMemory
+from simplegraph.module.plan import NOTHING
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
 from simplegraph.training.leaves import Leaves, StandIns
@@ -57,7 +58,7 @@ class ProvenTicket(Ticket):
     """
 
     def __init__(self, pair: GraphPair, lessons: Lessons, builder: PairOwner, call: Call) -> None:
-        super().__init__(pair, lessons, ([], []))
+        super().__init__(pair, lessons, NOTHING)
         self._builder, self._call = builder, call
         self._table = pair.plan.table
         self._memory = builder.memory(call)
@@ -94,7 +95,7 @@ class ProvenTicket(Ticket):
         plan.graph.counters.proof_seconds += time.perf_counter() - started
         return [output.detach() for output in outputs]
 
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the backward eagerly, and compare a replay."""
         if not self._eager[0]:
             return super().backward(grads)
@@ -119,7 +120,7 @@ class ProvenTicket(Ticket):
         if not keeps_graph():
             self._eager = [], []
             self._forward = None
-        self.finish(grads)
+        self.finish({number for number, grad in enumerate(grads) if grad is not None})
         return found
 
     # The eager runs.
@@ -215,6 +216,7 @@ class ProvenTicket(Ticket):
         if found is None:
             if graph.unproven > 0:
                 graph.prove(padded=False)
+            pair.note_proofs()
             return
         cause = f"a replay of {graph.counters.label} does not equal eager: {found}"
         table.refuse(pair.jobs[:1], cause, _REMEDY)
@@ -227,3 +229,4 @@ class ProvenTicket(Ticket):
     def _leave_unverified(self, why: str) -> None:
         for graph in (self.pair.plan.graph, *(backward.graph for backward in self.pair.backwards)):
             graph.prove(padded=True, both=True, unverified=why)
+        self.pair.note_proofs()

@@ -31,6 +31,7 @@ class TrainingRunner(GraphRunner):
             raise ConfigError("training=True does not go with ranks: training graphs are captured by each rank alone.")
         super()._use(settings, config, pool, ranks)
         self._training = TrainingCalls(config, self._known, self._new_manager)
+        self._graphs_training = config.training and config.mode is not CudaGraphMode.NONE
 
     def _new_manager(self, device: torch.device) -> CudaGraphManager:
         # Not in the wrapper's pool: a forward's memory must last until its backward, whatever runs between.
@@ -40,11 +41,8 @@ class TrainingRunner(GraphRunner):
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call."""
         context = CALLS.context
-        if not _grad_enabled() or (context is not None and context.bypass is not None):
+        if not self._graphs_training or not _grad_enabled() or (context is not None and context.bypass is not None):
             return super().call(module, args, kwargs)
-        if self.config.mode is CudaGraphMode.NONE or not self.config.training:
-            return super().call(module, args, kwargs)
-        self.stats.name = module._get_name()
         try:
             result = self._training.call(module, args, kwargs)
         except CannotBind as error:
