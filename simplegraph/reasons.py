@@ -56,6 +56,10 @@ class Reason(str, enum.Enum):
         "backward_pending",
         "two earlier forwards still wait for their backward, and there are two sets of training graphs",
     )
+    OUTPUT_KEPT = (
+        "output_kept",
+        "an output of the call before is in use, in the memory of its graph; outputs are copies from now on",
+    )
     UNTRAINABLE = "untrainable", "training graphs cannot stand for such a call"
     EAGER_CONTEXT = "eager_context", "inside simplegraph.eager()"
     NESTED = "nested", "an outer graph owns this call"

@@ -49,6 +49,7 @@ class MemoryObserver(OperatorMode):
         external: storage key -> a tensor of that memory, for memory that existed before.
         passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
         written: storage keys of external memory that an operator wrote to.
+        given: storage keys of all memory that operators were passed, if the run goes on with that of another.
         may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
         rounds_by_group: True if an operator multiplies rows in groups, whose sizes decide how it rounds.
         unseen: the kind of the device, if the capture recorded work of no operator, such as Triton's.
@@ -67,6 +68,7 @@ class MemoryObserver(OperatorMode):
         self.external: dict[int, Tensor] = {}
         self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
+        self.given: set[int] = set()
         self.may_draw = self.rounds_by_group = False
         self.refused: HostError | None = None
         self.left: dict[int, int] = {}
@@ -76,6 +78,7 @@ class MemoryObserver(OperatorMode):
         # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
         # throughout, so a key that is freed and used again is again the forward's own.
         self._own: set[int] = set() if after is None else set(after._own)
+        self._follows = after is not None
         self._made_inside: set[int] | None = None  # by the break that is running, if one is
 
     @property
@@ -138,6 +141,8 @@ class MemoryObserver(OperatorMode):
         own, inside, external = self._own, self._made_inside, self.external
         tensors = strided_tensors((*args, *kwargs.values()) if kwargs else args)
         given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        if self._follows:
+            self.given.update(given)
         if func is _LIFTED:  # Python data, which became a tensor before any operator saw it
             own.update(given)
         if inside is None:

@@ -31,6 +31,7 @@ from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
+from simplegraph.training.handed import lendable
 from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused
 from simplegraph.training.lessons import Lessons
 from simplegraph.training.pair import GraphPair, Lane, Returned
@@ -109,7 +110,9 @@ class PairBuilder:
 
     def watch(self, call: Call, result: Any, lessons: Lessons) -> None:
         """Learn from what an eager call returned, and from its backward."""
-        lessons.watch(written_outputs(flatten(result)[0], [*call.leaves, *self.leaves.tensors]))
+        outputs = written_outputs(flatten(result)[0], [*call.leaves, *self.leaves.tensors])
+        lessons.watch(outputs)
+        self.lanes[0].handing_out.watch(outputs)
 
     # Captures.
 
@@ -150,8 +153,13 @@ class PairBuilder:
         if failed:
             table.raise_failure(failed)
             raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
-        read = {key for observer in capture.observers[1:] for key in observer.external}
-        return self._pair(call, lane, inputs, recording, jobs, read)
+        after = capture.observers[1:]
+        read = {key for observer in after for key in observer.external}
+        pair = self._pair(call, lane, inputs, recording, jobs, read)
+        # What a backward reads must not be written to by whoever has it; an eager one would refuse to read it then.
+        if all(recording.written.isdisjoint(observer.given) and not observer.unseen for observer in after):
+            pair.lent = lendable(pair.plan.program.outputs, self.device, lane.manager.pool)
+        return pair
 
     def _refusal(self, call: Call, observers: Sequence[MemoryObserver], kept: Sequence[str]) -> tuple[str, str] | None:
         """Say why graphs that were captured cannot serve, and what to do."""

@@ -224,6 +224,7 @@ class TrainingCalls:
             return MISS
         generation = self._generation(module, leaves)
         builder = generation.builder
+        builder.lanes[0].handing_out.look()
         refuse_hooks(module)
         device, stats = builder.device, builder.table.stats
         if device.is_capturing():
@@ -265,6 +266,9 @@ class TrainingCalls:
         if lane is None:
             raise CannotBind(Reason.BACKWARD_PENDING, "")
         builder, lessons, place = generation.builder, known.lessons, known.place(lane)
+        excused, lane.handing_out.excuses = lane.handing_out.excuses, False
+        if excused and place not in known.pairs:
+            raise CannotBind(Reason.OUTPUT_KEPT, "")
         with lane.manager.pool.lock:
             if not lane.free:  # another thread has just taken it
                 raise CannotBind(Reason.BACKWARD_PENDING, "")

@@ -1,4 +1,4 @@
-"""Gradients that a backward hands out in the memory of its graph, and how they leave it before the next replay."""
+"""Outputs and gradients that are handed out in the memory of their graphs, and what is done before the next replay."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.modes import outside_modes
+from simplegraph.graph.tensors import storage_key
 
 # Private to torch; where it is absent, all gradients are copied.
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", lambda _: -1)
 _reference_count = sys.getrefcount
+_weak: Any = StorageWeakRef  # typed loosely because torch leaves it untyped
 
 
 @functools.lru_cache(maxsize=1)
@@ -38,16 +42,14 @@ def alone_in_memory(tensor: Tensor) -> bool:
     return bool(0 < alone == _use_count(tensor.untyped_storage()._cdata))
 
 
-class GraphGradients:
-    """Gradients that a graph makes, and that are handed out in its memory.
+class HandedOut:
+    """Tensors that a graph makes, and that are handed out in its memory.
 
     Args:
         outputs: these, as the graph has them, each in a storage of its own.
-        leaves: tensors whose `.grad` may be one of them.
     """
 
-    def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        self.leaves = leaves
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
         self._storages = [output.untyped_storage() for output in outputs]
         self.keys = [storage._cdata for storage in self._storages]
         self._uses = [_counts_of_one()[0]] * len(outputs)
@@ -59,6 +61,28 @@ class GraphGradients:
             list(map(_use_count, self.keys)) == self._uses
             and list(map(_reference_count, self._storages)) == self._references
         )
+
+    def _count_references(self) -> list[int]:
+        return list(map(_reference_count, self._storages))
+
+
+def lendable(outputs: Sequence[Tensor], device: GraphDevice, pool: GraphPool) -> HandedOut | None:
+    """Return the outputs of a graph if all may be handed out in its memory; None if one may not, or is not its own."""
+    own = all(device.in_pool(pool, output) and alone_in_memory(output) for output in outputs)
+    return HandedOut(outputs) if own and len(set(map(storage_key, outputs))) == len(outputs) else None
+
+
+class GraphGradients(HandedOut):
+    """Gradients that a graph makes, and that are handed out in its memory.
+
+    Args:
+        outputs: these, as the graph has them, each in a storage of its own.
+        leaves: tensors whose `.grad` may be one of them.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        super().__init__(outputs)
+        self.leaves = leaves
 
     def only_in_grad(self) -> bool:
         """True if nobody has one but `.grad` of the leaves."""
@@ -80,21 +104,39 @@ class GraphGradients:
             for (leaf, _), grad in zip(moved, made, strict=True):
                 leaf.grad = grad
 
-    def _count_references(self) -> list[int]:
-        return list(map(sys.getrefcount, self._storages))
-
 
 class HandingOut:
-    """The permission to hand out gradients in the memory of graphs, for all that a module's graphs have.
+    """The permissions to hand out gradients and outputs in the memory of graphs, for all that a module's graphs have.
 
-    Most loops have dropped them when the next forward comes, so that no copy of them is ever made. One that is left in
-    `.grad`, to be added to, is moved then. Where anyone else has kept one, or several threads call the module, later
-    gradients are copies.
+    Most loops have dropped gradients when the next forward comes, so that no copy of them is ever made. One that is
+    left in `.grad`, to be added to, is moved then. Where anyone else has kept one, or several threads call the module,
+    later gradients are copies. Outputs are copies once one of an earlier call is in use when the next forward comes.
+
+    Attributes:
+        permitted: gradients may be handed out; outputs: outputs may.
+        excuses: an output in use keeps a lane that nothing else does; once it is dropped, all goes on as before.
     """
 
     def __init__(self) -> None:
-        self.permitted = True
+        self.permitted = self.outputs = True
+        self.excuses = False
         self._thread = threading.get_ident()
+        self._watched: list[Any] = []
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Remember the outputs of an eager call, to look at the next one if they are in use."""
+        self._watched = [_weak(output.untyped_storage()) for output in outputs if output.layout is torch.strided]
+
+    def look(self) -> None:
+        """Hand out no outputs if one of the last eager call is in use."""
+        if not all(storage.expired() for storage in self._watched):
+            self.outputs = False
+        self._watched = []
+
+    def output_kept(self) -> None:
+        """Hand out no more outputs, since one is in use when the next forward comes."""
+        if self.outputs:
+            self.outputs, self.excuses = False, True
 
     def may_move(self, gradients: GraphGradients) -> bool:
         """True if nobody but `.grad` has them; if not, none will be handed out again."""

@@ -20,7 +20,7 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.plan import NOTHING, Copies, Plan, check_places
 from simplegraph.nested import LEAF, TreeSpec
 from simplegraph.reasons import CannotBind
-from simplegraph.training.handed import GraphGradients, HandingOut, alone_in_memory
+from simplegraph.training.handed import GraphGradients, HandedOut, HandingOut, alone_in_memory
 from simplegraph.training.lessons import Lessons, keeps_graph
 from simplegraph.training.routes import Backward, Route
 
@@ -50,17 +50,18 @@ class Lane:
     Args:
         new_manager: makes what keeps the graphs, in a pool that nothing else uses.
         number: tells it from others.
-        handing_out: the permission of all lanes to hand out gradients as they are.
+        handing_out: the permission of all lanes to hand out outputs and gradients as they are.
 
     Attributes:
         serial: the number of forwards so far.
-        handed: the gradients that the last backward handed out as they are.
+        lent: the outputs that the last forward handed out as they are; handed: the gradients of the last backward.
     """
 
     def __init__(self, new_manager: Callable[[], CudaGraphManager], number: int, handing_out: HandingOut) -> None:
         self._new_manager, self.number, self.serial = new_manager, number, 0
         self._ticket: Callable[[], Ticket | None] = _nobody
         self.handing_out = handing_out
+        self.lent: HandedOut | None = None
         self.handed: GraphGradients | None = None
 
     @functools.cached_property
@@ -79,9 +80,12 @@ class Lane:
 
     @property
     def free(self) -> bool:
-        """True unless what a forward left here waits for its backward, or a gradient that lies here is in use."""
-        ticket, handed = self._ticket(), self.handed
+        """True unless what a forward left here waits for its backward, or what was handed out here is in use."""
+        ticket, lent, handed = self._ticket(), self.lent, self.handed
         if ticket is not None and not ticket.done:
+            return False
+        if lent is not None and not lent.unused():
+            self.handing_out.output_kept()
             return False
         return handed is None or handed.unused() or self._move(handed)
 
@@ -99,7 +103,7 @@ class Lane:
         """Let a forward leave here what its backward reads. Call with the pool's lock held, and with the lane free."""
         ticket.serial = self.serial = self.serial + 1
         self._ticket = weakref.ref(ticket)
-        self.handed = None
+        self.lent = self.handed = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +148,7 @@ class GraphPair:
         leaves: by number, what gradients flow to: arguments, given by their index, and then tensors of the module.
         read: those of the module that a backward reads.
         retains: a second backward finds what the first one read.
+        lent: the outputs, if they may be handed out as they are.
         refused: why it serves no call any more.
     """
 
@@ -157,6 +162,7 @@ class GraphPair:
     leaves: Mapping[int, int | Tensor]
     read: Sequence[Tensor]
     retains: bool
+    lent: HandedOut | None = None
     refused: CannotBind | None = None
     _routes: dict[tuple[bool, ...], Route] = dataclasses.field(default_factory=dict)
 
@@ -240,15 +246,21 @@ class Ticket:
         self._keeps = pair.retains
 
     def forward(self) -> list[Tensor]:
-        """Replay the forward; return its outputs in memory of their own. Call with the pool's lock held."""
+        """Replay the forward; return its outputs, in memory of their own or of the graph.
+
+        Call with the pool's lock held.
+        """
         pair = self.pair
-        plan = pair.plan
+        plan, lane = pair.plan, pair.lane
         if plan.debug:
             check_places(plan)
-        pair.lane.take(self)
+        lane.take(self)
         copies, self._copies = self._copies, NOTHING
         plan.table.replay(plan.graph, 0, None if copies is NOTHING else plan.load, copies)
         self._versions = list(map(_version, pair.read))
+        if pair.lent is not None and lane.handing_out.outputs:
+            lane.lent = pair.lent
+            return [output.detach() for output in plan.program.outputs]
         return [output.clone() for output in plan.program.outputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simplegraph.context import bypassed
 from simplegraph.errors import HostError
-from simplegraph.graph.tensors import wait_collectives
+from simplegraph.graph.tensors import storage_key, wait_collectives
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call
@@ -117,6 +117,7 @@ class Recording:
         places: for each backward, the numbers of the leaves that it makes gradients of.
         gradients: buffers for the gradients of outputs.
         retains: the first backward leaves what it reads.
+        written: the storage keys of the outputs, until the backwards are captured.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Recording:
         self.gradients = [look.buffer() if look.wanting else None for look in lessons.outputs]
         self.patterns: list[frozenset[int]] = []
         self.places: list[list[int]] = []
+        self.written: set[int] = set()
         self._caches = torch.is_autocast_cache_enabled()
 
     def jobs(self, key: Hashable, number: int) -> list[CaptureJob]:
@@ -186,6 +188,7 @@ class Recording:
         if unsupported is not None:
             raise HostError(f"{unsupported.reason.text} ({unsupported.detail})", "Return results instead.")
         outputs = self.tape.take(result, arguments, self._leaves)
+        self.written = {storage_key(output) for output in outputs if output.layout is torch.strided}
         looks, known = list(map(OutputLook.of, outputs)), self._lessons.outputs
         if len(looks) != len(known) or not all(map(OutputLook.like, looks, known)):
             raise HostError("the outputs are others than those of the call before", "Let them follow from the inputs.")
@@ -209,8 +212,6 @@ class Recording:
         except BaseException:
             tape.outputs.clear()
             raise
-        if last and not self.retains:
-            tape.outputs.clear()
         places = [at for at, grad in enumerate(grads) if grad is not None]
         made = [_laid_as(targets[at], grads[at]) for at in places]
         self.patterns.append(pattern)

@@ -164,7 +164,7 @@ def test_gradients_outlive_the_graphs(device: torch.device) -> None:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_any_order_of_steps_and_of_what_is_kept(device: torch.device, seed: int) -> None:
-    """Two sizes in one pool; gradients that are added to, cleared, kept in several ways, and dropped again."""
+    """Two sizes in one pool; gradients are added to and cleared; they and outputs are kept, and dropped again."""
     chosen = random.Random(seed)
     plain, model = twins(mlp, device)
     kept: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -189,6 +189,7 @@ def test_any_order_of_steps_and_of_what_is_kept(device: torch.device, seed: int)
         (1, lambda: keep(gradients)),
         (1, lambda: keep(lambda each: [gradient[:1] for gradient in gradients(each)])),
         (1, lambda: kept.append(tuple(both(plain, model, differentiated)))),  # type: ignore[arg-type]
+        (1, lambda: kept.append(tuple(both(plain, model, output)))),  # type: ignore[arg-type]
         (3, kept.clear),
         (2, later),
         (3, now),
@@ -198,6 +199,11 @@ def test_any_order_of_steps_and_of_what_is_kept(device: torch.device, seed: int)
 
     def differentiated(each: nn.Module) -> list[Tensor]:
         return list(torch.autograd.grad(each(x).square().sum(), list(each.parameters())))
+
+    def output(each: nn.Module) -> list[Tensor]:
+        out = each(x)
+        out.square().sum().backward()
+        return [out.detach()[:1], out]
 
     for number in range(40):
         torch.manual_seed(1000 * seed + number)
