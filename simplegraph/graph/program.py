@@ -171,5 +171,6 @@ def _replay_first(program: weakref.ref[Any], index: int) -> None:
 def _replay_drawing(device: GraphDevice, segment: Segment) -> None:
     """Replay a segment that draws random numbers, beside no other one and no capture: they share generators."""
     with CAPTURE_LOCK:
-        order_draws(device)
+        if device.current_stream() != device.drawing_stream:
+            order_draws(device)
         segment.replay()

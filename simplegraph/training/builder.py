@@ -220,9 +220,8 @@ class PairBuilder:
         leaves = dict(enumerate(arguments.leaves))
         reached = frozenset().union(*tape.reaches)  # what no output depends on is no part of eager's graph either
         attached = {number: leaf for number, leaf in leaves.items() if number in reached}
-        return GraphPair(
-            lane, jobs, plan, made, returned, recording.gradients, tape.reaches, attached, read, recording.retains
-        )
+        more = recording.gradients, tape.reaches, attached, read, recording.retains, self.leaves.tensors
+        return GraphPair(lane, jobs, plan, made, returned, *more)
 
     def _check_outputs(
         self, table: Any, jobs: Sequence[CaptureJob], outputs: Sequence[Tensor], tape: Tape, inputs: InputSet

@@ -142,10 +142,9 @@ class TrainingCalls:
                 if result is not MISS:
                     return result
             for known in list(generation.known.values()):
-                if known is not last:
-                    result = self._replay(generation, known, module, args, kwargs)
-                    if result is not MISS:
-                        return result
+                result = MISS if known is last else self._replay(generation, known, module, args, kwargs)
+                if result is not MISS:
+                    return result
         with self._lock:
             return self._serve(module, args, kwargs)
 
@@ -199,7 +198,7 @@ class TrainingCalls:
         for index, wants in known.inputs:
             if leaves[index].requires_grad is not wants:
                 return MISS
-        if list(map(requires_grad, builder.leaves.tensors)) != known.flags:
+        if pair.others and list(map(requires_grad, pair.others)) != pair.flags:
             return MISS
         if layout.autocast and torch.is_autocast_cache_enabled() is not known.caches:
             return MISS
@@ -212,6 +211,8 @@ class TrainingCalls:
                 return MISS
             generation.last = known
             outputs = apply(Ticket(pair, lessons, copies), *pair.attached(leaves))
+            if outputs[0] is None:
+                return MISS
             return outputs[0] if pair.single else pair.returned.nest(outputs, leaves)
 
     # The slow path.
@@ -229,8 +230,7 @@ class TrainingCalls:
         device, stats = builder.device, builder.table.stats
         if device.is_capturing():
             raise CannotBind(Reason.CAPTURING_ELSEWHERE, "")
-        hindered = hindrance()
-        if hindered is not None:
+        if (hindered := hindrance()) is not None:
             raise CannotBind(*hindered)
         sized = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
         batch = leaves[sized[0]].shape[0] if sized else 1
@@ -304,8 +304,7 @@ class TrainingCalls:
         builder = generation.builder
         autocast = autocast_dtype(builder.device.torch_device.type)
         around = self._calls.context(module, autocast)
-        inputs, flags = _wanting(leaves), builder.leaves.flags()
-        caches = torch.is_autocast_cache_enabled()
+        inputs, flags, caches = _wanting(leaves), builder.leaves.flags(), torch.is_autocast_cache_enabled()
         context = (*around, caches, tuple(inputs), tuple(flags))
         _, args, signature = builder.reader.read(leaves, names, spec, context)
         found = generation.known.get((spec, signature))

@@ -21,6 +21,7 @@ from simplegraph.module.plan import NOTHING, Copies, Plan, check_places
 from simplegraph.nested import LEAF, TreeSpec
 from simplegraph.reasons import CannotBind
 from simplegraph.training.handed import GraphGradients, HandedOut, HandingOut, alone_in_memory
+from simplegraph.training.leaves import requires_grad
 from simplegraph.training.lessons import Lessons, keeps_graph
 from simplegraph.training.routes import Backward, Route
 
@@ -148,6 +149,7 @@ class GraphPair:
         leaves: by number, what gradients flow to: arguments, given by their index, and then tensors of the module.
         read: those of the module that a backward reads.
         retains: a second backward finds what the first one read.
+        held: all tensors of the module that may want gradients; others: those that are no leaves; flags: if they do.
         lent: the outputs, if they may be handed out as they are.
         refused: why it serves no call any more.
     """
@@ -162,6 +164,7 @@ class GraphPair:
     leaves: Mapping[int, int | Tensor]
     read: Sequence[Tensor]
     retains: bool
+    held: Sequence[Tensor]
     lent: HandedOut | None = None
     refused: CannotBind | None = None
     _routes: dict[tuple[bool, ...], Route] = dataclasses.field(default_factory=dict)
@@ -169,7 +172,12 @@ class GraphPair:
     def __post_init__(self) -> None:
         self.note_proofs()
         self.single = self.returned.spec == LEAF and self.returned.written == {0: 0}
+        self.constant = self.returned.constant
         self._attached = list(self.leaves.values())
+        self.needs = (False, *(True for _ in self._attached))  # as torch tells a node of it, the ticket first
+        own = set(map(id, self._attached))
+        self.others = [tensor for tensor in self.held if id(tensor) not in own]
+        self.flags = list(map(requires_grad, self.others))
         self._passed = [(place, leaf) for place, leaf in enumerate(self._attached) if isinstance(leaf, int)]
 
     def note_proofs(self) -> None:
@@ -322,13 +330,16 @@ class GraphedCall(torch.autograd.Function):
     """The node that stands in the caller's autograd graph for a module whose forward and backward are graphs."""
 
     @staticmethod
-    def forward(ctx: Any, ticket: Ticket, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Run a ticket's forward; `leaves` are what its gradients flow to."""
+    def forward(ctx: Any, ticket: Ticket, *leaves: Tensor) -> tuple[Any, ...]:
+        """Run a ticket's forward; `leaves` are what its gradients flow to. None if one wants none any more."""
+        if ctx.needs_input_grad != ticket.pair.needs:
+            return (None,)
         outputs = ticket.forward()
         ctx.ticket = ticket
-        ctx.set_materialize_grads(False)
-        if ticket.pair.returned.constant:
-            ctx.mark_non_differentiable(*(outputs[number] for number in ticket.pair.returned.constant))
+        ctx.materialize_grads = False  # what `set_materialize_grads` sets
+        constant = ticket.pair.constant
+        if constant:
+            ctx.mark_non_differentiable(*(outputs[number] for number in constant))
         return tuple(outputs)
 
     @staticmethod
