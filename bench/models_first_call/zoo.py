@@ -219,10 +219,11 @@ ZOO: dict[str, Entry] = {
 
 def available() -> list[str]:
     """List the names of models whose package is installed."""
-    return [name for name, entry in ZOO.items() if entry.package is None or _imports(entry.package)]
+    return [name for name, entry in ZOO.items() if entry.package is None or imports(entry.package)]
 
 
-def _imports(package: str) -> bool:
+def imports(package: str) -> bool:
+    """True if a package can be imported."""
     try:
         __import__(package)
     except (ImportError, RuntimeError):  # torchvision raises RuntimeError if built for another torch

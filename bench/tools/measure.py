@@ -140,14 +140,22 @@ def gpu_busy(call: Call, device: torch.device, *, calls: int = 20) -> dict[str, 
 
 def kernel_milliseconds(call: Call, calls: int = 10) -> float:
     """Sum the durations of a call's kernels and copies, in ms; needs a GPU."""
+    return sum(us for _, us in kernels_by_name(call, calls).values()) / 1e3
+
+
+def kernels_by_name(call: Call, calls: int = 10) -> dict[str, tuple[float, float]]:
+    """Return how often each kernel and copy runs in a call, and its us in total, by its name; needs a GPU."""
     synchronize(torch.device("cuda"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(calls):
             call()
         synchronize(torch.device("cuda"))
-    ran = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
-    kernels = [event for event in ran if not getattr(event, "is_user_annotation", False)]
-    return sum(event.time_range.elapsed_us() for event in kernels) / calls / 1e3
+    found: dict[str, tuple[float, float]] = {}
+    for event in profile.events():
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            count, us = found.get(event.name, (0.0, 0.0))
+            found[event.name] = count + 1 / calls, us + event.time_range.elapsed_us() / calls
+    return found
 
 
 def host_microseconds(call: Call, device: torch.device, *, warmup: int = 5, calls: int = 50) -> float:

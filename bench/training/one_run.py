@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from threading import BrokenBarrierError
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ import torch
 from bench.arms.base import NotAvailable
 from bench.tools.measure import Figures, gpu_busy, in_turn, step_milliseconds, synchronize
 from bench.tools.tables import MIB
+from bench.tools.turns import Turn
 from bench.training.step_arms import ARMS
 from bench.training.workloads import WORKLOADS, Step, Task
 
@@ -29,29 +28,6 @@ TIMED_STEPS = (10, 50)
 PROFILED_STEPS = 10
 IN_TURN = {"cuda": 15, "cpu": 2}  # rounds in which arms take turns
 PER_TURN = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """Lets processes that prepare side by side be timed one after the other.
-
-    Args:
-        all_ready: a barrier of `multiprocessing` for all of them.
-        alone: a lock of `multiprocessing`.
-        seconds: the longest wait for the others to be ready.
-    """
-
-    all_ready: Any
-    alone: Any
-    seconds: float
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Wait until every process is ready, then until no other is being timed."""
-        with contextlib.suppress(BrokenBarrierError):  # one of them failed, or takes too long: go on without it
-            self.all_ready.wait(self.seconds)
-        with self.alone:
-            yield
 
 
 def run_arm(name: str, arm: str, device: torch.device, tiny: bool, turn: Turn | None = None) -> Figures:

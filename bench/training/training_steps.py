@@ -21,7 +21,8 @@ import torch
 from bench.tools import command, fresh
 from bench.tools.measure import Figures, say
 from bench.tools.options import add_names, count
-from bench.training.one_run import Turn, run_arm, run_in_turn, run_shapes
+from bench.tools.turns import Turn
+from bench.training.one_run import run_arm, run_in_turn, run_shapes
 from bench.training.requirements import ROUNDING, SAME, describe, difference, render
 from bench.training.step_arms import ARMS
 from bench.training.workloads import WORKLOADS, available

@@ -1,0 +1,1 @@
+"""Benchmark of optimized modules with graphs beside the compiler."""

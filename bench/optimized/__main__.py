@@ -1,0 +1,6 @@
+"""``python -m bench.optimized``: optimized modules with graphs beside the compiler; see `rows`."""
+
+from bench.optimized.rows import main
+
+if __name__ == "__main__":
+    main()

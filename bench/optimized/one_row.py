@@ -1,0 +1,231 @@
+"""The measurements of one model at one batch, all arms in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from bench.arms.base import NotAvailable, require_cuda
+from bench.optimized.shapes import MODELS, Served
+from bench.tools.measure import Figures, Timeline, in_turn, kernels_by_name
+from bench.tools.turns import Turn
+
+READY_CALLS = 4  # after which every arm has compiled and captured
+BATCHES = 4  # different ones that take turns
+ROUNDS = {"cuda": 9, "cpu": 1}  # in which arms take turns
+PER_TURN = {"cuda": 20, "cpu": 2}
+LISTED = 30  # kernels of an arm
+EAGER, GRAPH, OPTIMIZED, STATIC, COMPILED, DEFAULT = (
+    "eager",
+    "graph",
+    "optimized",
+    "optimized-static",
+    "compiled",
+    "compiled-default",
+)
+COMPARED = (GRAPH, OPTIMIZED, STATIC, COMPILED)  # arms whose kernels are listed
+
+Step = Callable[..., Tensor]
+Inputs = tuple[Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizedArm:
+    """One way to run a module.
+
+    Args:
+        make: called with the model's entry, a copy of the module and the rows of a call; returns what runs.
+        compiles: True if it compiles.
+        ours: True if it must work.
+    """
+
+    make: Callable[[Served, nn.Module, int], Step]
+    compiles: bool = False
+    ours: bool = True
+
+
+def _eager(served: Served, module: nn.Module, rows: int) -> Step:
+    return module
+
+
+def _graph(served: Served, module: nn.Module, rows: int) -> Step:
+    return sg.wrap(module, capture_sizes=[rows], progress=False)
+
+
+def _optimized(served: Served, module: nn.Module, rows: int) -> Step:
+    sg.optimize(served.optimized(module))
+    return sg.wrap(module, capture_sizes=[rows], progress=False)
+
+
+def _optimized_static(served: Served, module: nn.Module, rows: int) -> Step:
+    sg.optimize(served.optimized(module))
+    return sg.wrap(module, capture_sizes=[rows], progress=False, outputs="static")
+
+
+def _compiled(served: Served, module: nn.Module, rows: int) -> Step:
+    compiled: Step = torch.compile(module, mode="reduce-overhead")
+    return compiled
+
+
+def _compiled_default(served: Served, module: nn.Module, rows: int) -> Step:
+    compiled: Step = torch.compile(module)
+    return compiled
+
+
+ARMS: dict[str, OptimizedArm] = {
+    EAGER: OptimizedArm(_eager),
+    GRAPH: OptimizedArm(_graph),
+    OPTIMIZED: OptimizedArm(_optimized),
+    STATIC: OptimizedArm(_optimized_static),
+    COMPILED: OptimizedArm(_compiled, compiles=True, ours=False),
+    DEFAULT: OptimizedArm(_compiled_default, compiles=True, ours=False),
+}
+
+
+def run_row(
+    name: str, rows: int, arms: Sequence[str], device: torch.device, tiny: bool, turn: Turn | None = None
+) -> Figures:
+    """Measure arms on one model, one after the other from a first call on, then in turn.
+
+    Eager comes first, so that what CUDA and its libraries load at their first use is in no other arm's first call.
+    Compile caches, Triton's included, are empty.
+
+    Raises:
+        RuntimeError: an arm of ours never replayed.
+    """
+    with _empty_caches(), torch.no_grad():
+        served, dtype = MODELS[name], torch.bfloat16 if device.type == "cuda" else torch.float32
+        torch.manual_seed(0)
+        with device:
+            module = served.build(tiny).to(device, dtype).eval().requires_grad_(False)
+        batches = [_batch(served, rows, device, dtype, tiny) for _ in range(BATCHES)]
+        steps: dict[str, Step] = {}
+        figures: Figures = {"arms": {}, "dtype": str(dtype).removeprefix("torch.")}
+        for arm in sorted(arms, key=list(ARMS).index):
+            found = figures["arms"][arm] = {}
+            try:
+                _load(arm, device)
+                steps[arm] = _first_calls(served, copy.deepcopy(module), arm, rows, batches, device, found)
+            except NotAvailable as reason:
+                found["skipped"] = str(reason)
+            except Exception as error:
+                if ARMS[arm].ours:
+                    raise
+                found["failed"] = f"{type(error).__name__}: {error}"
+        with turn.timed() if turn else contextlib.nullcontext():
+            _measure(figures["arms"], steps, batches, device)
+            wide = _in_float64(module, _batch(served, rows, device, dtype, tiny))
+            for arm, step in steps.items():
+                figures["arms"][arm]["error"] = _error(step(*wide.inputs), wide.answer)
+                if arm in COMPARED and device.type == "cuda":
+                    figures["arms"][arm]["kernels"] = _kernels(step, batches[0])
+    return figures
+
+
+def _batch(served: Served, rows: int, device: torch.device, dtype: torch.dtype, tiny: bool) -> Inputs:
+    return tuple(
+        each.to(device, dtype if each.is_floating_point() else each.dtype) for each in served.inputs(tiny, rows)
+    )
+
+
+def _load(arm: str, device: torch.device) -> None:
+    """Import what the arm needs before its clock starts."""
+    if ARMS[arm].compiles:
+        require_cuda(device, "it")
+        import torch._dynamo
+        import torch._inductor.compile_fx  # noqa: F401
+
+
+def _first_calls(
+    served: Served,
+    module: nn.Module,
+    arm: str,
+    rows: int,
+    batches: Sequence[Inputs],
+    device: torch.device,
+    found: Figures,
+) -> Step:
+    """Make the arm's step and call it until it is ready; notes the seconds, and what `optimize` did."""
+    timeline = Timeline(device)
+    step = ARMS[arm].make(served, module, rows)
+    for _, batch in zip(range(READY_CALLS), itertools.cycle(batches), strict=False):
+        step(*batch)
+        timeline.mark("first")
+    timeline.mark("ready")
+    found |= {f"{name}_seconds": seconds for name, seconds in timeline.seconds.items()}
+    if isinstance(step, sg.CudaGraphWrapper):
+        found["replays"] = step.graph_stats.replays
+        found["report"] = str(step.graph_report()).splitlines()
+        if not step.graph_stats.replays:
+            raise RuntimeError(f"{arm}: no call was replayed:\n{step.graph_report()}")
+    return step
+
+
+def _measure(
+    found: Mapping[str, Figures], steps: Mapping[str, Step], batches: Sequence[Inputs], device: torch.device
+) -> None:
+    calls = {arm: _cycling(step, batches) for arm, step in steps.items()}
+    gc.collect()
+    for arm, ms in in_turn(calls, device, rounds=ROUNDS[device.type], steps=PER_TURN[device.type]).items():
+        found[arm]["ms"] = ms
+
+
+def _cycling(step: Step, batches: Sequence[Inputs]) -> Callable[[], object]:
+    turns = itertools.cycle(batches)
+    return lambda: step(*next(turns))
+
+
+def _kernels(step: Step, batch: Inputs) -> list[list[Any]]:
+    """List the kernels of a call that take most: name, how often, us in total; the rest in one line."""
+    found = sorted(kernels_by_name(lambda: step(*batch)).items(), key=lambda item: -item[1][1])
+    shown = [[name[:160], round(count, 1), round(us, 2)] for name, (count, us) in found[:LISTED]]
+    others = [numbers for _, numbers in found[LISTED:]]
+    return [*shown, ["others", round(sum(each[0] for each in others), 1), round(sum(each[1] for each in others), 2)]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wide:
+    """Inputs, and a module's answer to them in float64."""
+
+    inputs: Inputs
+    answer: Tensor
+
+
+def _in_float64(module: nn.Module, inputs: Inputs) -> _Wide:
+    """Compute the answer row by row: attention in float64 takes memory by the square of the tokens."""
+    wide = copy.deepcopy(module).double()
+    answers = []
+    for row in range(len(inputs[0])):
+        given = [each[row : row + 1] if each.dim() else each for each in inputs]
+        answers.append(wide(*(each.double() if each.is_floating_point() else each for each in given)))
+    return _Wide(inputs, torch.cat(answers))
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@contextlib.contextmanager
+def _empty_caches() -> Iterator[None]:
+    """Point the compile caches of this process to an empty folder."""
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
+        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)

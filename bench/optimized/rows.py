@@ -1,0 +1,224 @@
+"""Optimized modules with graphs beside the compiler: what does a call cost, how soon does it come, how exact is it?
+
+``python -m bench.optimized``: every model and batch in a fresh process, all arms in it. ``eager``; ``graph``, the
+module as it is in a graph; ``optimized``, after ``simplegraph.optimize``; ``optimized-static``, which does not copy
+its answers, as the compiled arm does not; ``compiled``, ``torch.compile(mode="reduce-overhead")``; ``compiled-
+default``, only if ``--arms`` names it. Weights are random, in bfloat16 on a GPU. Processes prepare side by side,
+``--at-once`` of them, and are timed one after the other when all of those are ready. The last lines are ours against
+the limits that the project has set itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from bench.optimized.one_row import ARMS, COMPILED, DEFAULT, EAGER, GRAPH, OPTIMIZED, run_row
+from bench.optimized.shapes import MODELS, available
+from bench.tools import command, environment, fresh
+from bench.tools.files import save_figures
+from bench.tools.measure import NOT_SPEED, Figures, say
+from bench.tools.options import add_names, count, numbers
+from bench.tools.tables import cell, grid, in_line, ratio
+from bench.tools.turns import Turn
+
+MEAN = 1.2  # the limit of the ratios' geometric mean; above it, a row's kernels are printed
+SOONER = 10.0  # times that a first call comes before the compiler's
+EXACT = 1.5  # times eager's error against float64
+_SHOWN = 12  # kernels of an arm
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizedPlan:
+    """The rows of a measurement.
+
+    Attributes:
+        models: of `MODELS`; batches: rows of their calls; arms: of `ARMS`.
+        tiny: the models' tiny shapes.
+        at_once: processes that prepare side by side.
+        timeout: seconds that a process may take.
+        total: seconds after which no other process starts.
+        more: True to keep the rows that the file has, and measure the others.
+        json: the file, written whenever rows are done.
+    """
+
+    models: tuple[str, ...]
+    batches: tuple[int, ...] = (1, 8)
+    arms: tuple[str, ...] = tuple(arm for arm in ARMS if arm != DEFAULT)
+    tiny: bool = False
+    at_once: int = 4
+    timeout: int = 240
+    total: int = 420
+    more: bool = False
+    json: Path | None = None
+
+
+def default_plan(device: torch.device) -> OptimizedPlan:
+    """Return the installed models, at real shapes on a GPU, tiny ones on a CPU."""
+    return OptimizedPlan(tuple(available()), tiny=device.type != "cuda")
+
+
+def row_name(model: str, batch: int) -> str:
+    """Return the name of a row."""
+    return f"{model} {batch}"
+
+
+def measure(plan: OptimizedPlan, device: torch.device) -> Figures:
+    """Measure every model and batch in a fresh process."""
+    fresh.preload("bench.optimized.preloaded", device.type)
+    rows: dict[str, Figures] = _known(plan)
+    figures: Figures = {"plan": dataclasses.asdict(plan) | {"json": None}, "device": device.type, "rows": rows}
+    described, began = environment.describe(), time.monotonic()
+    todo = [pair for pair in itertools.product(plan.models, plan.batches) if row_name(*pair) not in rows]
+    while todo and time.monotonic() - began < plan.total:
+        some, todo = todo[: plan.at_once], todo[plan.at_once :]
+        for pair, found in zip(some, _side_by_side(plan, some, device), strict=True):
+            if "failed" not in found:  # such a row is measured again by --more
+                rows[row_name(*pair)] = found
+            else:
+                figures.setdefault("failed", {})[row_name(*pair)] = found["failed"]
+        say(f"{time.monotonic() - began:.0f} s; {len(todo)} rows are left")
+        if plan.json is not None:
+            save_figures(plan.json, figures | {"environment": described})
+    if todo:
+        names = ", ".join(row_name(*pair) for pair in todo)
+        say(f"{plan.total} s are over; left out: {names}. The same command with --more measures them.")
+    return figures
+
+
+def _known(plan: OptimizedPlan) -> dict[str, Figures]:
+    if not plan.more or plan.json is None or not plan.json.is_file():
+        return {}
+    found: dict[str, Figures] = json.loads(plan.json.read_text())["rows"]
+    return found
+
+
+def _side_by_side(plan: OptimizedPlan, some: list[tuple[str, int]], device: torch.device) -> list[Figures]:
+    """Measure rows in processes that all have compiled before the first is timed."""
+    context = multiprocessing.get_context("forkserver")
+    turn = Turn(context.Barrier(len(some)), context.Lock(), plan.timeout)
+
+    def measured(pair: tuple[str, int]) -> Figures:
+        try:
+            found: Figures = fresh.call(run_row, *pair, plan.arms, device, plan.tiny, turn, seconds=plan.timeout)
+        except (TimeoutError, fresh.ProcessFailed) as error:
+            turn.all_ready.abort()  # the others would wait for it
+            found = {"failed": str(error)}
+        say(f"{row_name(*pair)}: {_told(found)}")
+        return found | {"beside": len(some) - 1}
+
+    with ThreadPoolExecutor(len(some)) as threads:
+        return list(threads.map(measured, some))
+
+
+def _told(found: Figures) -> str:
+    if "failed" in found:
+        return "failed: " + found["failed"].strip().splitlines()[-1]
+    arms = found["arms"].items()
+    ms = in_line({arm: each["ms"] for arm, each in arms if "ms" in each}, ".3f", "ms")
+    return ms + "; first " + in_line({arm: each["first_seconds"] for arm, each in arms if "ms" in each}, ".2f", "s")
+
+
+def failures(figures: Figures) -> list[str]:
+    """List rows that failed, and those of ours that are not exact enough."""
+    failed = [f"{name}:\n{told}" for name, told in figures.get("failed", {}).items() if name not in figures["rows"]]
+    return failed + [
+        f"{name}: {arm}'s error against float64 is {each['error']:.2e}, eager's {row['arms'][EAGER]['error']:.2e}"
+        for name, row in figures["rows"].items()
+        for arm, each in row["arms"].items()
+        if ARMS[arm].ours and EAGER in row["arms"] and each["error"] > EXACT * row["arms"][EAGER]["error"] + _steps(row)
+    ]
+
+
+def _steps(row: Figures) -> float:
+    """Return what a few outputs may differ by: two steps of their dtype, as `optimize` allows itself."""
+    return float(2 * torch.finfo(getattr(torch, row["dtype"])).eps)
+
+
+def render(figures: Figures) -> str:
+    """Format the rows, the limits, and the kernels of rows above `MEAN`."""
+    lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
+    rows: dict[str, Figures] = figures["rows"]
+    used = [arm for arm in ARMS if any(arm in row["arms"] for row in rows.values())]
+    titles = ["ms a call", *used, "x compiled", "x graph", "first s", "compiled's", "sooner", "error", "eager's"]
+    table = [titles, *([name, *_cells(row["arms"], used)] for name, row in rows.items())]
+    lines += [grid(table), "", *requirements(rows)]
+    for name, row in rows.items():
+        if (_ratio(row) or 0.0) > MEAN:
+            lines += ["", f"{name}: kernels, how often, us", *_kernels(row["arms"], OPTIMIZED, COMPILED)]
+    return "\n".join(lines)
+
+
+def _cells(arms: dict[str, Figures], used: list[str]) -> list[str]:
+    ours, theirs = arms.get(OPTIMIZED, {}), arms.get(COMPILED, {})
+    return [
+        *(cell(arms.get(arm, {}), "ms", ".3f") for arm in used),
+        ratio(ours, theirs, "ms", ".2f"),
+        ratio(ours, arms.get(GRAPH, {}), "ms", ".2f"),
+        cell(ours, "first_seconds", ".2f"),
+        cell(theirs, "first_seconds", ".1f"),
+        ratio(theirs, ours, "first_seconds", ".1f"),
+        cell(ours, "error", ".1e"),
+        cell(arms.get(EAGER, {}), "error", ".1e"),
+    ]
+
+
+def _ratio(row: Figures) -> float | None:
+    ours, theirs = row["arms"].get(OPTIMIZED, {}), row["arms"].get(COMPILED, {})
+    return ours["ms"] / theirs["ms"] if "ms" in ours and "ms" in theirs else None
+
+
+def _kernels(arms: dict[str, Figures], *names: str) -> list[str]:
+    found = []
+    for arm in names:
+        listed = arms[arm].get("kernels", [])
+        total, often = sum(us for _, _, us in listed), sum(count for _, count, _ in listed)
+        found.append(f"  {arm}: {often:.0f} kernels, {total:.0f} us")
+        found += [f"    {us:9.1f}  x {count:<6g} {name[:100]}" for name, count, us in listed[:_SHOWN]]
+    return found
+
+
+def requirements(rows: dict[str, Figures]) -> list[str]:
+    """Compare the rows with the project's limits."""
+    ratios = {name: found for name, row in rows.items() if (found := _ratio(row)) is not None}
+    if not ratios:
+        return ["nothing was compiled, so there is nothing to compare with"]
+    mean = statistics.geometric_mean(ratios.values())
+    above = [
+        f"{name} {found:.2f} > {MODELS[name.split()[0]].at_most}"
+        for name, found in ratios.items()
+        if found > MODELS[name.split()[0]].at_most
+    ]
+    first = {
+        name: rows[name]["arms"][COMPILED]["first_seconds"] / rows[name]["arms"][OPTIMIZED]["first_seconds"]
+        for name in ratios
+    }
+    late = [f"{name} {times:.1f}" for name, times in first.items() if times < SOONER]
+    return [
+        f"geometric mean of {len(ratios)} rows {mean:.3f} times the compiler's, at most {MEAN}",
+        f"rows above their own limit: {', '.join(above) or 'none'}",
+        f"first call sooner: {min(first.values()):.1f} times at least; below {SOONER:g}: {', '.join(late) or 'none'}",
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print the table, and write the figures to the file that ``--json`` names."""
+    parser = argparse.ArgumentParser(prog="python -m bench.optimized", description=__doc__)
+    add_names(parser, "--models", available(), "all that are installed by default")
+    parser.add_argument("--batches", type=numbers, help="rows of the calls; 1,8 by default")
+    add_names(parser, "--arms", ARMS, f"all but {DEFAULT} by default")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
+    parser.add_argument("--more", action="store_true", help="keep the rows that the file has, and measure the others")
+    parser.add_argument("--at-once", type=count, help="processes that compile side by side")
+    parser.add_argument("--timeout", type=count, help="seconds that a process may take")
+    parser.add_argument("--total", type=count, help="seconds after which no other process starts")
+    command.run(parser, argv, default_plan, measure, render, failures)

@@ -1,0 +1,32 @@
+"""Lets processes that prepare side by side, such as compile, be timed one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from threading import BrokenBarrierError
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Lets processes that prepare side by side be timed one after the other.
+
+    Args:
+        all_ready: a barrier of `multiprocessing` for all of them.
+        alone: a lock of `multiprocessing`.
+        seconds: the longest wait for the others to be ready.
+    """
+
+    all_ready: Any
+    alone: Any
+    seconds: float
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Wait until every process is ready, then until no other is being timed."""
+        with contextlib.suppress(BrokenBarrierError):  # one of them failed, or takes too long: go on without it
+            self.all_ready.wait(self.seconds)
+        with self.alone:
+            yield
