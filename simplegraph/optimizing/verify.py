@@ -74,20 +74,31 @@ def numbers(result: Any) -> list[Tensor]:
     return [leaf.clone() for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def compare(reference: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[float, float]:
+def compare(
+    reference: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor], *others: Sequence[Tensor]
+) -> tuple[float, float]:
     """Return the errors of the module as it was and of the optimized one: root mean squares, relative to the answer's.
 
+    Args:
+        reference: what the module returns in float64.
+        before: what it returned as it was.
+        after: what the optimized one returns.
+        others: what the module as it was returns by other kernels of torch, whose error counts as its own.
+
     Raises:
-        VerificationError: the optimized one's is above 1.5 times the other, and above two steps of the outputs' dtype.
+        VerificationError: the optimized one's is above 1.5 times its own, and above two steps of the outputs' dtype.
     """
-    if not [out.shape for out in reference] == [out.shape for out in before] == [out.shape for out in after]:
+    runs = (before, after, *others)
+    if any([out.shape for out in reference] != [out.shape for out in found] for found in runs):
         raise VerificationError("optimize: runs on the example inputs returned tensors of different shapes.")
-    was, now = _error(reference, before), _error(reference, after)
+    was, now, *more = (_error(reference, found) for found in runs)
+    own = max([was, *more])
     floor = _FLOOR * max((torch.finfo(out.dtype).eps for out in before), default=0.0)
-    if not now <= max(_MOST * was, floor):
+    if not now <= max(_MOST * own, floor):
         raise VerificationError(
             f"optimize: on the example inputs the optimized module's error against float64 is {now:.2e}, the module's "
-            f"own {was:.2e}; expected at most {_MOST} times that. Nothing was changed. Leave a rewrite out (skip=...)."
+            f"own {own:.2e}; expected at most {_MOST} times that. Nothing was changed. "
+            "Leave a rewrite out (skip=...)."
         )
     return was, now
 

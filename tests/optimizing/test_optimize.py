@@ -757,6 +757,34 @@ def test_an_answer_that_became_worse_is_undone(monkeypatch):
     assert not any("simplegraph_region" in name for each in module.modules() for name in vars(each))
 
 
+class RoundsByFormat(Block):
+    """Its last convolution's kernel for images in channels_last rounds otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Conv2d(8, 8, 3)
+
+    def forward(self, x):
+        apart = 3e-6 if self.last.weight.is_contiguous(memory_format=torch.channels_last) else 0
+        return self.last(super().forward(x)) * (1 + apart)
+
+
+@pytest.mark.parametrize(("wrong_by", "refused"), [(0, False), (1e-4, True)])
+def test_what_torch_rounds_otherwise_in_another_format_does_not_hide_a_wrong_fold(monkeypatch, wrong_by, refused):
+    module = settle(RoundsByFormat())
+    x, right = torch.randn(2, 8, 8, 8), torch.rsqrt
+    expected = module(x)
+    monkeypatch.setattr("simplegraph.optimizing.folded.torch.rsqrt", lambda tensor: right(tensor) * (1 + wrong_by))
+    if refused:
+        with pytest.raises(sg.VerificationError, match="expected at most"):
+            sg.optimize(module, x)
+        assert torch.equal(module(x), expected)
+        return
+    before, after = sg.optimize(module, x).errors
+    assert after > 1.5 * before
+    assert after == pytest.approx(3e-6, rel=0.2)
+
+
 def test_a_module_that_does_not_run_in_float64_is_not_verified_silently():
     class Fixed(Block):
         def forward(self, x):
