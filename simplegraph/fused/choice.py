@@ -123,6 +123,17 @@ def _group_norm(operators: Operators, numbers: _Numbers, channels: int, groups: 
     return [operators.group_norm(x, groups, weight, bias, 1e-5)]
 
 
+def _finish(operators: Operators, numbers: _Numbers, kind: str, added: int = 0) -> Sequence[Tensor]:
+    x, residual = (numbers(2, 16, 3, 2, phase=at).contiguous(memory_format=torch.channels_last) for at in (0, 2))
+    return [operators.finish(x, numbers(16, phase=1), residual if added else None, kind)]
+
+
+def _excite(operators: Operators, numbers: _Numbers, channels: int, squeezed: int, kind: str) -> Sequence[Tensor]:
+    narrow = numbers(squeezed, channels, phase=1) / channels, numbers(squeezed, phase=2)
+    wide = numbers(channels, squeezed, phase=3), numbers(channels, phase=4)
+    return [operators.excite(numbers(2, channels), narrow, wide, kind)]
+
+
 def _gated(operators: Operators, numbers: _Numbers, columns: int, kind: str) -> Sequence[Tensor]:
     return [operators.gated(numbers(2, columns), numbers(2, columns, phase=1), kind)]
 
@@ -158,6 +169,8 @@ _TRIALS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], bool, str]] = {
     "add_rms_norm": (_add_rms_norm, False, "the results of sum and norm differ from torch's"),
     "add_layer_norm": (_add_layer_norm, False, "the results of sum and norm differ from torch's"),
     "group_norm": (_group_norm, False, "the norm's results differ from torch's"),
+    "finish": (_finish, False, "a biased and activated image differs from torch's"),
+    "excite": (_excite, False, "the factors of channels differ from torch's"),
     "gated": (_gated, False, "the gated activation's results differ from torch's"),
     "rotate": (_rotate, True, "the rotary embedding's products are not rounded as torch's are"),
     "rotate_and_write": (_rotate_and_write, False, "the cache does not hold the keys and values that were written"),

@@ -16,6 +16,12 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
+# After a convolution; "" is none.
+FINISHES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"": lambda x: x, "relu": torch.relu, "silu": F.silu}
+)
+
+
 class KernelTrial(NamedTuple):
     """A kernel in the shape that a model has: the trial compiles the variant that the model will run.
 
@@ -62,6 +68,22 @@ class Operators:
     def group_norm(self, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         """Normalize groups of channels of images, (images, channels, height, width)."""
         return F.group_norm(x, groups, weight, bias, eps)
+
+    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
+        """Return ``activation(x + bias + residual)`` of images; `kind` is a name in `FINISHES`, `x` may be overwritten.
+
+        Args:
+            x: (images, channels, height, width).
+            bias: (channels,); None for nothing.
+            residual: as `x`; None for nothing.
+            kind: of the activation.
+        """
+        x = x if bias is None else x + bias.view(-1, 1, 1)
+        return FINISHES[kind](x if residual is None else x + residual)
+
+    def excite(self, means: Tensor, narrow: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], kind: str) -> Tensor:
+        """Return ``sigmoid(wide(activation(narrow(means))))`` of (images, channels); layers are weights and biases."""
+        return torch.sigmoid(F.linear(FINISHES[kind](F.linear(means, *narrow)), *wide))
 
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         """Return ``activation(gate) * up``; `kind` is a name in `ACTIVATIONS`."""

@@ -23,11 +23,12 @@ class TritonOperators(Operators):
     triton = True
 
     def __init__(self) -> None:
-        from simplegraph.fused import cache_kernels, group_kernels, row_kernels
+        from simplegraph.fused import cache_kernels, group_kernels, image_kernels, row_kernels
 
         self._rows: Any = row_kernels
         self._cache: Any = cache_kernels
         self._groups: Any = group_kernels
+        self._images: Any = image_kernels
 
     def _takes(self, *tensors: Tensor | None) -> bool:
         """True for tensors on a GPU, of one dtype that the kernels know, without gradients and with elements."""
@@ -76,6 +77,21 @@ class TritonOperators(Operators):
         if not fits or not self._takes(x, weight, bias):
             return super().group_norm(x, groups, weight, bias, eps)
         return self._groups.group_norm(x, groups, weight, bias, eps)  # type: ignore[no-any-return]
+
+    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
+        fits = x.is_contiguous(memory_format=torch.channels_last) and x.numel() < 2**31 - 2**16
+        fits = fits and (bias is None or bias.is_contiguous())
+        fits = fits and (residual is None or (residual.shape == x.shape and residual.stride() == x.stride()))
+        if not fits or not self._takes(x, bias, residual):
+            return super().finish(x, bias, residual, kind)
+        return self._images.finish(x, bias, residual, kind)  # type: ignore[no-any-return]
+
+    def excite(self, means: Tensor, narrow: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], kind: str) -> Tensor:
+        given = (means, *narrow, *wide)
+        fits = all(each.is_contiguous() for each in given) and len(narrow[1]) <= self._images.MAX_SQUEEZED
+        if not fits or kind not in ("relu", "silu") or not self._takes(*given):
+            return super().excite(means, narrow, wide, kind)
+        return self._images.excite(means, narrow, wide, kind)  # type: ignore[no-any-return]
 
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         if gate.shape != up.shape or not self._takes(gate, up):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from simplegraph.graph.modes import outside_modes
 from simplegraph.graph.select import graph_device
-from simplegraph.optimizing.pairs import KINDS, hindrance, hooked, is_changed, plain_class, sources, watched
+from simplegraph.optimizing.pairs import KINDS, hindrance, hooked, is_changed, sources, watched
+from simplegraph.optimizing.table import plain_class
 
 _ALIGNMENT = 256  # bytes, as the allocator gives them: kernels read aligned weights faster
 _version = operator.attrgetter("_version")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from simplegraph.graph.operators import OperatorMode
 from simplegraph.graph.tensors import storage_key
 from simplegraph.nested import flatten
-from simplegraph.optimizing.pairs import KINDS, NORMS, Pair, plain_class
+from simplegraph.optimizing.pairs import KINDS, NORMS, Pair
+from simplegraph.optimizing.table import plain_class
 
 
 class _Uses(OperatorMode):

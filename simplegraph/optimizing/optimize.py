@@ -20,13 +20,15 @@ from simplegraph.fused.layers.table import (
     operators_of,
     shortened,
 )
+from simplegraph.fused.operators import KernelTrial, Operators
 from simplegraph.module.mixin import OPTIMIZED, unwrap
+from simplegraph.optimizing.blocks import BlockRun, block_trials, find_blocks
 from simplegraph.optimizing.folded import Fold, FoldedMemory
 from simplegraph.optimizing.layout import restore_contiguous, store_channels_last
 from simplegraph.optimizing.observed import ObservedRun
 from simplegraph.optimizing.pairs import Pair, hindrance, is_changed, known_pairs, shared_modules
-from simplegraph.optimizing.regions import install, install_fused, is_installed, uninstall
-from simplegraph.optimizing.table import BATCH_NORM, CHANNELS_LAST, REWRITES, runs_any_format
+from simplegraph.optimizing.regions import install, install_fused, is_installed, uninstall, uses_of
+from simplegraph.optimizing.table import BATCH_NORM, CHANNELS_LAST, EPILOGUE, REWRITES, runs_any_format
 from simplegraph.optimizing.verify import Examples, compare, numbers
 
 __all__ = ["Optimization", "optimize"]
@@ -136,6 +138,8 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
       ``"rotary"``: layers that are recognized by their text, mostly those of transformers, run on fused operators:
       Triton's kernels, or torch's where these do not run. In half precision they round once where the text rounds two
       or three times. ``"group_norm"``: so do group norms where channels_last is done, by Triton's kernels only.
+    - ``"epilogue"``: where channels_last is done, bias, sum and activation after a folded convolution are one, by
+      Triton's kernels only: in an `nn.Sequential` and in known blocks of torchvision.
 
     Parameters, buffers and ``state_dict()`` keep their names and values. Training, and calls that want gradients of
     the weights, run as before. Copies and pickles are of the module as it was. Graphs are captured again.
@@ -237,29 +241,42 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     layers = find_layers(module, skip, images=channels_last)
     folds = {pair: _fold(module, pair, channels_last) for pair in usable}
     memory = FoldedMemory(list(folds.values()))
-    owners: dict[str, list[Fold]] = collections.defaultdict(list)
+    owners: dict[nn.Module, list[Fold]] = collections.defaultdict(list)
     for pair, fold in folds.items():
-        owners[pair.owner].append(fold)
+        owners[module.get_submodule(pair.owner)].append(fold)
+    blocks = find_blocks(module, owners) if channels_last and EPILOGUE not in skip else []
     stored = store_channels_last(module, {fold.layer for fold in folds.values()}) if channels_last else []
     stored += [pair.layer for pair, fold in folds.items() if fold.channels_last]
-    install([(module.get_submodule(name), each) for name, each in owners.items()], memory)
     found = _Rewrites(usable, stored, memory)
     found.left_out |= left_out
-    _fuse(module, {each: layer for each, layer in layers.items() if not is_changed(each)}, found)
+    operators = _operators(module, layers, block_trials() if blocks else [])
+    blocks = blocks if operators.triton else []  # torch has no kernel for more than one of a block's steps
+    run = BlockRun(operators, uses_of)
+    install([(each, owners[each]) for each in {**owners, **dict.fromkeys(blocks)}], memory, dict.fromkeys(blocks, run))
+    _fuse(module, {each: layer for each, layer in layers.items() if not is_changed(each)}, operators, found)
+    if blocks:
+        names = {each: name for name, each in module.named_modules()}
+        found.changed[EPILOGUE] = [names[each] or type(each).__name__ for each in blocks]
+        found.operators = operators.name
     if not any_format and CHANNELS_LAST not in skip and any(type(each) is nn.Conv2d for each in module.modules()):
         found.left_out[CHANNELS_LAST] = _UNKNOWN_FORMAT
     vars(module)[OPTIMIZED] = found
     return found
 
 
-def _fuse(module: nn.Module, layers: dict[nn.Module, Layer], found: _Rewrites) -> None:
-    """Run recognized layers on fused operators, chosen for the module's device and dtype."""
+def _operators(module: nn.Module, layers: dict[nn.Module, Layer], trials: Sequence[KernelTrial]) -> Operators:
+    """Return the operators for the module's device and dtype, after the trials of what it will run."""
     weight = next((each for each in module.parameters() if each.is_floating_point()), None)
-    if layers and weight is not None:
-        operators = operators_of(layers, weight.device, weight.dtype)
-        if not operators.triton:  # a group norm would be what it is
-            layers = {each: layer for each, layer in layers.items() if layer.kind not in IMAGE_KINDS}
-    if layers and weight is not None:
+    if weight is None or not (layers or trials):
+        return Operators()
+    return operators_of(layers, weight.device, weight.dtype, *trials)
+
+
+def _fuse(module: nn.Module, layers: dict[nn.Module, Layer], operators: Operators, found: _Rewrites) -> None:
+    """Run recognized layers on fused operators."""
+    if not operators.triton:  # a group norm would be what it is
+        layers = {each: layer for each, layer in layers.items() if layer.kind not in IMAGE_KINDS}
+    if layers:
         found.changed |= names_by_kind(module, layers)
         found.operators = operators.name
         install_fused(fused_forwards(layers, operators))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.optimizing.table import is_sequential, known_class
+from simplegraph.optimizing.table import is_sequential, known_class, plain_class
 
 # The norm that follows each kind of layer, and the dimensions of that layer's batched input.
 KINDS: dict[type, tuple[type, int]] = {
@@ -36,12 +36,6 @@ class Pair(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.layer} + {self.norm}"
-
-
-def plain_class(module: nn.Module) -> type:
-    """Return the class that a module had before this room changed it."""
-    kind: type = getattr(type(module), "_simplegraph_plain", type(module))
-    return kind
 
 
 def is_changed(module: nn.Module) -> bool:

@@ -31,10 +31,10 @@ class _Use:
         applied: True if the layer's last call used the folded weights, so that the norm has nothing left to do.
     """
 
-    __slots__ = ("applied", "weights")
+    __slots__ = ("applied", "layer", "weights")
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights, self.applied = weights, False
+    def __init__(self, layer: nn.Module, weights: Weights) -> None:
+        self.layer, self.weights, self.applied = layer, weights, False
 
 
 class _Active(threading.local):
@@ -54,12 +54,18 @@ def _observed() -> bool:
 
 
 class Region:
-    """The folds of one owner."""
+    """The folds of one owner.
 
-    __slots__ = ("folds", "memory")
+    Args:
+        folds: of layers that its forward runs.
+        memory: of all folds.
+        run: runs the owner, or returns NotImplemented; None if its own forward runs.
+    """
 
-    def __init__(self, folds: Sequence[Fold], memory: FoldedMemory) -> None:
-        self.folds, self.memory = folds, memory
+    __slots__ = ("folds", "memory", "run")
+
+    def __init__(self, folds: Sequence[Fold], memory: FoldedMemory, run: Callable[..., Any] | None) -> None:
+        self.folds, self.memory, self.run = folds, memory, run
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies and pickles are of the plain module
@@ -75,8 +81,14 @@ class Region:
         for fold in serving:
             weights = fold.weights_now()
             if weights is not None:
-                found[id(fold.layer)] = found[id(fold.norm)] = _Use(weights)
+                found[id(fold.layer)] = found[id(fold.norm)] = _Use(fold.layer, weights)
         return found
+
+
+def uses_of(module: nn.Module) -> Mapping[int, Any]:
+    """Return the folds that serve a forward of a module, as `Region.uses` does."""
+    region: Region | None = vars(module).get(_REGION)
+    return {} if region is None else region.uses(module)
 
 
 def _forward_owner(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +100,8 @@ def _forward_owner(original: Callable[..., Any]) -> Callable[..., Any]:
         before = _ACTIVE.uses
         _ACTIVE.uses = {**before, **region.uses(self)}
         try:
-            return original(self, *args, **kwargs)
+            result = NotImplemented if region.run is None else region.run(self, *args, **kwargs)
+            return original(self, *args, **kwargs) if result is NotImplemented else result
         finally:
             _ACTIVE.uses = before
 
@@ -170,10 +183,12 @@ def _change(module: Any, forward: Callable[[Callable[..., Any]], Callable[..., A
     module.__class__ = _changed(kind, forward)  # which graphs notice
 
 
-def install(owners: Sequence[tuple[nn.Module, Sequence[Fold]]], memory: FoldedMemory) -> None:
-    """Use folded weights in the forwards of these owners."""
+def install(
+    owners: Sequence[tuple[nn.Module, Sequence[Fold]]], memory: FoldedMemory, runs: Mapping[nn.Module, Any]
+) -> None:
+    """Use folded weights in the forwards of these owners, some of which others run."""
     for owner, folds in owners:
-        vars(owner).update({_REGION: Region(folds, memory), _MEMORY: memory})
+        vars(owner).update({_REGION: Region(folds, memory, runs.get(owner)), _MEMORY: memory})
         _change(owner, _forward_owner)
         for fold in folds:
             _change(fold.layer, _forward_layer)

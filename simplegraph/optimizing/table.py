@@ -10,11 +10,12 @@ from torch import nn
 
 from simplegraph.fused.layers.table import IMAGE_KINDS, KINDS
 
-BATCH_NORM, CHANNELS_LAST = "batch_norm", "channels_last"
+BATCH_NORM, CHANNELS_LAST, EPILOGUE = "batch_norm", "channels_last", "epilogue"
 REWRITES: Mapping[str, str] = MappingProxyType(
     {
         BATCH_NORM: "norm folded into the convolution or linear layer before it",
         CHANNELS_LAST: "weights of 2-d convolutions stored in torch.channels_last",
+        EPILOGUE: "bias, sum and activation after a folded convolution computed in one kernel",
         **KINDS,
         **IMAGE_KINDS,
     }
@@ -56,17 +57,31 @@ KNOWN_CLASSES: Mapping[str, KnownClass] = MappingProxyType(
 )
 
 
+def plain_class(module: nn.Module) -> Any:
+    """Return the class that a module had before this room changed it."""
+    return getattr(type(module), "_simplegraph_plain", type(module))
+
+
+def full_name(module: nn.Module) -> str:
+    """Return the name of a module's class with that of the file where it is written."""
+    kind = plain_class(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def runs_own_forward(module: nn.Module) -> bool:
+    """True if a module's forward is that of its class, which is written where the class is."""
+    kind = plain_class(module)
+    return "forward" not in vars(module) and kind.forward.__module__ == kind.__module__
+
+
 def known_class(module: nn.Module) -> KnownClass | None:
     """Return what is known of a module's forward; None if its class is unknown or its forward was replaced."""
-    kind: Any = type(module)
-    if "forward" in vars(module) or kind.forward.__module__ != kind.__module__:
-        return None
-    return KNOWN_CLASSES.get(f"{kind.__module__}.{kind.__qualname__}")
+    return KNOWN_CLASSES.get(full_name(module)) if runs_own_forward(module) else None
 
 
 def is_sequential(module: nn.Module) -> bool:
     """True if calls of the module run its children one after another, and nothing else."""
-    kind: Any = type(module)
+    kind = plain_class(module)
     return (
         isinstance(module, nn.Sequential)
         and "forward" not in vars(module)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from interpreted import EXACT_DTYPES, INTERPRETED, needs_triton
 from torch import Tensor
 
-from simplegraph.fused.operators import ACTIVATIONS, DTYPES, Operators
+from simplegraph.fused.operators import ACTIVATIONS, DTYPES, FINISHES, Operators
 
 
 def triton() -> Operators:
@@ -121,6 +121,58 @@ def test_a_group_norm_of_images_in_channels_last(
     # Inputs of a mean of 300 are themselves known to 300 units only.
     slack = 2e-3 * exact.abs().max() if dtype is torch.float32 else 4e-6 * exact.abs().max()
     assert ((found.double() - exact).abs() <= unit * exact.abs() + slack).all()
+
+
+@every
+@pytest.mark.parametrize("kind", FINISHES)
+@pytest.mark.parametrize(("biased", "added"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("shape", [(1, 24, 1, 1), (2, 64, 5, 7), (1, 3, 40, 30)])
+def test_what_follows_a_convolution(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    kind: str,
+    biased: bool,
+    added: bool,
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    x, residual = (
+        numbers(*shape, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last) for _ in range(2)
+    )
+    bias = numbers(shape[1], dtype=dtype, device=device)
+    given = bias if biased else None, residual if added else None
+    exact = x.double() + (bias.double().view(-1, 1, 1) if biased else 0) + (residual.double() if added else 0)
+    exact = FINISHES[kind](exact)
+    text = Operators().finish(x.clone(), *given, kind)
+    found = make().finish(x.clone(), *given, kind)
+    check(found, exact, text, kernels=make is triton)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.isnan(make().finish(torch.full_like(x, torch.nan), *given, kind)).all()
+
+
+@every
+@pytest.mark.parametrize("kind", ["relu", "silu"])
+@pytest.mark.parametrize(("channels", "squeezed"), [(96, 4), (1152, 48), (100, 10)])
+@pytest.mark.parametrize("images", [1, 3])
+def test_squeeze_and_excitation(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    kind: str,
+    channels: int,
+    squeezed: int,
+    images: int,
+    device: torch.device,
+) -> None:
+    means = numbers(images, channels, dtype=dtype, device=device)
+    narrow, wide = (
+        (numbers(many, few, dtype=dtype, device=device, scale=few**-0.5), numbers(many, dtype=dtype, device=device))
+        for many, few in ((squeezed, channels), (channels, squeezed))
+    )
+    double = [tuple(each.double() for each in layer) for layer in (narrow, wide)]
+    exact = Operators().excite(means.double(), *double, kind)
+    found = make().excite(means, narrow, wide, kind)
+    text = Operators().excite(means, narrow, wide, kind)
+    check(found, exact, text, kernels=False)
 
 
 @every

@@ -1,0 +1,148 @@
+"""Blocks of convolutions run bias, sum and activation as one, and answer as they are written."""
+
+from __future__ import annotations
+
+import collections
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+from simplegraph.fused.operators import Operators
+from tests.optimizing.models import settle
+
+SHAPE = (2, 3, 16, 16)
+
+
+class Kernels(Operators):
+    """Torch's operators in the place of Triton's kernels; counts what follows convolutions."""
+
+    name, triton = "kernels", True
+
+    def __init__(self):
+        self.calls = collections.Counter()
+
+    def finish(self, x, bias, residual, kind):
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        self.calls[kind, residual is not None] += 1
+        return super().finish(x, bias, residual, kind)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    found = Kernels()
+    monkeypatch.setattr("simplegraph.optimizing.optimize.operators_of", lambda *args: found)
+    with torch.no_grad():
+        yield found
+
+
+def stack():
+    return settle(
+        nn.Sequential(
+            *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8), nn.SiLU(inplace=True)),
+            *(nn.Conv2d(8, 8, 3, padding_mode="circular"), nn.BatchNorm2d(8), nn.Tanh()),
+            nn.Conv2d(8, 4, 3),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU()),
+        )
+    )
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sequence_runs_what_follows_each_convolution_as_one(kernels):
+    module, x = stack(), torch.randn(SHAPE)
+    expected = module(x)
+    handle = sg.optimize(module)
+    assert handle.changed["epilogue"] == ["Sequential"]
+    close(module(x), expected)
+    assert kernels.calls == {("relu", False): 1, ("silu", False): 1, ("", False): 1}
+    handle.remove()
+    assert torch.equal(module(x), expected)
+    handle = sg.optimize(module, skip=["epilogue"])
+    kernels.calls.clear()
+    close(module(x), expected)
+    assert not kernels.calls
+    assert "epilogue" not in handle.changed
+
+
+def test_hooks_run_where_the_module_has_them(kernels):
+    module, x = stack(), torch.randn(SHAPE)
+    expected, seen = module(x), []
+    sg.optimize(module)
+    module[2].register_forward_hook(lambda module, args, output: seen.append(output.min()))
+    module[4].register_forward_hook(lambda module, args, output: seen.append(output.min()))
+    close(module(x), expected)
+    assert seen[0] == 0  # the ReLU ran by itself
+    assert len(seen) == 2
+    assert kernels.calls == {("", False): 2}
+
+
+def test_weights_that_are_loaded_and_inputs_with_gradients_are_served(kernels):
+    module, x = stack(), torch.randn(SHAPE)
+    sg.optimize(module)
+    other = stack()
+    module.load_state_dict(other.state_dict())
+    close(module(x), other(x))
+    module.requires_grad_(False)
+    with torch.enable_grad():
+        x.requires_grad_()
+        module(x).sum().backward()
+        found, x.grad = x.grad, None
+        other(x).sum().backward()
+    close(found, x.grad)
+
+
+def test_graphs_of_blocks_are_replayed_and_follow_the_weights(kernels):
+    module, x = stack(), torch.randn(SHAPE)
+    sg.optimize(module)
+    model = sg.wrap(module, capture_sizes=[2], progress=False)
+    for _ in range(4):
+        found = model(x)
+    assert model.graph_stats.replays >= 2
+    module[0].weight.mul_(2)
+    again = model(x)
+    plain = copy.deepcopy(module)
+    close(again, plain(x))
+    assert not torch.allclose(found, again)
+
+
+def vision(name):
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    return settle(getattr(models, name)(weights=None))
+
+
+# What follows a convolution, with a sum or not, and how often.
+FINISHED = {
+    "resnet18": {("relu", False): 9, ("relu", True): 8, ("", False): 3},
+    "resnet50": {("relu", False): 33, ("relu", True): 16, ("", False): 4},
+    "efficientnet_b0": {("silu", False): 33, ("", True): 9, ("", False): 7},
+}
+
+
+@pytest.mark.parametrize("name", FINISHED)
+def test_blocks_of_torchvision_are_known(name, kernels):
+    module, x = vision(name), torch.randn(1, 3, 64, 64)
+    before = [type(each) for each in module.modules()]
+    handle = sg.optimize(module, x)
+    kernels.calls.clear()
+    module(x)
+    assert kernels.calls == FINISHED[name]
+    handle.remove()
+    assert [type(each) for each in module.modules()] == before
+
+
+def test_a_block_whose_parts_are_not_its_class_s_runs_as_it_is_written(kernels):
+    module, x = vision("resnet18"), torch.randn(1, 3, 64, 64)
+    module.layer1[0].relu = nn.Tanh()
+    module.layer2[0].bn2 = nn.Identity()
+    module.eval()
+    expected = module(x)
+    sg.optimize(module)
+    close(module(x), expected)
+    assert sum(kernels.calls.values()) == 20 - 4
