@@ -24,11 +24,12 @@ from simplegraph.fused.operators import KernelTrial, Operators
 from simplegraph.module.mixin import OPTIMIZED, unwrap
 from simplegraph.optimizing.blocks import BlockRun, block_trials, find_blocks
 from simplegraph.optimizing.folded import Fold, FoldedMemory
+from simplegraph.optimizing.joined import find_joined
 from simplegraph.optimizing.layout import restore_contiguous, store_channels_last
 from simplegraph.optimizing.observed import ObservedRun
 from simplegraph.optimizing.pairs import Pair, hindrance, is_changed, known_pairs, shared_modules
-from simplegraph.optimizing.regions import install, install_fused, is_installed, uninstall, uses_of
-from simplegraph.optimizing.table import BATCH_NORM, CHANNELS_LAST, EPILOGUE, REWRITES, runs_any_format
+from simplegraph.optimizing.regions import install, install_fused, install_joined, is_installed, uninstall, uses_of
+from simplegraph.optimizing.table import BATCH_NORM, CHANNELS_LAST, EPILOGUE, PROJECTIONS, REWRITES, runs_any_format
 from simplegraph.optimizing.verify import Examples, compare, numbers
 
 __all__ = ["Optimization", "optimize"]
@@ -140,6 +141,8 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
       or three times. ``"group_norm"``: so do group norms where channels_last is done, by Triton's kernels only.
     - ``"epilogue"``: where channels_last is done, bias, sum and activation after a folded convolution are one, by
       Triton's kernels only: in an `nn.Sequential` and in known blocks of torchvision.
+    - ``"projections"``: queries, keys and values of known attentions of transformers and diffusers are one product.
+      Their weights come to lie one after the other in one memory.
 
     Parameters, buffers and ``state_dict()`` keep their names and values. Training, and calls that want gradients of
     the weights, run as before. Copies and pickles are of the module as it was. Graphs are captured again.
@@ -254,8 +257,13 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     run = BlockRun(operators, uses_of)
     install([(each, owners[each]) for each in {**owners, **dict.fromkeys(blocks)}], memory, dict.fromkeys(blocks, run))
     _fuse(module, {each: layer for each, layer in layers.items() if not is_changed(each)}, operators, found)
-    if blocks:
+    joined = {} if PROJECTIONS in skip else dict(find_joined(module))
+    install_joined(joined)
+    if joined or blocks:
         names = {each: name for name, each in module.named_modules()}
+    if joined:
+        found.changed[PROJECTIONS] = [f"{names[each]}.{'+'.join(parts)}" for each, parts in joined.items()]
+    if blocks:
         found.changed[EPILOGUE] = [names[each] or type(each).__name__ for each in blocks]
         found.operators = operators.name
     if not any_format and CHANNELS_LAST not in skip and any(type(each) is nn.Conv2d for each in module.modules()):

@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from simplegraph.graph.subclass import subclass
 from simplegraph.module.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 from simplegraph.optimizing.folded import Fold, FoldedMemory, Weights
+from simplegraph.optimizing.joined import JOINED, forward_attention, forward_projection, place_apart, place_together
 
 _REGION, _MEMORY, _FUSED = "_simplegraph_region", "_simplegraph_folded", "_simplegraph_fused"
 
@@ -202,13 +203,24 @@ def install_fused(forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
         _change(module, _forward_fused)
 
 
+def install_joined(attentions: Mapping[nn.Module, Sequence[str]]) -> None:
+    """Run these projections of attentions as one product."""
+    for attention, names in attentions.items():
+        place_together(attention, names)
+        vars(attention)[JOINED] = tuple(names)
+        _change(attention, lambda original: forward_attention(original, _observed))
+        for name in names:
+            _change(attention._modules[name], forward_projection)
+
+
 def is_installed(module: nn.Module) -> bool:
-    """True if the module's forward, or that of a module in it, uses folded weights or fused operators."""
-    return any(vars(each).get(name) is not None for each in module.modules() for name in (_REGION, _FUSED))
+    """True if the module's forward, or that of a module in it, is not its class's."""
+    return any(vars(each).get(name) is not None for each in module.modules() for name in (_REGION, _FUSED, JOINED))
 
 
 def uninstall(root: nn.Module) -> None:
     """Give every module its own class again; where that was changed once more since, what is left does nothing."""
+    place_apart(root)
     for module in root.modules():
         attributes = vars(module)
         for name in (_REGION, _MEMORY, _FUSED):

@@ -10,12 +10,13 @@ from torch import nn
 
 from simplegraph.fused.layers.table import IMAGE_KINDS, KINDS
 
-BATCH_NORM, CHANNELS_LAST, EPILOGUE = "batch_norm", "channels_last", "epilogue"
+BATCH_NORM, CHANNELS_LAST, EPILOGUE, PROJECTIONS = "batch_norm", "channels_last", "epilogue", "projections"
 REWRITES: Mapping[str, str] = MappingProxyType(
     {
         BATCH_NORM: "norm folded into the convolution or linear layer before it",
         CHANNELS_LAST: "weights of 2-d convolutions stored in torch.channels_last",
         EPILOGUE: "bias, sum and activation after a folded convolution computed in one kernel",
+        PROJECTIONS: "projections of an attention that read the same input computed as one product",
         **KINDS,
         **IMAGE_KINDS,
     }

@@ -24,7 +24,7 @@ FUSED = {
     "llama": {"rms_norm": 5, "residual": 2, "gated": 2, "rotary": 2},
     "gemma3": {"rms_norm": 13, "residual": 2, "gated": 2, "rotary": 2},
     "gpt2": {"residual": 6, "activation": 2},
-    "bert": {"residual": 8},
+    "bert": {"residual": 8, "projections": 2},
     "vit": {"residual": 6},
 }
 
