@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from simplegraph.fused.operators import DTYPES, KernelTrial, Operators
+from simplegraph.fused.operators import DTYPES, Adapted, KernelTrial, Operators
 
 _log = logging.getLogger("simplegraph")
 
@@ -123,6 +123,27 @@ def _group_norm(operators: Operators, numbers: _Numbers, channels: int, groups: 
     return [operators.group_norm(x, groups, weight, bias, 1e-5)]
 
 
+def _activated_group_norm(operators: Operators, numbers: _Numbers, channels: int, groups: int) -> Sequence[Tensor]:
+    x = numbers(2, channels, 3, 2).contiguous(memory_format=torch.channels_last)
+    weight, bias, row = (numbers(channels, phase=phase) for phase in (1, 2, 3))
+    added = numbers(2, channels, phase=4)
+    given = x, groups, weight, bias, 1e-5
+    return [operators.group_norm(*given, kind="silu"), operators.group_norm(*given, row, added, "silu")]
+
+
+def _adapt(operators: Operators, numbers: _Numbers, columns: int, *given: str) -> Sequence[Tensor]:
+    """Try it with the named tensors."""
+    shapes = {"weight": (columns,), "bias": (columns,), "row": (columns,), "residual": (2, 3, columns)}
+    tensors = {name: numbers(*shapes.get(name, (2, columns)), phase=phase) for phase, name in enumerate(given, 1)}
+    normed, total = operators.adapt(numbers(2, 3, columns), Adapted(1e-5, **tensors))
+    return [normed, *([total] if "residual" in given else [])]
+
+
+def _linear_gelu(operators: Operators, numbers: _Numbers, inputs: int, outputs: int) -> Sequence[Tensor]:
+    weight, bias = numbers(outputs, inputs, phase=1) / inputs, numbers(outputs, phase=2)
+    return [operators.linear_gelu(numbers(2, 3, inputs), weight, bias)]
+
+
 def _finish(operators: Operators, numbers: _Numbers, kind: str, added: int = 0) -> Sequence[Tensor]:
     x, residual = (numbers(2, 16, 3, 2, phase=at).contiguous(memory_format=torch.channels_last) for at in (0, 2))
     return [operators.finish(x, numbers(16, phase=1), residual if added else None, kind)]
@@ -169,6 +190,9 @@ _TRIALS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], bool, str]] = {
     "add_rms_norm": (_add_rms_norm, False, "the results of sum and norm differ from torch's"),
     "add_layer_norm": (_add_layer_norm, False, "the results of sum and norm differ from torch's"),
     "group_norm": (_group_norm, False, "the norm's results differ from torch's"),
+    "activated_group_norm": (_activated_group_norm, False, "the norm's results differ from torch's"),
+    "adapt": (_adapt, False, "the norm's results differ from torch's"),
+    "linear_gelu": (_linear_gelu, False, "the activation's results differ from torch's"),
     "finish": (_finish, False, "a biased and activated image differs from torch's"),
     "excite": (_excite, False, "the factors of channels differ from torch's"),
     "gated": (_gated, False, "the gated activation's results differ from torch's"),

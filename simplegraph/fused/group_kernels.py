@@ -41,19 +41,24 @@ def _sum_channels(  # type: ignore[no-untyped-def]
     tl.store(target + channels, tl.sum(squares, 0), inside)
 
 
-@triton.jit(do_not_specialize=["channels", "size", "pixels", "parts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["channels", "size", "pixels", "parts", "added_row"])  # type: ignore[untyped-decorator]
 def _scale_channels(  # type: ignore[no-untyped-def]
     x_ptr,
     sums_ptr,
     weight_ptr,
     bias_ptr,
+    row_ptr,
+    added_ptr,
     scales_ptr,
     channels,
     size,
     pixels,
     parts,
+    added_row,
     eps,
     AFFINE: tl.constexpr,
+    ROW: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
@@ -71,11 +76,18 @@ def _scale_channels(  # type: ignore[no-untyped-def]
         squares += tl.sum(tl.load(place + channels, mask, 0.0), 0)
     shift = total / pixels
     means = shift + tl.load(x_ptr + image * pixels * channels + channel, inside, 0.0).to(tl.float32)
+    # A summand of all pixels of a channel changes its mean only.
+    summand = tl.zeros((BLOCK,), tl.float32)
+    if ROW:
+        summand += tl.load(row_ptr + channel, inside, 0.0).to(tl.float32)
+    if ADDED:
+        summand += tl.load(added_ptr + image * added_row + channel, inside, 0.0).to(tl.float32)
+    means += summand
     mean = tl.sum(tl.where(inside, means, 0.0), 0) / size
     apart = tl.where(inside, means - mean, 0.0)
     variance = (tl.sum(squares - total * shift, 0) / pixels + tl.sum(apart * apart, 0)) / size
     factor = tl.div_rn(1.0, tl.sqrt_rn(variance + eps)) + tl.zeros((BLOCK,), tl.float32)
-    summand = -mean * factor
+    summand = (summand - mean) * factor
     if AFFINE:
         weight = tl.load(weight_ptr + channel, inside, 0.0).to(tl.float32)
         factor *= weight
@@ -87,9 +99,16 @@ def _scale_channels(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["pixels"])  # type: ignore[untyped-decorator]
 def _apply_scales(  # type: ignore[no-untyped-def]
-    x_ptr, scales_ptr, out_ptr, channels, pixels, CHANNELS: tl.constexpr, PIXELS: tl.constexpr
+    x_ptr,
+    scales_ptr,
+    out_ptr,
+    channels,
+    pixels,
+    KIND: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PIXELS: tl.constexpr,
 ):
-    """Multiply and add by channel."""
+    """Multiply and add by channel, and activate."""
     image = tl.program_id(0).to(tl.int64)
     pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
@@ -100,11 +119,22 @@ def _apply_scales(  # type: ignore[no-untyped-def]
     mask = (pixel < pixels)[:, None] & inside[None, :]
     x = tl.load(x_ptr + place, mask, 0.0).to(tl.float32)
     x = x * factor[None, :] + summand[None, :]
+    if KIND == "silu":
+        x = x / (1.0 + tl.exp(-x))
     tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask)
 
 
-def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Compute `torch.nn.functional.group_norm` of images in channels_last, in float32 and rounded once.
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    row: Tensor | None = None,
+    added: Tensor | None = None,
+    kind: str = "",
+) -> Tensor:
+    """Compute the activation of a group norm of images in channels_last, in float32 and rounded once.
 
     Args:
         x: (images, channels, height, width), contiguous in channels_last, at most `MAX_SIZE` channels a group; float32,
@@ -113,6 +143,9 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | Non
         weight: (channels,), the dtype of `x`; None for none.
         bias: as `weight`; both or neither.
         eps: added to the variance.
+        row: (channels,), the dtype of `x`, added before the norm; None for nothing.
+        added: (images, channels), as `row`.
+        kind: "silu", or "" for no activation.
 
     Returns:
         As `x`, in channels_last.
@@ -131,12 +164,17 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | Non
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
         _sum_channels[(images, parts, blocks)](x, sums, channels, pixels, part, **tile)
         _scale_channels[(images, groups)](
-            *(x, sums, weight if affine else x, bias if affine else x, scales),
-            *(channels, size, pixels, parts, eps),
+            *(x, sums, weight if affine else x, bias if affine else x),
+            *(x if row is None else row, x if added is None else added, scales),
+            *(channels, size, pixels, parts, 0 if added is None else added.stride(0), eps),
             AFFINE=affine,
+            ROW=row is not None,
+            ADDED=added is not None,
             BLOCK=block,
             PARTS=4096 // block,
             num_warps=4,
         )
-        _apply_scales[(images, triton.cdiv(pixels, _PIXELS), blocks)](x, scales, out, channels, pixels, **tile)
+        _apply_scales[(images, triton.cdiv(pixels, _PIXELS), blocks)](
+            *(x, scales, out, channels, pixels), KIND=kind, **tile
+        )
     return out

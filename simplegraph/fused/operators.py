@@ -34,6 +34,27 @@ class KernelTrial(NamedTuple):
     sizes: tuple[int | str, ...]
 
 
+class Adapted(NamedTuple):
+    """A layer norm whose scale and shift depend on the image, and what is added before it; None for nothing.
+
+    Attributes:
+        eps: added to the variance.
+        weight: (columns,); bias: as `weight`.
+        row: (columns,), added to the input, which is (images, tokens, columns).
+        gate: (images, columns), multiplies the input; residual: as the input, added to it then.
+        scale: (images, columns), to which one is added; shift: as `scale`; both or neither.
+    """
+
+    eps: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    row: Tensor | None = None
+    gate: Tensor | None = None
+    residual: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+
+
 class Operators:
     """Torch's operators. Norms are (..., columns) to the same; weights and biases (columns,).
 
@@ -65,9 +86,50 @@ class Operators:
         total = x + residual
         return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
-    def group_norm(self, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        """Normalize groups of channels of images, (images, channels, height, width)."""
-        return F.group_norm(x, groups, weight, bias, eps)
+    def group_norm(
+        self,
+        x: Tensor,
+        groups: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        row: Tensor | None = None,
+        added: Tensor | None = None,
+        kind: str = "",
+    ) -> Tensor:
+        """Normalize groups of channels of a sum, and activate.
+
+        Args:
+            x: (images, channels, height, width).
+            groups: of channels.
+            weight: (channels,); None for none.
+            bias: as `weight`; both or neither.
+            eps: added to the variance.
+            row: (channels,), added to `x`; None for nothing.
+            added: (images, channels), added to `x`; None for nothing.
+            kind: a name in `FINISHES`.
+        """
+        x = x if row is None else x + row.view(-1, 1, 1)
+        x = x if added is None else x + added[:, :, None, None]
+        return FINISHES[kind](F.group_norm(x, groups, weight, bias, eps))
+
+    def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
+        """Return the layer norm of ``residual + gate * (x + row)``, scaled and shifted; see `Adapted`.
+
+        Args:
+            x: (images, tokens, columns).
+            norm: what is computed.
+
+        Returns:
+            The norm, and the sum; `x` in its place without a residual.
+        """
+        total = x if norm.row is None else x + norm.row
+        total = total if norm.gate is None else norm.gate.unsqueeze(1) * total
+        total = total if norm.residual is None else norm.residual + total
+        normed = F.layer_norm(total, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+        if norm.scale is not None and norm.shift is not None:
+            normed = normed * (1 + norm.scale.unsqueeze(1)) + norm.shift.unsqueeze(1)
+        return normed, x if norm.residual is None else total
 
     def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
         """Return ``activation(x + bias + residual)`` of images; `kind` is a name in `FINISHES`, `x` may be overwritten.
@@ -80,6 +142,10 @@ class Operators:
         """
         x = x if bias is None else x + bias.view(-1, 1, 1)
         return FINISHES[kind](x if residual is None else x + residual)
+
+    def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the GELU, approximated by tanh, of a linear layer."""
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
     def excite(self, means: Tensor, narrow: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], kind: str) -> Tensor:
         """Return ``sigmoid(wide(activation(narrow(means))))`` of (images, channels); layers are weights and biases."""

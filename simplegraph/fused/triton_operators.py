@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.fused.operators import DTYPES, Operators
+from simplegraph.fused.operators import DTYPES, Adapted, Operators
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run on a CPU
 
@@ -23,11 +23,12 @@ class TritonOperators(Operators):
     triton = True
 
     def __init__(self) -> None:
-        from simplegraph.fused import cache_kernels, group_kernels, image_kernels, row_kernels
+        from simplegraph.fused import adaptive_kernels, cache_kernels, group_kernels, image_kernels, row_kernels
 
         self._rows: Any = row_kernels
         self._cache: Any = cache_kernels
         self._groups: Any = group_kernels
+        self._adaptive: Any = adaptive_kernels
         self._images: Any = image_kernels
 
     def _takes(self, *tensors: Tensor | None) -> bool:
@@ -70,13 +71,32 @@ class TritonOperators(Operators):
             return super().add_layer_norm(x, residual, weight, bias, eps)
         return self._rows.norm(x, residual, weight, bias, eps, centered=True)  # type: ignore[no-any-return]
 
-    def group_norm(self, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def group_norm(
+        self,
+        x: Tensor,
+        groups: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        row: Tensor | None = None,
+        added: Tensor | None = None,
+        kind: str = "",
+    ) -> Tensor:
         channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        fits = channels_last and x.shape[1] <= groups * self._groups.MAX_SIZE
-        fits = fits and (weight is None) == (bias is None)
-        if not fits or not self._takes(x, weight, bias):
-            return super().group_norm(x, groups, weight, bias, eps)
-        return self._groups.group_norm(x, groups, weight, bias, eps)  # type: ignore[no-any-return]
+        fits = channels_last and x.shape[1] <= groups * self._groups.MAX_SIZE and kind in ("", "silu")
+        fits = fits and (weight is None) == (bias is None) and (added is None or added.stride(-1) == 1)
+        if not fits or not self._takes(x, weight, bias, row, added):
+            return super().group_norm(x, groups, weight, bias, eps, row, added, kind)
+        return self._groups.group_norm(x, groups, weight, bias, eps, row, added, kind)  # type: ignore[no-any-return]
+
+    def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
+        fits = x.dim() == 3 and x.shape[-1] <= self._rows.MAX_COLUMNS and (norm.scale is None) == (norm.shift is None)
+        fits = fits and (norm.residual is None or norm.residual.shape == x.shape)
+        by_image = (norm.gate, norm.scale, norm.shift)
+        fits = fits and all(each is None or each.shape == (x.shape[0], x.shape[-1]) for each in by_image)
+        if not fits or not self._takes(x, norm.weight, norm.bias, norm.row, *by_image, norm.residual):
+            return super().adapt(x, norm)
+        return self._adaptive.adapt(x, norm)  # type: ignore[no-any-return]
 
     def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
         fits = x.is_contiguous(memory_format=torch.channels_last) and x.numel() < 2**31 - 2**16
@@ -85,6 +105,14 @@ class TritonOperators(Operators):
         if not fits or not self._takes(x, bias, residual):
             return super().finish(x, bias, residual, kind)
         return self._images.finish(x, bias, residual, kind)  # type: ignore[no-any-return]
+
+    def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        fits = x.is_cuda and x.dtype is not torch.float32 and hasattr(torch, "_addmm_activation")
+        if bias is None or not fits or not self._takes(x, weight, bias):
+            return super().linear_gelu(x, weight, bias)
+        # cuBLAS computes both; it approximates every GELU by tanh.
+        flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+        return flat.view(*x.shape[:-1], -1)
 
     def excite(self, means: Tensor, narrow: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], kind: str) -> Tensor:
         given = (means, *narrow, *wide)

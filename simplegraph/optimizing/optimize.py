@@ -141,6 +141,8 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
       or three times. ``"group_norm"``: so do group norms where channels_last is done, by Triton's kernels only.
     - ``"epilogue"``: where channels_last is done, bias, sum and activation after a folded convolution are one, by
       Triton's kernels only: in an `nn.Sequential` and in known blocks of torchvision.
+    - ``"adaptive_norm"``, ``"attention"``, ``"timesteps"``, ``"image_block"``: known layers of diffusers and
+      torchvision.
     - ``"projections"``: queries, keys and values of known attentions of transformers and diffusers are one product.
       Their weights come to lie one after the other in one memory.
 

@@ -166,15 +166,16 @@ def _forward_fused(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _changed(original: Any, forward: Any) -> type[nn.Module]:
-    """Make a subclass with another forward; copies and pickles of its instances are of the original class."""
+    """Make a subclass with another forward; copies and pickles of its instances are of the class as it was at first."""
+    plain = vars(original).get("_simplegraph_plain", original)
 
     def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
-        reduced: tuple[Any, ...] = original.__reduce_ex__(self, max(protocol, 2))
-        if hasattr(original, "_simplegraph_original"):  # a wrapped module says itself what is to be wrapped again
+        reduced: tuple[Any, ...] = plain.__reduce_ex__(self, max(protocol, 2))
+        if hasattr(plain, "_simplegraph_original"):  # a wrapped module says itself what is to be wrapped again
             return reduced
-        return object.__new__, (original,), *reduced[2:]
+        return object.__new__, (plain,), *reduced[2:]
 
-    members = {"forward": forward(original.forward), "__reduce_ex__": reduce, "_simplegraph_plain": original}
+    members = {"forward": forward(original.forward), "__reduce_ex__": reduce, "_simplegraph_plain": plain}
     changed: type[nn.Module] = subclass(original, members)
     return changed
 
@@ -203,12 +204,15 @@ def install_fused(forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
         _change(module, _forward_fused)
 
 
+_forward_joined = functools.partial(forward_attention, plain=_observed)
+
+
 def install_joined(attentions: Mapping[nn.Module, Sequence[str]]) -> None:
     """Run these projections of attentions as one product."""
     for attention, names in attentions.items():
         place_together(attention, names)
         vars(attention)[JOINED] = tuple(names)
-        _change(attention, lambda original: forward_attention(original, _observed))
+        _change(attention, _forward_joined)
         for name in names:
             _change(attention._modules[name], forward_projection)
 

@@ -41,9 +41,41 @@ _BOTTLENECK = KnownClass((("conv1", "bn1"), ("conv2", "bn2"), ("conv3", "bn3")),
 _CONV_BN = KnownClass((("conv", "bn"),), any_format=True)
 _NAMED = KnownClass((("convolution", "normalization"),), any_format=True)
 
+# Classes without such pairs that run with any format, by the files where they are written.
+_ANY_FORMAT: Mapping[str, str] = MappingProxyType(
+    {
+        "torchvision.ops.misc": "Permute SqueezeExcitation",
+        "torchvision.ops.stochastic_depth": "StochasticDepth",
+        "torchvision.models.convnext": "ConvNeXt CNBlock LayerNorm2d",
+        "torchvision.models.efficientnet": "EfficientNet MBConv FusedMBConv",
+        "torchvision.models.vision_transformer": "VisionTransformer Encoder EncoderBlock MLPBlock",
+        "diffusers.models.activations": "GEGLU GELU",
+        "diffusers.models.attention": "BasicTransformerBlock FeedForward",
+        "diffusers.models.attention_processor": "Attention",
+        "diffusers.models.downsampling": "Downsample2D",
+        "diffusers.models.embeddings": (
+            "CombinedTimestepLabelEmbeddings LabelEmbedding PatchEmbed TimestepEmbedding Timesteps"
+        ),
+        "diffusers.models.normalization": "AdaLayerNormZero",
+        "diffusers.models.resnet": "ResnetBlock2D",
+        "diffusers.models.transformers.dit_transformer_2d": "DiTTransformer2DModel",
+        "diffusers.models.transformers.transformer_2d": "Transformer2DModel",
+        "diffusers.models.unets.unet_2d_blocks": (
+            "CrossAttnDownBlock2D CrossAttnUpBlock2D DownBlock2D UNetMidBlock2DCrossAttn UpBlock2D"
+        ),
+        "diffusers.models.unets.unet_2d_condition": "UNet2DConditionModel",
+        "diffusers.models.upsampling": "Upsample2D",
+    }
+)
+
 # By full name, so that no library is imported. A subclass is another class: it may have another forward.
 KNOWN_CLASSES: Mapping[str, KnownClass] = MappingProxyType(
     {
+        **{
+            f"{file}.{name}": KnownClass(any_format=True)
+            for file, names in _ANY_FORMAT.items()
+            for name in names.split()
+        },
         "torchvision.models.resnet.ResNet": _STEM,
         "torchvision.models.resnet.BasicBlock": _BASIC,
         "torchvision.models.resnet.Bottleneck": _BOTTLENECK,

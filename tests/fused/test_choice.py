@@ -15,13 +15,17 @@ from torch import Tensor
 
 from simplegraph.fused import choice
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import ACTIVATIONS, KernelTrial, Operators
+from simplegraph.fused.operators import ACTIVATIONS, Adapted, KernelTrial, Operators
 
 TRIALS = {
     "rms_norm": (64, 1),
     "add_rms_norm": (64,),
     "add_layer_norm": (64,),
     "group_norm": (16, 4),
+    "activated_group_norm": (16, 4),
+    "adapt": (64, "gate", "residual", "scale", "shift"),
+    "finish": ("silu", 1),
+    "excite": (32, 8, "relu"),
     "gated": (64, "gelu_tanh"),
     "rotate": (64,),
     "rotate_and_write": (4, 2, 16, 8, 1),
@@ -32,7 +36,7 @@ TRIALS = {
 class Kernels:
     """Stands in for Triton's kernels, by torch's operators."""
 
-    MAX_COLUMNS = MAX_SIZE = 64
+    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = 64
     torch = Operators()
 
     def norm(
@@ -51,8 +55,17 @@ class Kernels:
             return F.layer_norm(total, weight.shape, weight, bias, eps), total
         return F.rms_norm(total.float(), weight.shape, weight.float() + offset, eps).type_as(x), total
 
-    def group_norm(self, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return F.group_norm(x, groups, weight, bias, eps)
+    def group_norm(self, x: Tensor, groups: int, *rest: Any) -> Tensor:
+        return self.torch.group_norm(x, groups, *rest)
+
+    def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
+        return self.torch.adapt(x, norm)
+
+    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
+        return self.torch.finish(x, bias, residual, kind)
+
+    def excite(self, means: Tensor, narrow: Any, wide: Any, kind: str) -> Tensor:
+        return self.torch.excite(means, narrow, wide, kind)
 
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         return (ACTIVATIONS[kind](gate.float()) * up).to(gate.dtype)
@@ -78,6 +91,15 @@ class WrongKernels(Kernels):
     def group_norm(self, x: Tensor, groups: int, *rest: Any) -> Tensor:
         return super().group_norm(x, 1, *rest)
 
+    def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
+        return super().adapt(x, norm._replace(shift=norm.scale))
+
+    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
+        return super().finish(x, bias, None, kind)
+
+    def excite(self, means: Tensor, narrow: Any, wide: Any, kind: str) -> Tensor:
+        return super().excite(means, narrow, (wide[0], -wide[1]), kind)
+
     def rotate(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Round once."""
         wide = super().rotate(*(tensor.double() for tensor in tensors))
@@ -93,7 +115,7 @@ class WrongKernels(Kernels):
 
 
 class Uncompiled:
-    MAX_COLUMNS = MAX_SIZE = 64
+    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = 64
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("Failed to find C compiler")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from interpreted import EXACT_DTYPES, INTERPRETED, needs_triton
 from torch import Tensor
 
-from simplegraph.fused.operators import ACTIVATIONS, DTYPES, FINISHES, Operators
+from simplegraph.fused.operators import ACTIVATIONS, DTYPES, FINISHES, Adapted, Operators
 
 
 def triton() -> Operators:
@@ -121,6 +121,75 @@ def test_a_group_norm_of_images_in_channels_last(
     # Inputs of a mean of 300 are themselves known to 300 units only.
     slack = 2e-3 * exact.abs().max() if dtype is torch.float32 else 4e-6 * exact.abs().max()
     assert ((found.double() - exact).abs() <= unit * exact.abs() + slack).all()
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", EXACT_DTYPES)
+@pytest.mark.parametrize(("channels", "groups"), [(32, 32), (40, 4), (320, 32)])
+@pytest.mark.parametrize("given", ["row", "added", "both", "none"])
+def test_a_group_norm_of_a_sum_and_its_activation(
+    dtype: torch.dtype, channels: int, groups: int, given: str, device: torch.device
+) -> None:
+    """The sum's summand is a hundred times the deviation."""
+    x = numbers(3, channels, 5, 7, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
+    weight, bias = (numbers(channels, dtype=dtype, device=device) for _ in range(2))
+    row = numbers(channels, dtype=dtype, device=device) + 300 if given in ("row", "both") else None
+    added = numbers(3, 2 * channels, dtype=dtype, device=device)[:, channels:] if given in ("added", "both") else None
+    found = triton().group_norm(x, groups, weight, bias, 1e-5, row, added, "silu")
+    wide = [None if each is None else each.double() for each in (weight, bias, row, added)]
+    exact = Operators().group_norm(x.double(), groups, *wide[:2], 1e-5, *wide[2:], "silu")
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert found.dtype is dtype
+    slack = (5e-4 if row is not None and dtype is torch.float32 else 4e-6) * exact.abs().max()
+    assert ((found.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + slack).all()
+
+
+ADAPTED = [
+    ("weight", "bias", "row"),
+    ("scale", "shift"),
+    ("gate", "residual", "scale", "shift"),
+    ("gate", "residual", "weight", "bias", "scale", "shift"),
+    ("residual",),
+]
+
+
+@every
+@pytest.mark.parametrize("columns", [1, 100, 1152])
+@pytest.mark.parametrize("given", ADAPTED, ids="-".join)
+def test_an_adaptive_norm(
+    make: Callable[[], Operators], dtype: torch.dtype, columns: int, given: tuple[str, ...], device: torch.device
+) -> None:
+    shapes = {"weight": (columns,), "bias": (columns,), "row": (columns,), "residual": (2, 5, columns)}
+    x = numbers(2, 5, columns, dtype=dtype, device=device)
+    tensors = {name: numbers(*shapes.get(name, (2, columns)), dtype=dtype, device=device) for name in given}
+    if "scale" in given:  # as parts of one tensor
+        tensors["scale"], tensors["shift"] = numbers(2, 2 * columns, dtype=dtype, device=device).chunk(2, dim=-1)
+    normed, total = make().adapt(x, Adapted(1e-5, **tensors))
+    wide = {name: each.double() for name, each in tensors.items()}
+    text, own_total = Operators().adapt(x, Adapted(1e-5, **tensors))
+    exact_total = Operators().adapt(x.double(), Adapted(1e-5, **wide))[1]
+    check(total, exact_total, own_total, kernels=make is triton and "residual" in given)
+    if "residual" in given:  # the norm is that of the rounded sum
+        names = ("weight", "bias", "scale", "shift")
+        inner = {name: each for name, each in wide.items() if name in names}
+        exact = Operators().adapt(total.double(), Adapted(1e-5, **inner))[0]
+        text = Operators().adapt(total, Adapted(1e-5, **{name: tensors[name] for name in inner}))[0]
+    else:
+        exact = Operators().adapt(x.double(), Adapted(1e-5, **wide))[0]
+    check(normed, exact, text, kernels=False)
+
+
+@every
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 256), (40, 24)])
+def test_a_linear_layer_and_its_gelu(
+    make: Callable[[], Operators], dtype: torch.dtype, inputs: int, outputs: int, device: torch.device
+) -> None:
+    x = numbers(2, 3, inputs, dtype=dtype, device=device)
+    weight = numbers(outputs, inputs, dtype=dtype, device=device, scale=inputs**-0.5)
+    bias = numbers(outputs, dtype=dtype, device=device)
+    exact = Operators().linear_gelu(x.double(), weight.double(), bias.double())
+    found, text = (each.linear_gelu(x, weight, bias) for each in (make(), Operators()))
+    check(found, exact, text, kernels=False)
 
 
 @every

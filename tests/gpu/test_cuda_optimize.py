@@ -92,3 +92,54 @@ def test_fused_layers_take_fewer_kernels_and_are_as_exact(name, device):
             kernels[optimized] = len([event for event in ran if not event.name.startswith("Mem")])
         assert errors[True] <= 1.5 * errors[False] + 0.01, errors
         assert kernels[True] < kernels[False], kernels
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "efficientnet", "convnext", "vit", "bert", "unet", "dit"])
+def test_known_models_take_fewer_kernels_and_are_as_exact(name, device):
+    """At the tiny shapes of the benchmark, in bfloat16, without example inputs."""
+    from bench.optimized.shapes import MODELS
+
+    pytest.importorskip("triton")
+    pytest.importorskip(MODELS[name].package)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        module = MODELS[name].build(True).to(device, torch.bfloat16).eval()
+        given = [each.to(device) for each in MODELS[name].inputs(True, 2)]
+        wide = copy.deepcopy(module).double()
+        given = [each.to(torch.bfloat16) if each.is_floating_point() else each for each in given]
+        exact = wide(*(each.double() if each.is_floating_point() else each for each in given))
+        errors, nodes = {}, {}
+        for optimized in (False, True):
+            if optimized:
+                handle = sg.optimize(MODELS[name].optimized(module))
+                assert "Triton" in str(handle), handle
+                assert not handle.left_out, handle
+            model = sg.wrap(module, capture_sizes=[2])
+            for _ in range(4):
+                found = model(*given)
+            assert model.graph_stats.replays >= 2, model.graph_report()
+            (graph,) = model.graph_stats.graphs.values()
+            errors[optimized], nodes[optimized] = error(found, exact), graph.nodes
+        assert errors[True] <= 1.5 * errors[False], errors
+        assert nodes[True] < nodes[False], nodes
+
+
+def test_a_graph_of_joined_projections_follows_weights_that_are_loaded(device):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        config = transformers.BertConfig(**shape, vocab_size=99)
+        models.append(transformers.BertModel(config, add_pooling_layer=False).to(device, torch.float16).eval())
+    ids = torch.arange(32, device=device).view(2, 16)
+    with torch.no_grad():
+        expected = models[1](input_ids=ids).last_hidden_state
+        sg.optimize(models[0])
+        model = sg.wrap(models[0], capture_sizes=[2])
+        for _ in range(4):
+            model(input_ids=ids)
+        captures = model.graph_stats.captures
+        model.load_state_dict(models[1].state_dict())
+        assert error(model(input_ids=ids).last_hidden_state, expected.double()) < 4e-3
+        assert model.graph_stats.captures == captures

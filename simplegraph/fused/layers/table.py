@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from simplegraph.fused.choice import operators_for
+from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, ATTENTION, TIMESTEPS, denoiser_layers
 from simplegraph.fused.layers.gates import activation_layers, gate_layers
 from simplegraph.fused.layers.groups import group_layers
+from simplegraph.fused.layers.images import IMAGE_BLOCK, image_layers
 from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.layers.norms import norm_layer, rms_norms, sum_norms
 from simplegraph.fused.layers.residuals import residual_layers
@@ -29,12 +31,20 @@ KINDS: Mapping[str, str] = MappingProxyType(
         GATED: "activation of a gate computed together with its product",
         ACTIVATION: "activation of eight operators run as one",
         ROTARY: "rotary embedding of queries and keys run as one",
+        ADAPTIVE_NORM: "norm that is scaled and shifted by image computed together with the gated sum before it",
+        ATTENTION: "attention without a division by one",
+        TIMESTEPS: "embedding of the timestep computed once for all layers",
     }
 )
 
 
 # For images in channels_last, and results that have that format, too.
-IMAGE_KINDS: Mapping[str, str] = MappingProxyType({GROUP_NORM: "group norm of images in channels_last, without copies"})
+IMAGE_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        GROUP_NORM: "group norm of images in channels_last, without copies",
+        IMAGE_BLOCK: "block of convolutions whose norms, activations, biases and sums run as fewer kernels",
+    }
+)
 
 
 def find_layers(model: nn.Module, skip: Collection[str] = (), *, images: bool = False) -> dict[nn.Module, Layer]:
@@ -52,11 +62,12 @@ def find_layers(model: nn.Module, skip: Collection[str] = (), *, images: bool = 
         found, behind = residual_layers(model, sum_norms(model))
         norms |= behind
     found |= {module: norm_layer(module, norm, alone=module in alone) for module, norm in norms.items()}
+    found |= {module: layer for module, layer in denoiser_layers(model).items() if layer.kind not in skip}
     finders: dict[str, Callable[[nn.Module], dict[nn.Module, Layer]]] = {
         GATED: gate_layers,
         ACTIVATION: activation_layers,
         ROTARY: rotary_layers,
-        **({GROUP_NORM: group_layers} if images else {}),
+        **({GROUP_NORM: group_layers, IMAGE_BLOCK: image_layers} if images else {}),
     }
     for kind, find in finders.items():
         if kind not in skip:

@@ -1,0 +1,43 @@
+"""Recognizes layers of other libraries by their class: by its full name, so that no library is imported."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.fused.layers.layer import Layer
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def class_name(value: Any) -> str:
+    """Return the name of an object's class with that of the file where it is written."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def of_classes(model: nn.Module, known: Mapping[str, Callable[[Any], Layer | None]]) -> dict[nn.Module, Layer]:
+    """Map modules of a model to the layers that are made for their class; a subclass is another class."""
+    layers: dict[nn.Module, Layer] = {}
+    for module in model.modules():
+        make = known.get(class_name(module))
+        if make is not None and type(module).forward.__module__ == type(module).__module__:
+            # Another version of the library may have other parts.
+            with contextlib.suppress(AttributeError):
+                layer = make(module)
+                layers |= {} if layer is None else {module: layer}
+    return layers
+
+
+def hooked(*modules: Any) -> bool:
+    """True if a call of one of the modules does more than its class's forward; None is no module."""
+    attributes = (vars(module) for module in modules if module is not None)
+    return any("forward" in each or any(each[name] for name in _HOOKS) for each in attributes)
+
+
+def is_plain(value: Any, dims: int) -> bool:
+    """True for a tensor of so many dimensions, of torch's own class, outside of autocast."""
+    return type(value) is Tensor and value.dim() == dims and not torch.is_autocast_enabled(value.device.type)

@@ -1,0 +1,211 @@
+"""Layers of diffusers' transformers: adaptive norms, gated and activated linear layers, attention, timesteps."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from simplegraph.fused.layers.classes import class_name, hooked, is_plain, of_classes
+from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.operators import Adapted, KernelTrial, Operators
+
+ADAPTIVE_NORM, ATTENTION, TIMESTEPS = "adaptive_norm", "attention", "timesteps"
+_PROCESSOR = "diffusers.models.attention_processor.AttnProcessor2_0"
+_ZERO = "diffusers.models.normalization.AdaLayerNormZero"
+_EMBEDDING = "diffusers.models.embeddings.Timesteps"
+
+
+def denoiser_layers(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Map the known layers of diffusers' transformers to their layers."""
+    return of_classes(
+        model,
+        {
+            "diffusers.models.attention.BasicTransformerBlock": _block_layer,
+            "diffusers.models.attention_processor.Attention": _attention_layer,
+            "diffusers.models.activations.GEGLU": _gated_layer,
+            "diffusers.models.activations.GELU": _gelu_layer,
+            "diffusers.models.embeddings.CombinedTimestepLabelEmbeddings": _timesteps_layer,
+            "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel": _scope_layer,
+        },
+    )
+
+
+def _block_layer(module: Any) -> Layer | None:
+    norms = [module.norm1, *([] if module.attn2 is None else [module.norm2]), module.norm3]
+    if module.pos_embed is not None or module.only_cross_attention:
+        return None
+    if module.norm_type == "layer_norm" and all(type(norm) is nn.LayerNorm for norm in norms):
+        trials = [_trial(norm, "residual") for norm in norms[1:]]
+        return Layer("residual", tuple(trials), functools.partial(_block, module, _run_plain))
+    zero = module.norm1
+    if module.norm_type != "ada_norm_zero" or module.attn2 is not None or class_name(zero) != _ZERO or zero.emb is None:
+        return None
+    if type(zero.norm) is not nn.LayerNorm or type(module.norm3) is not nn.LayerNorm:
+        return None
+    trials = [_trial(zero.norm, "scale", "shift"), _trial(module.norm3, "gate", "residual", "scale", "shift")]
+    return Layer(ADAPTIVE_NORM, tuple(trials), functools.partial(_block, module, _run_adaptive))
+
+
+def _trial(norm: Any, *given: str) -> KernelTrial:
+    weights = [name for name in ("weight", "bias") if getattr(norm, name) is not None]
+    return KernelTrial("adapt", (*norm.normalized_shape, *weights, *given))
+
+
+def _block(module: Any, run: Callable[..., Any], operators: Operators, original: Forward) -> Callable[..., Any]:
+    signature = inspect.signature(original.func)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(module, *args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        hidden = given["hidden_states"]
+        others = given["cross_attention_kwargs"] or module._chunk_size is not None
+        if others or not is_plain(hidden, 3) or hooked(module.norm1, getattr(module, "norm2", None), module.norm3):
+            return original(*args, **kwargs)
+        return run(operators, module, hidden, given)
+
+    return forward
+
+
+def _run_plain(operators: Operators, module: Any, hidden: Any, given: dict[str, Any]) -> Any:
+    branch = module.attn1(module.norm1(hidden), attention_mask=given["attention_mask"])
+    if module.attn2 is not None:
+        normed, hidden = operators.adapt(branch, _adapted(module.norm2, residual=hidden))
+        states, mask = given["encoder_hidden_states"], given["encoder_attention_mask"]
+        branch = module.attn2(normed, encoder_hidden_states=states, attention_mask=mask)
+    normed, hidden = operators.adapt(branch, _adapted(module.norm3, residual=hidden))
+    return module.ff(normed) + hidden
+
+
+def _run_adaptive(operators: Operators, module: Any, hidden: Any, given: dict[str, Any]) -> Any:
+    zero = module.norm1
+    embedded = zero.emb(given["timestep"], given["class_labels"], hidden_dtype=hidden.dtype)
+    shift, scale, gate, shift_after, scale_after, gate_after = zero.linear(zero.silu(embedded)).chunk(6, dim=1)
+    normed, _ = operators.adapt(hidden, _adapted(zero.norm, scale=scale, shift=shift))
+    branch = module.attn1(normed, attention_mask=given["attention_mask"])
+    after = _adapted(module.norm3, gate=gate, residual=hidden, scale=scale_after, shift=shift_after)
+    normed, hidden = operators.adapt(branch, after)
+    return torch.addcmul(hidden, gate_after.unsqueeze(1), module.ff(normed))
+
+
+def _adapted(norm: Any, **given: Any) -> Adapted:
+    return Adapted(norm.eps, norm.weight, norm.bias, **given)
+
+
+def _attention_layer(module: Any) -> Layer | None:
+    others = (module.spatial_norm, module.group_norm, module.norm_q, module.norm_k, module.norm_cross)
+    if (
+        any(each is not None for each in others)
+        or module.residual_connection
+        or class_name(module.processor) != _PROCESSOR
+    ):
+        return None
+    return Layer(ATTENTION, (), functools.partial(_attention, module))
+
+
+def _has_known_processor(module: Any) -> bool:
+    return class_name(module.processor) == _PROCESSOR
+
+
+def _attention(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    """Make the forward that its processor has, without a division by one."""
+
+    def forward(
+        hidden_states: Any, encoder_hidden_states: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        known = _has_known_processor(module) and module.rescale_output_factor == 1
+        if kwargs or attention_mask is not None or not known or not is_plain(hidden_states, 3):
+            return original(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+        states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        parts = (module.to_q(hidden_states), module.to_k(states), module.to_v(states))
+        query, key, value = (
+            part.view(*part.shape[:2], module.heads, part.shape[-1] // module.heads).transpose(1, 2) for part in parts
+        )
+        found = F.scaled_dot_product_attention(query, key, value)
+        return module.to_out[1](module.to_out[0](found.transpose(1, 2).reshape(*parts[0].shape)))
+
+    return forward
+
+
+def _gated_layer(module: Any) -> Layer:
+    trial = KernelTrial("gated", (module.proj.out_features // 2, "gelu"))
+    return Layer("gated", (trial,), functools.partial(_gated, module))
+
+
+def _gated(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or not is_plain(args[0], 3):
+            return original(*args, **kwargs)
+        up, gate = module.proj(args[0]).chunk(2, dim=-1)
+        return operators.gated(gate, up, "gelu")
+
+    return forward
+
+
+def _gelu_layer(module: Any) -> Layer | None:
+    if module.approximate != "tanh" or type(module.proj) is not nn.Linear or module.proj.bias is None:
+        return None
+    trial = KernelTrial("linear_gelu", (module.proj.in_features, module.proj.out_features))
+    return Layer("activation", (trial,), functools.partial(_gelu, module))
+
+
+def _gelu(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or not is_plain(args[0], 3) or hooked(module.proj):
+            return original(*args, **kwargs)
+        return operators.linear_gelu(args[0], module.proj.weight, module.proj.bias)
+
+    return forward
+
+
+class _Timesteps(threading.local):
+    """The embedded timesteps of this thread's running model, by what they are computed from; None in no model."""
+
+    found: dict[Any, tuple[Any, Any]] | None = None
+
+
+_RUNNING = _Timesteps()
+
+
+def _scope_layer(module: Any) -> Layer:
+    return Layer(TIMESTEPS, (), _scope)
+
+
+def _scope(operators: Operators, original: Forward) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before, _RUNNING.found = _RUNNING.found, {}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _RUNNING.found = before
+
+    return forward
+
+
+def _timesteps_layer(module: Any) -> Layer | None:
+    if class_name(module.time_proj) != _EMBEDDING:
+        return None
+    return Layer(TIMESTEPS, (), functools.partial(_timesteps, module))
+
+
+def _timesteps(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    """Make the forward for which the layers of a model share what depends on the timestep alone."""
+
+    def forward(timestep: Any, class_labels: Any, hidden_dtype: Any = None) -> Any:
+        project, kept = module.time_proj, _RUNNING.found
+        if kept is None or hooked(project):
+            return original(timestep, class_labels, hidden_dtype=hidden_dtype)
+        settings = project.num_channels, project.flip_sin_to_cos, project.downscale_freq_shift, project.scale
+        key = id(timestep), hidden_dtype, *settings
+        if key not in kept:
+            kept[key] = timestep, project(timestep).to(dtype=hidden_dtype)  # the timestep, too: its id stays its own
+        return module.timestep_embedder(kept[key][1]) + module.class_embedder(class_labels)
+
+    return forward

@@ -1,0 +1,126 @@
+"""Blocks of convolutions in channels_last, whose norms, activations, biases and sums run as fewer kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from simplegraph.fused.layers.classes import hooked, is_plain, of_classes
+from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.operators import Adapted, KernelTrial, Operators
+
+IMAGE_BLOCK = "image_block"
+_KINDS = {nn.ReLU: "relu", nn.SiLU: "silu"}
+
+
+def image_layers(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Map ConvNeXt's blocks, squeeze and excitation, and residual blocks of denoisers to their layers."""
+    return of_classes(
+        model,
+        {
+            "torchvision.models.convnext.CNBlock": _convnext_layer,
+            "torchvision.ops.misc.SqueezeExcitation": _excitation_layer,
+            "diffusers.models.resnet.ResnetBlock2D": _residual_layer,
+        },
+    )
+
+
+def _convnext_layer(module: Any) -> Layer | None:
+    parts = list(module.block)
+    if len(parts) != 7:
+        return None
+    convolution, _, norm, wide, active, narrow, _ = parts
+    kinds = [type(each) for each in (convolution, norm, wide, active, narrow)]
+    if kinds != [nn.Conv2d, nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear] or convolution.bias is None:
+        return None
+    if norm.weight is None or norm.bias is None:
+        return None
+    trial = KernelTrial("adapt", (len(norm.weight), "weight", "bias", "row"))
+    return Layer(IMAGE_BLOCK, (trial,), functools.partial(_convnext, module))
+
+
+def _convnext(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        convolution, first, norm, wide, active, narrow, last = module.block
+        skipped = (module.block, convolution, first, norm, last, module.stochastic_depth)
+        if kwargs or len(args) != 1 or not is_plain(args[0], 4) or hooked(*skipped) or module.stochastic_depth.training:
+            return original(*args, **kwargs)
+        out = convolution._conv_forward(args[0], convolution.weight, None)
+        images, channels, height, width = out.shape
+        rows = out.permute(0, 2, 3, 1).reshape(images, height * width, channels)
+        normed, _ = operators.adapt(rows, Adapted(norm.eps, norm.weight, norm.bias, convolution.bias))
+        result = narrow(active(wide(normed))).view(images, height, width, channels).permute(0, 3, 1, 2)
+        return torch.addcmul(args[0], module.layer_scale, result)
+
+    return forward
+
+
+def _excitation_layer(module: Any) -> Layer | None:
+    narrow, wide, kind = module.fc1, module.fc2, _KINDS.get(type(module.activation))
+    pool, last = module.avgpool, module.scale_activation
+    if type(pool) is not nn.AdaptiveAvgPool2d or pool.output_size not in (1, (1, 1)) or type(last) is not nn.Sigmoid:
+        return None
+    if kind is None or not all(map(_is_linear, (narrow, wide))):
+        return None
+    trial = KernelTrial("excite", (narrow.in_channels, narrow.out_channels, kind))
+    return Layer(IMAGE_BLOCK, (trial,), functools.partial(_excitation, module, kind))
+
+
+def _is_linear(convolution: Any) -> bool:
+    """True for a convolution that is a linear layer of each pixel."""
+    if type(convolution) is not nn.Conv2d or convolution.bias is None:
+        return False
+    sizes = {*convolution.kernel_size, *convolution.stride, convolution.groups}
+    return sizes == {1} and convolution.padding in ((0, 0), 0)
+
+
+def _excitation(module: Any, kind: str, operators: Operators, original: Forward) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        skipped = (module.fc1, module.fc2, module.activation, module.scale_activation)
+        if kwargs or len(args) != 1 or not is_plain(args[0], 4) or hooked(*skipped) or "_scale" in vars(module):
+            return original(*args, **kwargs)
+        means = module.avgpool(args[0]).flatten(1)
+        narrow, wide = ((each.weight.flatten(1), each.bias) for each in (module.fc1, module.fc2))
+        return operators.excite(means, narrow, wide, kind)[:, :, None, None] * args[0]
+
+    return forward
+
+
+def _residual_layer(module: Any) -> Layer | None:
+    norms = (module.norm1, module.norm2)
+    kinds = [type(each) for each in (*norms, module.conv1, module.conv2, module.nonlinearity)]
+    if kinds != [nn.GroupNorm, nn.GroupNorm, nn.Conv2d, nn.Conv2d, nn.SiLU] or not all(norm.affine for norm in norms):
+        return None
+    if module.time_embedding_norm != "default" or module.upsample is not None or module.downsample is not None:
+        return None
+    trials = [KernelTrial("activated_group_norm", (norm.num_channels, norm.num_groups)) for norm in norms]
+    return Layer(IMAGE_BLOCK, (*trials, KernelTrial("finish", ("", 1))), functools.partial(_residual, module))
+
+
+def _residual(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    def normalize(norm: Any, x: Any, row: Any = None, added: Any = None) -> Any:
+        return operators.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, row, added, "silu")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        first, second, active = module.conv1, module.conv2, module.nonlinearity
+        skipped = (module.norm1, module.norm2, first, second, active)
+        if kwargs or len(args) != 2 or not is_plain(args[0], 4) or hooked(*skipped):
+            return original(*args, **kwargs)
+        x, embedding = args
+        added = None
+        if module.time_emb_proj is not None:
+            added = module.time_emb_proj(embedding if module.skip_time_act else active(embedding))
+        elif embedding is not None:
+            return original(*args)
+        hidden = first._conv_forward(normalize(module.norm1, x), first.weight, None)
+        hidden = module.dropout(normalize(module.norm2, hidden, first.bias, added))
+        hidden = second._conv_forward(hidden, second.weight, None)
+        shortcut = x if module.conv_shortcut is None else module.conv_shortcut(x)
+        hidden = operators.finish(hidden, second.bias, shortcut, "")
+        return hidden if module.output_scale_factor == 1 else hidden / module.output_scale_factor
+
+    return forward

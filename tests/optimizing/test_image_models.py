@@ -1,0 +1,183 @@
+"""Models of torchvision and diffusers: their known layers run on fused operators, and answer as they are written."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from unittest import mock
+
+import pytest
+import torch
+
+import simplegraph as sg
+from bench.optimized.shapes import MODELS
+from simplegraph.fused.operators import Operators
+from simplegraph.optimizing.table import REWRITES
+
+COUNTED = ("group_norm", "adapt", "linear_gelu", "finish", "excite", "gated")
+
+
+class Counted(Operators):
+    """Torch's operators in the place of Triton's kernels; counts them."""
+
+    name, triton = "kernels", True
+
+    def __init__(self):
+        self.calls = collections.Counter()
+
+    def __getattribute__(self, name):
+        if name in COUNTED:
+            self.calls[name] += 1
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    found = Counted()
+    monkeypatch.setattr("simplegraph.optimizing.optimize.operators_of", lambda *args: found)
+    with torch.no_grad():
+        yield found
+
+
+# Of the tiny shapes in `bench.optimized`: the fused operators of a call, and the layers by rewrite.
+EXPECTED = {
+    "unet": (
+        {"group_norm": 16 + 4 + 1, "adapt": 8, "finish": 8, "gated": 4},
+        {"image_block": 8, "residual": 4, "gated": 4, "attention": 8, "projections": 8, "group_norm": 21},
+    ),
+    "dit": (
+        {"adapt": 4, "linear_gelu": 2},
+        {"adaptive_norm": 2, "activation": 2, "attention": 2, "timesteps": 3, "projections": 2},
+    ),
+    "convnext": ({"adapt": 2}, {"image_block": 2}),
+    "efficientnet": ({"excite": 16, "finish": 49}, {"image_block": 16, "batch_norm": 49, "epilogue": 49 + 16}),
+}
+
+
+def served(name):
+    pytest.importorskip(MODELS[name].package)
+    torch.manual_seed(0)
+    module = MODELS[name].build(True).eval()
+    return module, MODELS[name].optimized(module), MODELS[name].inputs(True, 2)
+
+
+def close(found, expected):
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_known_layers_run_on_fused_operators(name, kernels):
+    module, inner, inputs = served(name)
+    expected = module(*inputs)
+    handle = sg.optimize(inner)
+    kernels.calls.clear()
+    close(module(*inputs), expected)
+    calls, changed = EXPECTED[name]
+    assert kernels.calls == calls
+    found = {kind: len(names) for kind, names in handle.changed.items() if names}
+    assert {kind: found.get(kind) for kind in changed} == changed
+    assert found["channels_last"] > 0
+    assert not handle.left_out
+    handle.remove()
+    assert torch.equal(module(*inputs), expected)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_rewrite_can_be_left_out(name, kernels):
+    module, inner, inputs = served(name)
+    expected = module(*inputs)
+    for kind in EXPECTED[name][1]:
+        handle = sg.optimize(inner, skip=[kind])
+        assert not handle.changed.get(kind)
+        close(module(*inputs), expected)
+    handle = sg.optimize(inner, skip=REWRITES)
+    assert not any(handle.changed.values())
+    assert torch.equal(module(*inputs), expected)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_answer_is_as_exact_as_the_module_s_own(name, kernels):
+    module, _, inputs = served(name)
+    handle = sg.optimize(module, inputs)
+    before, after = handle.errors
+    assert after <= 1.5 * before + 2 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_graphs_replay_it(name, kernels):
+    module, inner, inputs = served(name)
+    expected = module(*inputs)
+    sg.optimize(inner)
+    model = sg.wrap(module, capture_sizes=[2], progress=False)
+    for _ in range(4):
+        found = model(*inputs)
+    assert model.graph_stats.replays >= 2
+    close(found, expected)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_hooks_on_parts_of_a_known_layer_are_run(name, kernels):
+    module, inner, inputs = served(name)
+    expected, ran = module(*inputs), []
+    sg.optimize(inner)
+    parts = [each for each in module.modules() if not list(each.children())]
+    for part in parts:
+        part.register_forward_hook(lambda part, args, output: ran.append(part))
+    close(module(*inputs), expected)
+    plain = copy.deepcopy(module)
+    wanted, ran[:] = len(ran), []
+    close(plain(*inputs), expected)
+    assert len(ran) == wanted
+
+
+def test_layers_of_a_denoiser_share_their_timesteps(kernels):
+    module, inner, inputs = served("dit")
+    sg.optimize(inner)
+    from diffusers.models import embeddings
+
+    with mock.patch.object(embeddings, "get_timestep_embedding", wraps=embeddings.get_timestep_embedding) as computed:
+        module(*inputs)
+        assert computed.call_count == 1
+        other = [inputs[0], inputs[1] * 0 + 7, inputs[2]]
+        found = module(*other)
+        assert computed.call_count == 2
+    close(found, copy.deepcopy(module)(*other))
+
+
+def test_an_unconditional_block_and_one_without_a_timestep_run(kernels):
+    pytest.importorskip("diffusers")
+    from diffusers.models.resnet import ResnetBlock2D
+
+    torch.manual_seed(0)
+    unknown = {"time_embedding_norm", "down", "non_linearity"}
+    for made in (
+        {"temb_channels": None},
+        {"temb_channels": 12, "out_channels": 16},
+        {"temb_channels": 12, "skip_time_act": True, "output_scale_factor": 2.0},
+        {"temb_channels": 12, "time_embedding_norm": "scale_shift"},
+        {"temb_channels": 12, "down": True},
+        {"temb_channels": 12, "non_linearity": "gelu"},
+    ):
+        block = ResnetBlock2D(in_channels=8, groups=4, **made).eval()
+        x = torch.randn(2, 8, 6, 6)
+        embedding = None if made["temb_channels"] is None else torch.randn(2, 12)
+        expected = block(x, embedding)
+        with sg.optimize(block, (x, embedding)) as handle:
+            assert ("image_block" in handle.changed) == unknown.isdisjoint(made)
+            close(block(x, embedding), expected)
+            close(block(x, temb=embedding), expected)
+
+
+def test_gradients_of_an_input_go_through_known_layers(kernels):
+    for name in ("convnext", "efficientnet"):
+        module, inner, inputs = served(name)
+        module.requires_grad_(False)
+        sg.optimize(inner)
+        plain, found = copy.deepcopy(module), []
+        for each in (module, plain):
+            x = inputs[0].clone().requires_grad_()
+            with torch.enable_grad():
+                each(x).sum().backward()
+            found.append(x.grad)
+        close(*found)
