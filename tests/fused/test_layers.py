@@ -6,9 +6,11 @@ import collections
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -253,3 +255,38 @@ def test_a_generation_s_report_names_what_is_fused_and_takes_names_to_fuse(devic
     for wrong in (["rotery"], "rotary"):
         with pytest.raises(ConfigError, match=r"fused_kernels has rot[ae]ry.*expected True, False"):
             graph_generation(model, fused_kernels=wrong)
+
+
+def test_multi_head_attention_of_one_input_is_a_product_and_fused_attention(device: torch.device) -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(24, 3, batch_first=True).to(device).eval()
+    nn.init.normal_(module.in_proj_bias)
+    x, other = torch.randn(2, 2, 5, 24, device=device)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2], device=device)
+    calls: list[Any] = [
+        ((x, x, x), {"need_weights": False}),
+        ((x, x, x), {"need_weights": False, "attn_mask": None, "is_causal": False}),
+        ((x, x, x), {}),
+        ((x, x, other), {"need_weights": False}),
+        ((x, x, x), {"need_weights": False, "key_padding_mask": mask}),
+        ((x, x, x, mask, False), {}),
+        ((x[0], x[0], x[0]), {"need_weights": False}),
+    ]
+    layers = find_layers(module)
+    assert names_by_kind(module, layers) == {"attention": ["MultiheadAttention"]}
+    with torch.no_grad():
+        for at, (args, kwargs) in enumerate(calls):
+            expected = module(*args, **kwargs)
+            with (
+                mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as one,
+                override_forwards(fused_forwards(layers, Operators())),
+            ):
+                found = module(*args, **kwargs)
+            torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+            assert (found[1] is None) == (expected[1] is None)
+            assert one.called or at >= 2
+
+
+@pytest.mark.parametrize("given", [{"kdim": 8, "vdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}, {}])
+def test_other_multi_head_attentions_are_left_alone(given: dict[str, Any]) -> None:
+    assert find_layers(nn.MultiheadAttention(24, 3, batch_first=bool(given), **given)) == {}

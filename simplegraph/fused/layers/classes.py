@@ -40,4 +40,5 @@ def hooked(*modules: Any) -> bool:
 
 def is_plain(value: Any, dims: int) -> bool:
     """True for a tensor of so many dimensions, of torch's own class, outside of autocast."""
-    return type(value) is Tensor and value.dim() == dims and not torch.is_autocast_enabled(value.device.type)
+    plain = type(value) is Tensor and not value.is_nested and value.dim() == dims
+    return plain and not torch.is_autocast_enabled(value.device.type)

@@ -1,4 +1,4 @@
-"""Layers of diffusers' transformers: adaptive norms, gated and activated linear layers, attention, timesteps."""
+"""Layers of diffusers' transformers: adaptive norms, gated and activated linear layers, timesteps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from simplegraph.fused.layers.classes import class_name, hooked, is_plain, of_classes
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.operators import Adapted, KernelTrial, Operators
 
-ADAPTIVE_NORM, ATTENTION, TIMESTEPS = "adaptive_norm", "attention", "timesteps"
-_PROCESSOR = "diffusers.models.attention_processor.AttnProcessor2_0"
+ADAPTIVE_NORM, TIMESTEPS = "adaptive_norm", "timesteps"
 _ZERO = "diffusers.models.normalization.AdaLayerNormZero"
 _EMBEDDING = "diffusers.models.embeddings.Timesteps"
 
@@ -28,7 +26,6 @@ def denoiser_layers(model: nn.Module) -> dict[nn.Module, Layer]:
         model,
         {
             "diffusers.models.attention.BasicTransformerBlock": _block_layer,
-            "diffusers.models.attention_processor.Attention": _attention_layer,
             "diffusers.models.activations.GEGLU": _gated_layer,
             "diffusers.models.activations.GELU": _gelu_layer,
             "diffusers.models.embeddings.CombinedTimestepLabelEmbeddings": _timesteps_layer,
@@ -97,41 +94,6 @@ def _run_adaptive(operators: Operators, module: Any, hidden: Any, given: dict[st
 
 def _adapted(norm: Any, **given: Any) -> Adapted:
     return Adapted(norm.eps, norm.weight, norm.bias, **given)
-
-
-def _attention_layer(module: Any) -> Layer | None:
-    others = (module.spatial_norm, module.group_norm, module.norm_q, module.norm_k, module.norm_cross)
-    if (
-        any(each is not None for each in others)
-        or module.residual_connection
-        or class_name(module.processor) != _PROCESSOR
-    ):
-        return None
-    return Layer(ATTENTION, (), functools.partial(_attention, module))
-
-
-def _has_known_processor(module: Any) -> bool:
-    return class_name(module.processor) == _PROCESSOR
-
-
-def _attention(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
-    """Make the forward that its processor has, without a division by one."""
-
-    def forward(
-        hidden_states: Any, encoder_hidden_states: Any = None, attention_mask: Any = None, **kwargs: Any
-    ) -> Any:
-        known = _has_known_processor(module) and module.rescale_output_factor == 1
-        if kwargs or attention_mask is not None or not known or not is_plain(hidden_states, 3):
-            return original(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-        states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        parts = (module.to_q(hidden_states), module.to_k(states), module.to_v(states))
-        query, key, value = (
-            part.view(*part.shape[:2], module.heads, part.shape[-1] // module.heads).transpose(1, 2) for part in parts
-        )
-        found = F.scaled_dot_product_attention(query, key, value)
-        return module.to_out[1](module.to_out[0](found.transpose(1, 2).reshape(*parts[0].shape)))
-
-    return forward
 
 
 def _gated_layer(module: Any) -> Layer:

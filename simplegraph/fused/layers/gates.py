@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.classes import hooked
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.texts import known_name, recognize
 from simplegraph.fused.operators import ACTIVATIONS, KernelTrial, Operators
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Gate(NamedTuple):
@@ -34,7 +33,7 @@ _ACTIVATIONS = {"SiLUActivation.forward": "silu", **_AS_OPERATORS}
 
 def activation_kind(module: Any) -> str:
     """Return the name in `ACTIVATIONS` of an activation module; "" if it is unknown, or if somebody hooked it."""
-    if "forward" in vars(module) or any(vars(module).get(name) for name in _HOOKS):
+    if hooked(module):
         return ""
     if type(module) is nn.SiLU:
         return "silu"

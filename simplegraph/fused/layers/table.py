@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, ATTENTION, TIMESTEPS, denoiser_layers
+from simplegraph.fused.layers.attentions import ATTENTION, attention_layers
+from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, TIMESTEPS, denoiser_layers
 from simplegraph.fused.layers.gates import activation_layers, gate_layers
 from simplegraph.fused.layers.groups import group_layers
 from simplegraph.fused.layers.images import IMAGE_BLOCK, image_layers
@@ -32,7 +33,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         ACTIVATION: "activation of eight operators run as one",
         ROTARY: "rotary embedding of queries and keys run as one",
         ADAPTIVE_NORM: "norm that is scaled and shifted by image computed together with the gated sum before it",
-        ATTENTION: "attention without a division by one",
+        ATTENTION: "attention on torch's fused one, with nothing around it that does nothing",
         TIMESTEPS: "embedding of the timestep computed once for all layers",
     }
 )
@@ -67,6 +68,7 @@ def find_layers(model: nn.Module, skip: Collection[str] = (), *, images: bool = 
         GATED: gate_layers,
         ACTIVATION: activation_layers,
         ROTARY: rotary_layers,
+        ATTENTION: attention_layers,
         **({GROUP_NORM: group_layers, IMAGE_BLOCK: image_layers} if images else {}),
     }
     for kind, find in finders.items():

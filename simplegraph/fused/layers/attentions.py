@@ -1,0 +1,83 @@
+"""Attentions on torch's fused one: `nn.MultiheadAttention` of one input, and those of diffusers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from simplegraph.fused.layers.classes import class_name, is_plain, of_classes
+from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.operators import Operators
+
+ATTENTION = "attention"
+_PROCESSOR = "diffusers.models.attention_processor.AttnProcessor2_0"
+_MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
+
+
+def attention_layers(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Map the known attentions of a model to their layers."""
+    return of_classes(
+        model, {_MULTIHEAD: _multihead_layer, "diffusers.models.attention_processor.Attention": _attention_layer}
+    )
+
+
+def _multihead_layer(module: Any) -> Layer | None:
+    if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn or not module.batch_first:
+        return None
+    return Layer(ATTENTION, (), functools.partial(_multihead, module))
+
+
+def _multihead(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    """Make the forward for one input without masks, for which torch does not always choose its fused attention."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        others = (value for name, value in kwargs.items() if name not in ("need_weights", "average_attn_weights"))
+        plain = (
+            len(args) == 3
+            and kwargs.get("need_weights") is False
+            and all(each is None or each is False for each in others)
+        )
+        if not plain or any(each is not args[0] for each in args) or not is_plain(args[0], 3):
+            return original(*args, **kwargs)
+        shape = (*args[0].shape[:2], module.num_heads, module.head_dim)
+        product = F.linear(args[0], module.in_proj_weight, module.in_proj_bias)
+        query, key, value = (part.view(shape).transpose(1, 2) for part in product.chunk(3, dim=-1))
+        found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(args[0].shape)
+        return F.linear(found, module.out_proj.weight, module.out_proj.bias), None
+
+    return forward
+
+
+def _attention_layer(module: Any) -> Layer | None:
+    others = (module.spatial_norm, module.group_norm, module.norm_q, module.norm_k, module.norm_cross)
+    if any(each is not None for each in others) or module.residual_connection or not _has_known_processor(module):
+        return None
+    return Layer(ATTENTION, (), functools.partial(_attention, module))
+
+
+def _has_known_processor(module: Any) -> bool:
+    return class_name(module.processor) == _PROCESSOR
+
+
+def _attention(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    """Make the forward that its processor has, without a division by one."""
+
+    def forward(
+        hidden_states: Any, encoder_hidden_states: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        known = _has_known_processor(module) and module.rescale_output_factor == 1
+        if kwargs or attention_mask is not None or not known or not is_plain(hidden_states, 3):
+            return original(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+        states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        parts = (module.to_q(hidden_states), module.to_k(states), module.to_v(states))
+        query, key, value = (
+            part.view(*part.shape[:2], module.heads, part.shape[-1] // module.heads).transpose(1, 2) for part in parts
+        )
+        found = F.scaled_dot_product_attention(query, key, value)
+        return module.to_out[1](module.to_out[0](found.transpose(1, 2).reshape(*parts[0].shape)))
+
+    return forward
