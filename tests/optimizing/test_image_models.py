@@ -43,7 +43,10 @@ def kernels(monkeypatch):
 EXPECTED = {
     "unet": (
         {"group_norm": 16 + 4 + 1, "adapt": 8, "finish": 8, "gated": 4},
-        {"image_block": 8, "residual": 4, "gated": 4, "attention": 8, "projections": 8, "group_norm": 21},
+        {
+            **{"image_block": 8 + 4, "residual": 4, "gated": 4, "attention": 8, "projections": 8},
+            **{"group_norm": 21, "timesteps": 1},
+        },
     ),
     "dit": (
         {"adapt": 4, "linear_gelu": 2},
@@ -143,6 +146,20 @@ def test_layers_of_a_denoiser_share_their_timesteps(kernels):
         found = module(*other)
         assert computed.call_count == 2
     close(found, copy.deepcopy(module)(*other))
+
+
+def test_blocks_of_a_denoiser_share_the_embedding_and_keep_the_format(kernels):
+    module, inner, inputs = served("unet")
+    sg.optimize(inner)
+    formats = []
+    for each in module.modules():
+        if type(each).__name__ in ("ResnetBlock2D", "Transformer2DModel"):
+            each.register_forward_pre_hook(lambda each, args: formats.append(args[0]))
+    with mock.patch.object(torch.nn.functional, "silu", wraps=torch.nn.functional.silu) as silu:
+        module(*inputs)
+    assert silu.call_count == 3  # the timestep's embedding, what blocks share of it, and the last convolution's input
+    assert len(formats) == 12
+    assert all(each.is_contiguous(memory_format=torch.channels_last) for each in formats)
 
 
 def test_an_unconditional_block_and_one_without_a_timestep_run(kernels):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import nn
 
 from simplegraph.fused.layers.classes import class_name, hooked, is_plain, of_classes
 from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.shared import TIMESTEPS, shared, sharing_layer
 from simplegraph.fused.operators import Adapted, KernelTrial, Operators
 
-ADAPTIVE_NORM, TIMESTEPS = "adaptive_norm", "timesteps"
+ADAPTIVE_NORM = "adaptive_norm"
 _ZERO = "diffusers.models.normalization.AdaLayerNormZero"
 _EMBEDDING = "diffusers.models.embeddings.Timesteps"
 
@@ -29,7 +29,8 @@ def denoiser_layers(model: nn.Module) -> dict[nn.Module, Layer]:
             "diffusers.models.activations.GEGLU": _gated_layer,
             "diffusers.models.activations.GELU": _gelu_layer,
             "diffusers.models.embeddings.CombinedTimestepLabelEmbeddings": _timesteps_layer,
-            "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel": _scope_layer,
+            "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": sharing_layer,
+            "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel": sharing_layer,
         },
     )
 
@@ -127,30 +128,6 @@ def _gelu(module: Any, operators: Operators, original: Forward) -> Callable[...,
     return forward
 
 
-class _Timesteps(threading.local):
-    """The embedded timesteps of this thread's running model, by what they are computed from; None in no model."""
-
-    found: dict[Any, tuple[Any, Any]] | None = None
-
-
-_RUNNING = _Timesteps()
-
-
-def _scope_layer(module: Any) -> Layer:
-    return Layer(TIMESTEPS, (), _scope)
-
-
-def _scope(operators: Operators, original: Forward) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        before, _RUNNING.found = _RUNNING.found, {}
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _RUNNING.found = before
-
-    return forward
-
-
 def _timesteps_layer(module: Any) -> Layer | None:
     if class_name(module.time_proj) != _EMBEDDING:
         return None
@@ -161,13 +138,11 @@ def _timesteps(module: Any, operators: Operators, original: Forward) -> Callable
     """Make the forward for which the layers of a model share what depends on the timestep alone."""
 
     def forward(timestep: Any, class_labels: Any, hidden_dtype: Any = None) -> Any:
-        project, kept = module.time_proj, _RUNNING.found
-        if kept is None or hooked(project):
+        project = module.time_proj
+        if hooked(project):
             return original(timestep, class_labels, hidden_dtype=hidden_dtype)
         settings = project.num_channels, project.flip_sin_to_cos, project.downscale_freq_shift, project.scale
-        key = id(timestep), hidden_dtype, *settings
-        if key not in kept:
-            kept[key] = timestep, project(timestep).to(dtype=hidden_dtype)  # the timestep, too: its id stays its own
-        return module.timestep_embedder(kept[key][1]) + module.class_embedder(class_labels)
+        embedded = shared(timestep, (hidden_dtype, *settings), lambda: project(timestep).to(dtype=hidden_dtype))
+        return module.timestep_embedder(embedded) + module.class_embedder(class_labels)
 
     return forward

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from simplegraph.fused.layers.classes import hooked, is_plain, of_classes
 from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.shared import shared
 from simplegraph.fused.operators import Adapted, KernelTrial, Operators
 
 IMAGE_BLOCK = "image_block"
@@ -18,13 +21,14 @@ _KINDS = {nn.ReLU: "relu", nn.SiLU: "silu"}
 
 
 def image_layers(model: nn.Module) -> dict[nn.Module, Layer]:
-    """Map ConvNeXt's blocks, squeeze and excitation, and residual blocks of denoisers to their layers."""
+    """Map ConvNeXt's blocks, squeeze and excitation, and blocks of denoisers to their layers."""
     return of_classes(
         model,
         {
             "torchvision.models.convnext.CNBlock": _convnext_layer,
             "torchvision.ops.misc.SqueezeExcitation": _excitation_layer,
             "diffusers.models.resnet.ResnetBlock2D": _residual_layer,
+            "diffusers.models.transformers.transformer_2d.Transformer2DModel": _transformer_layer,
         },
     )
 
@@ -113,7 +117,8 @@ def _residual(module: Any, operators: Operators, original: Forward) -> Callable[
         x, embedding = args
         added = None
         if module.time_emb_proj is not None:
-            added = module.time_emb_proj(embedding if module.skip_time_act else active(embedding))
+            given = embedding if module.skip_time_act else shared(embedding, "silu", lambda: active(embedding))
+            added = module.time_emb_proj(given)
         elif embedding is not None:
             return original(*args)
         hidden = first._conv_forward(normalize(module.norm1, x), first.weight, None)
@@ -122,5 +127,37 @@ def _residual(module: Any, operators: Operators, original: Forward) -> Callable[
         shortcut = x if module.conv_shortcut is None else module.conv_shortcut(x)
         hidden = operators.finish(hidden, second.bias, shortcut, "")
         return hidden if module.output_scale_factor == 1 else hidden / module.output_scale_factor
+
+    return forward
+
+
+def _transformer_layer(module: Any) -> Layer | None:
+    projections = (module.proj_in, module.proj_out)
+    if not module.is_input_continuous or not all(type(each) is nn.Linear or _is_linear(each) for each in projections):
+        return None
+    return Layer(IMAGE_BLOCK, (), functools.partial(_transformer, module))
+
+
+def _transformer(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    """Make the forward whose projections are linear layers of pixels: an image in channels_last is a list of those."""
+    signature = inspect.signature(original.func)
+    masks = ("attention_mask", "encoder_attention_mask", "return_dict")
+    passed = ("encoder_hidden_states", "timestep", "cross_attention_kwargs", "class_labels")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(module, *args, **kwargs)
+        bound.apply_defaults()
+        given, first, last = bound.arguments, module.proj_in, module.proj_out
+        x = given["hidden_states"]
+        others = any(given[name] is not None and given[name] is not False for name in masks)
+        if others or not is_plain(x, 4) or hooked(first, last):
+            return original(*args, **kwargs)
+        images, channels, height, width = x.shape
+        rows = module.norm(x).permute(0, 2, 3, 1).reshape(images, height * width, channels)
+        rows = F.linear(rows, first.weight.flatten(1), first.bias)
+        for block in module.transformer_blocks:
+            rows = block(rows, **{name: given[name] for name in passed})
+        rows = F.linear(rows, last.weight.flatten(1), last.bias)
+        return (rows.view(images, height, width, channels).permute(0, 3, 1, 2) + x,)
 
     return forward

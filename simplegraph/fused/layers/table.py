@@ -12,7 +12,7 @@ from torch import nn
 
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.layers.attentions import ATTENTION, attention_layers
-from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, TIMESTEPS, denoiser_layers
+from simplegraph.fused.layers.denoisers import ADAPTIVE_NORM, denoiser_layers
 from simplegraph.fused.layers.gates import activation_layers, gate_layers
 from simplegraph.fused.layers.groups import group_layers
 from simplegraph.fused.layers.images import IMAGE_BLOCK, image_layers
@@ -20,6 +20,7 @@ from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.layers.norms import norm_layer, rms_norms, sum_norms
 from simplegraph.fused.layers.residuals import residual_layers
 from simplegraph.fused.layers.rotary import rotary_layers
+from simplegraph.fused.layers.shared import TIMESTEPS
 from simplegraph.fused.operators import KernelTrial, Operators
 
 RMS_NORM, RESIDUAL, GATED, ACTIVATION, ROTARY = "rms_norm", "residual", "gated", "activation", "rotary"
@@ -34,7 +35,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         ROTARY: "rotary embedding of queries and keys run as one",
         ADAPTIVE_NORM: "norm that is scaled and shifted by image computed together with the gated sum before it",
         ATTENTION: "attention on torch's fused one, with nothing around it that does nothing",
-        TIMESTEPS: "embedding of the timestep computed once for all layers",
+        TIMESTEPS: "what depends on the timestep alone computed once for all layers",
     }
 )
 
