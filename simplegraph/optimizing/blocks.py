@@ -40,7 +40,7 @@ class BlockRun:
         """Run a block; NotImplemented if it has to run as it is written."""
         if kwargs or len(args) != 1 or not _is_image(args[0]) or torch.is_autocast_enabled(args[0].device.type):
             return NotImplemented
-        run = BlockRun._sequence if is_sequential(block) else _BLOCKS[full_name(block)]
+        run = BlockRun._sequence if is_sequential(block) else _BLOCKS[full_name(block)][0]
         try:
             return run(self, block, args[0])
         except _NotKnown:
@@ -134,11 +134,12 @@ def _inverted(run: BlockRun, block: Any, x: Tensor) -> Tensor:
     return run.convolve(fold, out, "", x if block.use_res_connect else None)
 
 
-_BLOCKS: Mapping[str, Callable[[BlockRun, Any, Tensor], Tensor]] = {
-    "torchvision.models.resnet.BasicBlock": _basic,
-    "torchvision.models.resnet.Bottleneck": _bottleneck,
-    "torchvision.models.resnet.ResNet": _resnet,
-    "torchvision.models.efficientnet.MBConv": _inverted,
+# How each known block runs, and the activation of its sum.
+_BLOCKS: Mapping[str, tuple[Callable[[BlockRun, Any, Tensor], Tensor], str | None]] = {
+    "torchvision.models.resnet.BasicBlock": (_basic, "relu"),
+    "torchvision.models.resnet.Bottleneck": (_bottleneck, "relu"),
+    "torchvision.models.resnet.ResNet": (_resnet, None),
+    "torchvision.models.efficientnet.MBConv": (_inverted, ""),
 }
 
 
@@ -148,6 +149,11 @@ def find_blocks(root: nn.Module, owners: Collection[nn.Module]) -> list[nn.Modul
     return [each for each in owners if is_sequential(each)] + found if owners else []
 
 
-def block_trials() -> list[KernelTrial]:
-    """List the trials of the kernels that follow convolutions."""
-    return [KernelTrial("finish", (kind, added)) for kind in ("", *_ACTIVATIONS.values()) for added in (0, 1)]
+def block_trials(root: nn.Module, blocks: Collection[nn.Module]) -> list[KernelTrial]:
+    """List the trials of the kernels that these blocks run after convolutions."""
+    if not blocks:
+        return []
+    kinds = dict.fromkeys(["", *(kind for each in root.modules() if (kind := _ACTIVATIONS.get(type(each))))])
+    known = (_BLOCKS.get(full_name(each), (None, None)) for each in blocks)
+    sums = dict.fromkeys(kind for _, kind in known if kind is not None)
+    return [KernelTrial("finish", (kind, added)) for added, some in enumerate((kinds, sums)) for kind in some]

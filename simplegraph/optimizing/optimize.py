@@ -254,7 +254,7 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     stored += [pair.layer for pair, fold in folds.items() if fold.channels_last]
     found = _Rewrites(usable, stored, memory)
     found.left_out |= left_out
-    operators = _operators(module, layers, block_trials() if blocks else [])
+    operators = _operators(module, layers, block_trials(module, blocks))
     blocks = blocks if operators.triton else []  # torch has no kernel for more than one of a block's steps
     run = BlockRun(operators, uses_of)
     install([(each, owners[each]) for each in {**owners, **dict.fromkeys(blocks)}], memory, dict.fromkeys(blocks, run))

@@ -137,6 +137,17 @@ def test_blocks_of_torchvision_are_known(name, kernels):
     assert [type(each) for each in module.modules()] == before
 
 
+def test_only_kernels_that_will_run_are_tried(monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        "simplegraph.optimizing.optimize.operators_of", lambda *args: tried.append(args[3:]) or Kernels()
+    )
+    sg.optimize(stack())
+    assert [trial.sizes for trial in tried.pop()] == [("", 0), ("relu", 0), ("silu", 0)]
+    sg.optimize(vision("resnet18"))
+    assert [trial.sizes for trial in tried.pop()] == [("", 0), ("relu", 0), ("relu", 1)]
+
+
 def test_a_block_whose_parts_are_not_its_class_s_runs_as_it_is_written(kernels):
     module, x = vision("resnet18"), torch.randn(1, 3, 64, 64)
     module.layer1[0].relu = nn.Tanh()
