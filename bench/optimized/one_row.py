@@ -142,6 +142,9 @@ def _batch(served: Served, rows: int, device: torch.device, dtype: torch.dtype, 
 
 def _load(arm: str, device: torch.device) -> None:
     """Import what the arm needs before its clock starts."""
+    if arm in (OPTIMIZED, STATIC):
+        with contextlib.suppress(ImportError):  # torch's operators then run in the place of its kernels
+            import triton  # noqa: F401
     if ARMS[arm].compiles:
         require_cuda(device, "it")
         import torch._dynamo

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from simplegraph.fused.operators import Adapted
 
+_TILE = 1024  # elements of several short rows in one program
+
 
 # The number of tokens is an argument, so that one variant serves images of any size.
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "rows"])  # type: ignore[untyped-decorator]
 def _adapt(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
@@ -27,6 +29,7 @@ def _adapt(  # type: ignore[no-untyped-def]
     out_ptr,
     total_ptr,
     tokens,
+    rows,
     gate_row,
     scale_row,
     shift_row,
@@ -38,34 +41,35 @@ def _adapt(  # type: ignore[no-untyped-def]
     ADDED: tl.constexpr,
     SCALED: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalize a row in each program, in float32 from the rounded sum on."""
-    index = tl.program_id(0).to(tl.int64)
-    start, image = index * COLUMNS, index // tokens
-    column = tl.arange(0, BLOCK)
-    inside = column < COLUMNS
-    x = tl.load(x_ptr + start + column, inside, 0.0).to(tl.float32)
+    """Normalize some rows in each program, in float32 from the rounded sum on."""
+    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (column < COLUMNS) & (index < rows)
+    image, place, known = index // tokens, index * COLUMNS + column, column < COLUMNS
+    x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
     if ROW:
-        x += tl.load(row_ptr + column, inside, 0.0).to(tl.float32)
+        x += tl.load(row_ptr + column, known, 0.0).to(tl.float32)
     if GATED:
         x *= tl.load(gate_ptr + image * gate_row + column, inside, 0.0).to(tl.float32)
     if ADDED:
-        x += tl.load(residual_ptr + start + column, inside, 0.0).to(tl.float32)
+        x += tl.load(residual_ptr + place, inside, 0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + start + column, total, inside)
+        tl.store(total_ptr + place, total, inside)
         x = total.to(tl.float32)
-    x = tl.where(inside, x - tl.sum(x, 0) * (1.0 / COLUMNS), 0.0)
-    variance = tl.sum(x * x, 0) * (1.0 / COLUMNS)
+    x = tl.where(inside, x - tl.sum(x, 1)[:, None] * (1.0 / COLUMNS), 0.0)
+    variance = tl.sum(x * x, 1)[:, None] * (1.0 / COLUMNS)
     x = x * tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
     if WEIGHTED:
-        x *= tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
+        x *= tl.load(weight_ptr + column, known, 0.0).to(tl.float32)
     if BIASED:
-        x += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)
+        x += tl.load(bias_ptr + column, known, 0.0).to(tl.float32)
     if SCALED:
         x *= 1.0 + tl.load(scale_ptr + image * scale_row + column, inside, 0.0).to(tl.float32)
         x += tl.load(shift_ptr + image * shift_row + column, inside, 0.0).to(tl.float32)
-    tl.store(out_ptr + start + column, x.to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), inside)
 
 
 def adapt(x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
@@ -83,15 +87,16 @@ def adapt(x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
         each if each is None or each.stride(1) == 1 else each.contiguous()
         for each in (norm.gate, norm.scale, norm.shift)
     )
-    block = triton.next_power_of_2(columns)
+    block, rows = triton.next_power_of_2(columns), images * tokens
+    together = max(1, _TILE // block)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
-        _adapt[(images * tokens,)](
+        _adapt[(triton.cdiv(rows, together),)](
             x,
             *(x if each is None else each.contiguous() for each in (norm.weight, norm.bias, norm.row)),
             x if gate is None else gate,
             x if norm.residual is None else norm.residual.contiguous(),
             *(x if each is None else each for each in (scale, shift)),
-            *(out, total, tokens),
+            *(out, total, tokens, rows),
             *(0 if each is None else each.stride(0) for each in (gate, scale, shift)),
             norm.eps,
             WEIGHTED=norm.weight is not None,
@@ -101,7 +106,8 @@ def adapt(x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
             ADDED=norm.residual is not None,
             SCALED=scale is not None,
             COLUMNS=columns,
+            ROWS=together,
             BLOCK=block,
-            num_warps=min(16, max(1, block // 256)),
+            num_warps=min(16, max(1, together * block // 256)),
         )
     return out, total
