@@ -32,7 +32,7 @@ MISSING, FAILED = "not measured", "failed"  # in place of a column
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 PASSES = (3, 8)  # over the ragged batches: at least, and at most until none of them runs eagerly for the first time
 LEAST_SHARE = 0.25  # of a model's layers, for parts to be worth the name
-TOLD = 400  # characters of a reason's details that are kept
+TOLD, REPORTED = 400, 4000  # characters that are kept of a reason's details, and of a report
 
 
 def measure_row(
@@ -213,6 +213,8 @@ class Row:
             if number >= PASSES[0] - 1 and not set(last.eager) & SOON:
                 break
         figures = _column(served, last, self._steps()) | {"answers": "differ" if wrong else "equal", "apart": apart}
+        if figures["column"] == EAGER:
+            figures["report"] = str(served.report())[:REPORTED]
         return figures | ({"wrong": wrong} if wrong else {})
 
     def _rows(self, call: Call) -> Any:

@@ -5,7 +5,8 @@ served as the entry says, and compares every answer. Columns: ``full``, every ca
 ``piecewise``, graphs with eager breaks; ``parts``, graphs of submodules that have a quarter of its layers at least;
 ``eager``, with the reason. On a GPU also the time of a call, eager and served, and that of its kernels alone, with the
 limits that a row has to keep. Rows run side by side, ``--workers`` of them; while one measures times, all others are
-halted.
+halted. Rows that failed or broke a limit, as they may for want of memory, are tried once more at the end, beside fewer
+others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.model_table.entries import CATEGORIES, ENTRIES, TableEntry
-from bench.model_table.row import EAGER, FAILED, FULL, MISSING, PARTS, PIECEWISE, measure_row
+from bench.model_table.row import BY_NAME, EAGER, FAILED, FULL, MISSING, PARTS, PIECEWISE, measure_row
 from bench.tools import command, fresh
 from bench.tools.files import save_figures
 from bench.tools.measure import NOT_SPEED, Figures, say
@@ -31,6 +32,7 @@ from bench.tools.tables import NOTHING, cell
 
 AT_MOST_EAGER = 1.02  # times eager's time
 AT_MOST_KERNELS = (1.15, 0.030)  # times the kernels' own time, plus so many ms
+AGAIN = 4  # times fewer processes at once when rows are tried again
 NAMES = tuple(entry.name for entry in ENTRIES)
 
 
@@ -44,7 +46,7 @@ class TablePlan:
         seconds: that a row may take.
         workers: processes at once, beside those that wait to measure; they are dealt to the GPUs in turn.
         total: seconds after which the rows that are not done are left out.
-        more: True to keep the rows that the file has, and measure the others.
+        more: True to keep the rows that the file has, and measure the others, and again what failed or broke a limit.
         json: the file, written after every row.
     """
 
@@ -69,25 +71,62 @@ def default_plan(device: torch.device) -> TablePlan:
 def measure(plan: TablePlan, device: torch.device) -> Figures:
     """Measure every entry in a fresh process."""
     fresh.preload("bench.model_table.preloaded", device.type)
-    settings = dataclasses.asdict(plan) | {"json": None}
-    known = _known(plan)
-    figures: Figures = {"plan": settings, "device": device.type, "rows": known}
-    todo = {entry.name: entry for entry in plan.entries() if entry.name not in known}
-    tasks = {name: (measure_row, (name, device.type, plan.tiny)) for name in todo}
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
-    processes = SideBySide(workers=plan.workers, gpus=gpus, seconds=plan.seconds, total=plan.total)
-    began = time.monotonic()
-    for name, found in processes.run(tasks):
-        row = _failed(found) if isinstance(found, Exception) else found
-        say(f"{time.monotonic() - began:.0f} s, {name}: {row['column']}{_because(row)}{_told(row)}")
-        entry = todo.pop(name)
-        known[name] = {"category": entry.category, "integration": entry.integration} | row
-        figures["rows"] = {name: known[name] for name in NAMES if name in known}
-        if plan.json is not None:
-            save_figures(plan.json, figures)
-    if todo:
-        say(f"{plan.total} s are over; left out: {', '.join(todo)}. The same command with --more measures them.")
-    return figures
+    return _Measurement(plan, device).run()
+
+
+class _Measurement:
+    """Measures the rows of a plan, and keeps the file up to date."""
+
+    def __init__(self, plan: TablePlan, device: torch.device) -> None:
+        self._plan, self._device, self._began = plan, device, time.monotonic()
+        self._known = _known(plan)
+        self._todo = {each.name: each for each in plan.entries() if _shortcomings(self._known.get(each.name))}
+        settings = dataclasses.asdict(plan) | {"json": None}
+        self.figures: Figures = {"plan": settings, "device": device.type, "rows": self._known}
+
+    def run(self) -> Figures:
+        todo = self._todo
+        self._measure(self._plan.workers)
+        if self._device.type == "cuda" and not self._todo:
+            self._todo = {name: entry for name, entry in todo.items() if _shortcomings(self._known[name])}
+            self._measure(max(1, self._plan.workers // AGAIN))
+        if self._todo:
+            left_out = ", ".join(self._todo)
+            say(f"{self._plan.total} s are over; left out: {left_out}. The same command with --more measures them.")
+        return self.figures
+
+    def _measure(self, workers: int) -> None:
+        """Measure what is to do, so many at once, until the time is over."""
+        tasks = {name: (measure_row, (name, self._device.type, self._plan.tiny)) for name in self._todo}
+        gpus = torch.cuda.device_count() if self._device.type == "cuda" else 1
+        left = self._plan.total - self._seconds()
+        for name, found in SideBySide(workers=workers, gpus=gpus, seconds=self._plan.seconds, total=left).run(tasks):
+            row = _failed(found) if isinstance(found, Exception) else found
+            say(f"{self._seconds():.0f} s, {name}: {row['column']}{_because(row)}{_told(row)}")
+            self._todo = {other: entry for other, entry in self._todo.items() if other != name}
+            entry = BY_NAME[name]
+            self._keep(name, {"category": entry.category, "integration": entry.integration} | row)
+
+    def _keep(self, name: str, row: Figures) -> None:
+        """Keep the row, unless an earlier try was a better one."""
+        self._known[name] = min(row, self._known.get(name, row), key=_shortcomings)
+        self.figures["rows"] = {each: self._known[each] for each in NAMES if each in self._known}
+        if self._plan.json is not None:
+            save_figures(self._plan.json, self.figures)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+
+def _shortcomings(row: Figures | None) -> int:
+    """Return how far a row is from what it has to show: none kept, failed, untimed or starved, limits not kept."""
+    if row is None:
+        return 1000
+    if row["column"] == FAILED:
+        return 100
+    if "out of memory" in f"{row.get('untimed')} {row.get('detail')}":
+        return 10
+    return len(limits(row))
 
 
 def _failed(error: Exception) -> Figures:
@@ -201,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.model_table", description=__doc__)
     add_names(parser, "--only", (*CATEGORIES, *NAMES), "all by default; a category is all of its models")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
-    parser.add_argument("--more", action="store_true", help="keep the rows that the file has, and measure the others")
+    parser.add_argument("--more", action="store_true", help="keep the file's good rows, measure all others")
     parser.add_argument("--seconds", type=count, help="that a row may take")
     parser.add_argument("--workers", type=count, help="processes at once")
     parser.add_argument("--total", type=count, help="seconds after which the rest is left out")

@@ -18,6 +18,8 @@ WARMUPS = 5  # calls until graphs serve
 BUDGET = 0.12  # seconds of calls of one kind in a round
 ROUNDS, MORE_ROUNDS = 2, 5  # at first, and in addition where a limit is near
 NEAR = 0.9  # of eager's time
+# Small kernels of a row, which take longer, in ms, as long as others' kernels take turns with them.
+PROBES, ALONE, TRIES = 200, 2.0, 100
 
 Turn = AbstractContextManager[Any]
 
@@ -28,7 +30,7 @@ def call_times(
     """Measure a call in ms: `eager_ms`, `ms` served, and `kernel_ms`, the sum of the served one's kernels."""
     calls = {"eager_ms": lambda: plain(*args, **kwargs), "ms": lambda: served(*args, **kwargs)}
     for _ in range(WARMUPS):
-        calls["ms"]()
+        seconds(calls["ms"], device)  # waits, so that nothing is left to do when another row measures
     steps = {name: _steps(call, device) for name, call in calls.items()}
 
     def measured(name: str) -> float:
@@ -37,7 +39,7 @@ def call_times(
     def kernels() -> float:
         return kernel_milliseconds(calls["ms"], min(5, steps["ms"]))
 
-    return _in_turns(measured, kernels, calls["ms"], turn)
+    return _in_turns(measured, kernels, calls["ms"], device, turn)
 
 
 def _steps(call: Callable[[], Any], device: torch.device) -> int:
@@ -68,17 +70,41 @@ def token_times(
         long, short = (kernel_milliseconds(tokens(served, count), 1) for count in (LONG["ms"], SHORT))
         return (long - short) / (LONG["ms"] - SHORT)
 
-    return _in_turns(measured, kernels, tokens(served, SHORT), turn)
+    return _in_turns(measured, kernels, tokens(served, SHORT), device, turn)
 
 
 def _in_turns(
-    measured: Callable[[str], float], kernels: Callable[[], float], call: Callable[[], Any], turn: Turn
+    measured: Callable[[str], float],
+    kernels: Callable[[], float],
+    call: Callable[[], Any],
+    device: torch.device,
+    turn: Turn,
 ) -> Figures:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # others run while this one waits for its turn
     with turn:
+        _wait_alone(device)
         rounds = [{name: measured(name) for name in ("eager_ms", "ms")} for _ in range(ROUNDS)]
         if rounds[0]["ms"] > NEAR * rounds[0]["eager_ms"]:
             rounds += [{name: measured(name) for name in ("eager_ms", "ms")} for _ in range(MORE_ROUNDS)]
     kernel_milliseconds(call, 1)  # the profiler's first start takes long, and calls are slower after it
     with turn:
+        _wait_alone(device)
         kernel_ms = kernels()
     return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]} | {"kernel_ms": kernel_ms}
+
+
+def _wait_alone(device: torch.device) -> None:
+    """Wait until the GPU has done what halted processes had given to it."""
+    if device.type != "cuda":
+        return
+    scratch = torch.zeros(1, device=device)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(TRIES):
+        began.record()
+        for _ in range(PROBES):
+            scratch.add_(1)
+        ended.record()
+        ended.synchronize()
+        if began.elapsed_time(ended) < ALONE:
+            return

@@ -203,7 +203,9 @@ MODELS = {
     "clap": TableModel(_clap, _clapped),
     "encodec": TableModel(configured("EncodecConfig", "EncodecModel", ENCODEC, {}), _waves(640, 24000, 1)),
     "vits": TableModel(configured("VitsConfig", "VitsModel", VITS, {"vocab_size": 100}), tokens),
-    "speecht5": TableModel(configured("SpeechT5Config", "SpeechT5ForTextToSpeech", T5_SPEECH, {}), _spoken, ONE_BY_ONE),
+    "speecht5": TableModel(
+        configured("SpeechT5Config", "SpeechT5ForTextToSpeech", T5_SPEECH, {"vocab_size": 100}), _spoken, ONE_BY_ONE
+    ),
     "bark": TableModel(_bark, _ids),
     "musicgen": TableModel(_musicgen, _codes, {"capture_sizes": [2, 4, 8, 16]}),
     "torchaudio_wav2vec2": TableModel(

@@ -100,26 +100,34 @@ def _decoders() -> Iterator[tuple[str, Callable[[bool], Any]]]:
 
 HYBRID = WIDE | ENDS | {"intermediate_size": 4096}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2}
+# Without their own kernels, models of states pad a prompt to whole chunks, whose square is the size of their tensors.
+CHUNK = 64
 # By the name in `tiny_states`: settings of the real shape, over the class's defaults.
 _REAL_STATES: dict[str, Settings] = {
     "Mamba": FAMILIES["mamba"].real,
-    "Mamba2": {"hidden_size": 1024, "num_heads": 32, "head_dim": 64, "n_groups": 1, "num_hidden_layers": 24},
+    "Mamba2": {"hidden_size": 1024, "num_heads": 32, "head_dim": 64, "n_groups": 1, "num_hidden_layers": 24}
+    | {"chunk_size": CHUNK},
     "FalconMamba": {"hidden_size": 1024, "num_hidden_layers": 24},
     "Jamba": HYBRID | MOE | {"attn_layer_period": 8, "attn_layer_offset": 4},
     "Zamba": HYBRID | {"num_key_value_heads": 16, "n_mamba_heads": 2, "attention_head_dim": 256, "mamba_dt_rank": 128},
-    "Zamba2": HYBRID | {"num_key_value_heads": 16, "n_mamba_heads": 64, "layers_block_type": ["mamba", "hybrid"] * 4},
-    "Bamba": FAMILIES["hybrid"].real,
+    "Zamba2": HYBRID
+    | {"num_key_value_heads": 16, "n_mamba_heads": 64, "layers_block_type": ["mamba", "hybrid"] * 4}
+    | {"chunk_size": CHUNK},
+    "Bamba": FAMILIES["hybrid"].real | {"mamba_chunk_size": CHUNK},
     "GraniteMoeHybrid": HYBRID
     | {"mamba_n_heads": 64, "mamba_d_head": 64, "num_local_experts": 8, "num_experts_per_tok": 2}
+    | {"mamba_chunk_size": CHUNK, "intermediate_size": 2048}
     | {"layer_types": ["mamba", "mamba", "mamba", "attention"] * 2},
-    "FalconH1": HYBRID | {"mamba_d_ssm": 4096, "mamba_n_heads": 64, "mamba_d_head": 64},
+    "FalconH1": HYBRID | {"mamba_d_ssm": 4096, "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_chunk_size": CHUNK},
     "Lfm2": HYBRID | {"layer_types": ["conv", "full_attention"] * 4},
-    "NemotronH": HYBRID | {"layers_block_type": ["mamba", "mlp", "mamba", "attention"] * 2, "head_dim": 128},
+    "NemotronH": HYBRID
+    | {"layers_block_type": ["mamba", "mlp", "mamba", "attention"] * 2, "head_dim": 128}
+    | {"chunk_size": CHUNK},
     "Qwen3Next": HYBRID | MOE | {"head_dim": 128, "moe_intermediate_size": 1024},
     "Qwen3_5": HYBRID | {"head_dim": 128},
     "RecurrentGemma": HYBRID | {"lru_width": 2048, "attention_window_size": 512},
     "Rwkv": {"hidden_size": 1024, "num_hidden_layers": 12, "attention_hidden_size": 1024},
-    "MiniMax": HYBRID | {"head_dim": 128, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "MiniMax": HYBRID | {"head_dim": 128, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 2048},
 }
 for _name in ("Zamba", "NemotronH"):
     _REAL_STATES[_name].pop("num_hidden_layers", None)

@@ -43,7 +43,7 @@ MODELS = {
     "mpnet": _encoder("MPNet"),
     "deberta_v2": _encoder("DebertaV2", BERT | DEBERTA, BASE | DEBERTA),
     "deberta_v3": _encoder("DebertaV2", BERT | DEBERTA | BUCKETS, BASE | DEBERTA | BUCKETS | {"position_buckets": 256}),
-    "funnel": _encoder("Funnel", FUNNEL, call=at_least(4)),
+    "funnel": _encoder("Funnel", FUNNEL, call=at_least(4, real=8)),
     "modernbert": _encoder("ModernBert", MODERN),
     "xlm_roberta": _encoder("XLMRoberta"),
     "esm": _encoder(

@@ -77,11 +77,16 @@ def image_pairs(tiny_side: int, real_side: int) -> Callable[[bool, list[int], in
     return call
 
 
-def at_least(count: int, **more: Any) -> Callable[[bool, list[int], int], Call]:
-    """Return what makes texts of so many tokens at least, for encoders that fail on shorter ones, with options."""
+def at_least(count: int, real: int = 0, **more: Any) -> Callable[[bool, list[int], int], Call]:
+    """Return what makes texts of so many tokens at least, for encoders that fail on shorter ones, with options.
+
+    Args:
+        real: the least of the real shape, if that is another.
+    """
 
     def call(tiny: bool, lengths: list[int], seed: int) -> Call:
-        return (), tokens(tiny, [max(length, count) for length in lengths], seed)[1] | more
+        least = count if tiny else real or count
+        return (), tokens(tiny, [max(length, least) for length in lengths], seed)[1] | more
 
     return call
 

@@ -138,6 +138,7 @@ MOONSHINE = {"hidden_size": 416, "intermediate_size": 1664, "head_dim": 52}
 MOONSHINE |= dict.fromkeys(("encoder_num_hidden_layers", "decoder_num_hidden_layers"), 8)
 MOONSHINE |= dict.fromkeys(("encoder_num_attention_heads", "decoder_num_attention_heads"), 8)
 MOONSHINE |= dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads"), 8)
+BLIP_TEXT = {"hidden_size": 768, "num_hidden_layers": 12, "max_position_embeddings": 512}
 PICTURE = {"image_token_index": tiny_multimodal.IMAGE}
 LONG_T5 = T5 | {"local_radius": 4}
 
@@ -166,7 +167,7 @@ MODELS = {
     "qwen2_audio": _multimodal(
         "qwen2_audio", {"text_config": TEXT | {"layer_types": None, "num_hidden_layers": 8, "head_dim": None}}
     ),
-    "blip": _multimodal("blip", {"text_config": {"hidden_size": 768, "num_hidden_layers": 12}}, "text_decoder"),
+    "blip": _multimodal("blip", {"text_config": BLIP_TEXT}, "text_decoder"),
     "blip_2": _multimodal(
         "blip2",
         {"text_config": {"hidden_size": 768, "word_embed_proj_dim": 768, "ffn_dim": 3072, "num_hidden_layers": 12}},

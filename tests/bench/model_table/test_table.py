@@ -123,6 +123,55 @@ def test_wrong_answers_and_crashes_fail_the_command() -> None:
     assert table.failures({"rows": rows}) == ["a: differs", "b: it died"]
 
 
+FINE = {"column": FULL, "answers": "equal", "eager_ms": 1.0, "ms": 0.5, "kernel_ms": 0.45}
+STARVED = {"column": FAILED, "reason": "OutOfMemoryError: CUDA out of memory"}
+UNTIMED = {"column": FULL, "answers": "equal", "untimed": "OutOfMemoryError: CUDA out of memory"}
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+    """Take rows from a list in place of processes; returns what ran: how many at once, and which rows."""
+    ran: list[tuple[int, list[str]]] = []
+    rows = {"Llama": [FINE], "BERT": [UNTIMED, FINE], "ViT": [STARVED, FINE], "T5": [FINE | {"ms": 0.7}, STARVED]}
+
+    class Processes:
+        def __init__(self, *, workers: int, gpus: int, seconds: float, total: float) -> None:
+            self._workers = workers
+
+        def run(self, tasks: dict[str, Any]) -> Any:
+            ran.append((self._workers, list(tasks)))
+            yield from ((name, rows[name].pop(0)) for name in tasks)
+
+    monkeypatch.setattr(table, "SideBySide", Processes)
+    monkeypatch.setattr(table.fresh, "preload", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return ran
+
+
+def test_rows_that_found_no_memory_or_broke_a_limit_are_tried_again_beside_fewer(
+    rounds: list[tuple[int, list[str]]],
+) -> None:
+    plan = table.TablePlan(only=("Llama", "T5", "BERT", "ViT"), workers=12)
+    figures = table.measure(plan, torch.device("cuda"))
+    assert rounds == [(12, ["Llama", "T5", "BERT", "ViT"]), (3, ["T5", "BERT", "ViT"])]
+    assert {name: row["ms"] for name, row in figures["rows"].items()} == {
+        "Llama": 0.5,
+        "T5": 0.7,
+        "BERT": 0.5,
+        "ViT": 0.5,
+    }
+
+
+def test_more_measures_again_what_failed_and_keeps_the_rest(
+    rounds: list[tuple[int, list[str]]], tmp_path: Path
+) -> None:
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps({"rows": {"Llama": FINE, "ViT": STARVED}}), encoding="utf-8")
+    table.measure(table.TablePlan(only=("Llama", "ViT"), more=True, json=file), torch.device("cuda"))
+    assert rounds[0] == (1, ["ViT"])
+    assert list(json.loads(file.read_text(encoding="utf-8"))["rows"]) == ["Llama", "ViT"]
+
+
 def test_an_answer_is_compared_in_all_its_parts() -> None:
     wanted = answers.clone({"logits": torch.ones(2, 3), "kept": (torch.tensor([1, 2]), None, "x")})
     assert (
