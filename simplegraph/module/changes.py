@@ -143,8 +143,20 @@ def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
+def _counting_others(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Count writes of another object than is there: libraries move modules where they are before every call."""
+    counted = _counting(method)
+
+    @functools.wraps(method)
+    def set_item(self: dict[Any, Any], key: Any, value: Any) -> Any:
+        return (method if value is not None and self.get(key) is value else counted)(self, key, value)
+
+    return set_item
+
+
 for _kind in (_WatchedDict, _WatchedOrderedDict):
-    for _name in ("__setitem__", "__delitem__", "pop", "popitem", "clear", "update", "setdefault", "__ior__"):
+    _kind.__setitem__ = _counting_others(_kind.__setitem__)  # type: ignore[method-assign]
+    for _name in ("__delitem__", "pop", "popitem", "clear", "update", "setdefault", "__ior__"):
         setattr(_kind, _name, _counting(getattr(_kind, _name)))
 _WatchedOrderedDict.move_to_end = _counting(_WatchedOrderedDict.move_to_end)  # type: ignore[method-assign]
 
@@ -192,6 +204,10 @@ def _owner(args: tuple[Any, ...]) -> list[int]:
     return [id(args[0])]
 
 
+def _data(args: tuple[Any, ...]) -> list[int]:
+    return _owner(args) if args[0] is not args[1] else []  # `Module.to` sets what was where it is already
+
+
 def _attribute(args: tuple[Any, ...]) -> list[int]:
     return _module(args) if id(vars(args[0])) in Changes.watched and _matters(*args) else []
 
@@ -236,7 +252,7 @@ def watch_tensors() -> None:
     """
     Changes.begin()
     patches.record("simplegraph.module.changes", Changes.end)
-    setter = _door(torch.Tensor.data.__set__, _owner)  # type: ignore[attr-defined]
+    setter = _door(torch.Tensor.data.__set__, _data)  # type: ignore[attr-defined]
     data = property(torch.Tensor.data.__get__, setter, doc=torch.Tensor.data.__doc__)  # type: ignore[attr-defined]
     patches.replace(torch.Tensor, "data", data)
     for holder, names, things in _CHANGING:

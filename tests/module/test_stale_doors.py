@@ -16,7 +16,7 @@ from simplegraph.graph import patches
 from simplegraph.module import state
 from simplegraph.module.survey import Survey
 from tests.module.answers import close
-from tests.module.stateful import WIDTH, new, parameter, rows
+from tests.module.stateful import WIDTH, captured, new, parameter, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -278,6 +278,22 @@ def test_calls_look_no_more_once_changes_are_counted_again(device, monkeypatch):
     monkeypatch.setattr(state, "Survey", lambda module: looks.append(module) or Survey(module))
     x = rows(4, device)
     close(model(x), module(x))
+    assert not looks
+    module.linear.weight.data = new(module.linear.weight)
+    close(model(x), module(x))
+    assert looks
+
+
+def test_moving_a_module_where_it_is_already_makes_no_call_look(device, monkeypatch):
+    model, module = captured(device)
+    model(rows(4, device))
+    looks = []
+    monkeypatch.setattr(state, "Survey", lambda module: looks.append(module) or Survey(module))
+    for _ in range(2):  # as libraries do before every call
+        module.to(device)
+        module.float()
+        x = rows(4, device)
+        close(model(x), module(x))
     assert not looks
     module.linear.weight.data = new(module.linear.weight)
     close(model(x), module(x))
