@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from bench.model_table import answers, builders
 from bench.model_table.builders.model import RAGGED, Call, TableModel, real_lengths
 from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, PIPELINE, WRAP, TableEntry
-from bench.model_table.serving import NEW_TOKENS, SOON, Counts, ServedModel, caller, serve, serve_parts
+from bench.model_table.serving import NEW_TOKENS, SOON, Counts, ServedModel, caller, inner_call, serve, serve_parts
 from bench.model_table.times import call_times, token_times
 from bench.tools.measure import Figures, few_threads
 from bench.transformers_generate import same_tokens
@@ -282,6 +282,10 @@ class Row:
                     served.call(*args, **kwargs)
                     last = served.counts().since(before)
                     found["timed_eagerly"] = last.eager.total() if last.replays else -1
+                    if served.encoder is not None:  # below Python that takes longer than it
+                        inner = inner_call(served, args, kwargs)
+                        forward = served.encoder.forward
+                        found["encoder"] = call_times(forward, _without_graphs(forward), *inner, self.device, turn)
             except Exception as error:  # the row has its answers all the same
                 return {
                     "untimed": f"{type(error).__name__}: {error}"[:TOLD],
@@ -294,12 +298,15 @@ class Row:
         """Return what calls the model without graphs while it is served."""
         if self.entry.integration == WRAP and not served.parts:
             return caller(self.entry, self.model)  # the module itself is unchanged
+        return _without_graphs(served.call)
 
-        def eagerly(*args: Any, **kwargs: Any) -> Any:
-            with eager():
-                return served.call(*args, **kwargs)
 
-        return eagerly
+def _without_graphs(call: Callable[..., Any]) -> Callable[..., Any]:
+    def eagerly(*args: Any, **kwargs: Any) -> Any:
+        with eager():
+            return call(*args, **kwargs)
+
+    return eagerly
 
 
 def _column(served: ServedModel, last: Counts, steps: int) -> Figures:

@@ -47,12 +47,14 @@ class ServedModel:
     Attributes:
         call: calls it; stats: the counters of its graphs; report: what the user is told of them.
         parts: the names of the parts that have graphs, if the whole has none.
+        encoder: the language model in a sentence encoder, below Python of its own.
     """
 
     call: Callable[..., Any]
     stats: list[GraphStats]
     report: Callable[[], Any]
     parts: tuple[str, ...] = ()
+    encoder: Any = None
 
     def counts(self) -> Counts:
         """Count replays and eager calls up to now."""
@@ -102,7 +104,25 @@ def serve(
     with _graphs(entry, getattr(model, part) if part else model, tiny, settings) as graphs:
         parts = getattr(graphs, "parts", None)
         stats = [each.graph_stats for each in parts.values()] if parts is not None else [graphs.stats]
-        yield ServedModel(caller(entry, model), stats, graphs.report)
+        encoder = graphs.model if entry.category == "sentence-transformers" else None
+        yield ServedModel(caller(entry, model), stats, graphs.report, encoder=encoder)
+
+
+def inner_call(served: ServedModel, args: Any, kwargs: Any) -> Call:
+    """Return the arguments that a sentence encoder's language model gets in a call."""
+    forward, seen = served.encoder.forward, []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args, kwargs))
+        return forward(*args, **kwargs)
+
+    vars(served.encoder)["forward"] = recorded
+    try:
+        served.call(*args, **kwargs)
+    finally:
+        del vars(served.encoder)["forward"]
+    found: Call = seen[-1]
+    return found
 
 
 @contextlib.contextmanager

@@ -158,8 +158,9 @@ def limits(row: Figures) -> list[str]:
     if row["ms"] > AT_MOST_EAGER * row["eager_ms"]:
         broken.append(f"{row['ms'] / row['eager_ms']:.2f} times eager")
     factor, more = AT_MOST_KERNELS
-    if row["column"] == FULL and row["ms"] > factor * row["kernel_ms"] + more:
-        broken.append(f"kernels * {factor} + {(row['ms'] - factor * row['kernel_ms']) * 1e3:.0f} us")
+    replayed = row.get("encoder", row)  # of a sentence encoder, the call below its own Python
+    if row["column"] == FULL and replayed["ms"] > factor * replayed["kernel_ms"] + more:
+        broken.append(f"kernels * {factor} + {(replayed['ms'] - factor * replayed['kernel_ms']) * 1e3:.0f} us")
     return broken
 
 

@@ -13,6 +13,7 @@ import torch
 from bench.model_table import answers, builders, table, times
 from bench.model_table.entries import CATEGORIES, ENTRIES, GENERATION
 from bench.model_table.row import BY_NAME, EAGER, FAILED, FULL, MISSING, PIECEWISE, Row, measure_row
+from bench.model_table.serving import ServedModel, inner_call
 
 FILE = Path(__file__).parents[3] / "bench" / "results" / "emulator_model_table.json"
 ROWS: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))["rows"]
@@ -86,7 +87,7 @@ class Turns(contextlib.AbstractContextManager[None]):
 def test_a_row_on_a_gpu_times_eager_and_replays_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(times, "kernel_milliseconds", lambda call, calls: 0.25)
     monkeypatch.setattr(times, "BUDGET", 0.002)
-    monkeypatch.setattr(times, "LONG", {"eager_ms": 3, "ms": 4})
+    monkeypatch.setattr(times, "LONG", {"eager_ms": 5, "ms": 6})
     turns, entry = Turns(), BY_NAME[name]
     with torch.no_grad():
         row = Row(entry, builders.find(entry), torch.device("cpu"), tiny=True)
@@ -99,6 +100,18 @@ def test_a_row_on_a_gpu_times_eager_and_replays_alone(monkeypatch: pytest.Monkey
     assert turns.taken == 2
 
 
+def test_a_sentence_encoders_own_call_is_timed_by_the_arguments_that_it_gets() -> None:
+    encoder = torch.nn.Linear(2, 2)
+
+    def encode(numbers: list[float], *, double: bool) -> Any:
+        return encoder(input=torch.tensor(numbers) * (1 + double))
+
+    served = ServedModel(encode, [], lambda: None, encoder=encoder)
+    args, kwargs = inner_call(served, ([1.0, 2.0],), {"double": True})
+    assert (args, list(kwargs), kwargs["input"].tolist()) == ((), ["input"], [2.0, 4.0])
+    assert "forward" not in vars(encoder)
+
+
 def test_a_limit_that_a_row_does_not_keep_is_told() -> None:
     row = {"column": FULL, "answers": "equal", "eager_ms": 1.0, "ms": 0.5, "kernel_ms": 0.42}
     assert table.limits(row) == []
@@ -106,6 +119,7 @@ def test_a_limit_that_a_row_does_not_keep_is_told() -> None:
     assert table.limits(row | {"timed_eagerly": 3}) == ["timed eagerly"]
     assert table.limits(row | {"ms": 0.6}) == ["kernels * 1.15 + 117 us"]
     assert table.limits(row | {"ms": 0.6, "column": PIECEWISE}) == []
+    assert table.limits(row | {"ms": 0.6, "encoder": {"ms": 0.1, "kernel_ms": 0.07}}) == []  # Python around a replay
     assert table.limits({"column": FULL, "answers": "differ"}) == ["answers differ"]
     assert table.limits({"column": FULL, "answers": "equal", "untimed": "no memory\nat all"}) == ["untimed: no memory"]
 
