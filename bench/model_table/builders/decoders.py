@@ -109,7 +109,9 @@ _REAL_STATES: dict[str, Settings] = {
     | {"chunk_size": CHUNK},
     "FalconMamba": {"hidden_size": 1024, "num_hidden_layers": 24},
     "Jamba": HYBRID | MOE | {"attn_layer_period": 8, "attn_layer_offset": 4},
-    "Zamba": HYBRID | {"num_key_value_heads": 16, "n_mamba_heads": 2, "attention_head_dim": 256, "mamba_dt_rank": 128},
+    "Zamba": HYBRID
+    | {"num_key_value_heads": 16, "n_mamba_heads": 2, "attention_head_dim": 256, "mamba_dt_rank": 128}
+    | {"num_hidden_layers": 24, "layers_block_type": (["mamba"] * 5 + ["hybrid"]) * 4},
     "Zamba2": HYBRID
     | {"num_key_value_heads": 16, "n_mamba_heads": 64, "layers_block_type": ["mamba", "hybrid"] * 4}
     | {"chunk_size": CHUNK},
@@ -129,8 +131,7 @@ _REAL_STATES: dict[str, Settings] = {
     "Rwkv": {"hidden_size": 1024, "num_hidden_layers": 12, "attention_hidden_size": 1024},
     "MiniMax": HYBRID | {"head_dim": 128, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 2048},
 }
-for _name in ("Zamba", "NemotronH"):
-    _REAL_STATES[_name].pop("num_hidden_layers", None)
+_REAL_STATES["NemotronH"].pop("num_hidden_layers")
 _NAMES = {"qwen3next": "qwen3_next", "qwen3_5": "qwen3_5"}
 
 

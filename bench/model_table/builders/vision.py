@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.model_table.builders.model import Call, Settings, TableModel, configured, noise, numbers
 
-SIDE, REAL_SIDE = 32, 224
+SIDE, REAL_SIDE, SAM_SIDE = 32, 224, 512
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 PATCHES = SMALL | {"image_size": SIDE, "patch_size": 8}
 SWIN = {"image_size": SIDE, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
@@ -69,7 +69,7 @@ def _both(kind: str) -> Callable[[bool], Any]:
 
 
 def _pointed(tiny: bool, lengths: list[int], seed: int) -> Call:
-    side, rows = (SIDE, len(lengths)) if tiny else (1024, len(lengths))
+    side, rows = SIDE if tiny else SAM_SIDE, len(lengths)
     points = noise(rows, 1, 2, 2, seed=seed).abs() * side / 4
     return (), {"pixel_values": noise(rows, 3, side, side, seed=seed), "input_points": points}
 
@@ -82,7 +82,8 @@ def _sam(tiny: bool) -> Any:
     prompt = {"hidden_size": 16, "image_size": SIDE, "patch_size": 8, "mask_input_channels": 4}
     decoder = {"hidden_size": 16, "mlp_dim": 32, "num_attention_heads": 2, "iou_head_hidden_dim": 16}
     settings = {"vision_config": vision, "prompt_encoder_config": prompt, "mask_decoder_config": decoder}
-    return transformers.SamModel(transformers.SamConfig(**(settings if tiny else {})))
+    real = {"vision_config": {"image_size": SAM_SIDE}, "prompt_encoder_config": {"image_size": SAM_SIDE}}
+    return transformers.SamModel(transformers.SamConfig(**(settings if tiny else real)))
 
 
 def _depth(kind: str, tiny_settings: Settings, real_settings: Settings) -> Callable[[bool], Any]:
