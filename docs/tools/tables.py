@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.training.requirements import beyond_eager
+from docs.tools import model_table
 from docs.tools.grids import grid
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, extra, load, startup
@@ -18,6 +19,7 @@ MIB = 2**20
 PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "figures.md",
+    ROOT / "docs" / "models_tried.md",
     ROOT / "docs" / "modes.md",
     ROOT / "docs" / "several_gpus.md",
 ]
@@ -382,6 +384,9 @@ def _modes() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "model-table": model_table.all_rows,
+    "model-table-categories": model_table.by_category,
+    "model-table-summary": model_table.summary,
     "readme": _readme,
     "startup": _startup,
     "mixed": _mixed,
