@@ -36,7 +36,7 @@ def call_times(
     steps = {name: _steps(call, device) for name, call in calls.items()}
 
     def measured(name: str) -> float:
-        return step_milliseconds(calls[name], device, warmup=min(2, steps[name] - 1), steps=steps[name])
+        return step_milliseconds(calls[name], device, warmup=1 + (steps[name] > 2), steps=steps[name])
 
     def kernels() -> float:
         return kernel_milliseconds(calls["ms"], min(5, steps["ms"]))
