@@ -80,7 +80,7 @@ class EagerPlan:
     pool = _Unlocked()
 
     def __init__(self, call: Call, why: CannotBind, device: GraphDevice, owner: Learner) -> None:
-        self.device = device
+        self.device, self.device_type = device, device.torch_device.type
         self.is_capturing = device.is_capturing
         self.padding = call.padding
         self.state = owner.state or _NoGraphs(call)

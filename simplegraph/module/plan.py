@@ -59,6 +59,7 @@ class Plan:
         self.state, self.table = state, table
         self.graph, self.program = graph, graph.program
         self.device, self.pool = table.device, table.pool
+        self.device_type = table.device.torch_device.type
         self.is_capturing = table.device.is_capturing
         self.inputs = inputs
         self._guards = guards

@@ -75,7 +75,7 @@ def try_replay(
 
 def same_around(module: Any, plan: Plan, layout: CallLayout, state_key: StateKey | None) -> bool:
     """True if autocast, settings, modes, hooks on all modules and Python state are those of the calls of a layout."""
-    autocast = autocast_dtype(plan.device.torch_device.type) if ANY_AUTOCAST() else None
+    autocast = autocast_dtype(plan.device_type) if ANY_AUTOCAST() else None
     if autocast is not layout.autocast:
         return False
     if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
