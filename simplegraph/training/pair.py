@@ -168,6 +168,7 @@ class GraphPair:
     lent: HandedOut | None = None
     refused: CannotBind | None = None
     _routes: dict[tuple[bool, ...], Route] = dataclasses.field(default_factory=dict)
+    _gradients_of: dict[Backward, GraphGradients] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.note_proofs()
@@ -209,13 +210,8 @@ class GraphPair:
         outputs = {leaf: backward.graph.program.outputs[at] for at, leaf in enumerate(backward.places)}
         order = list(self.leaves)
         made = [(order.index(leaf), outputs[leaf]) for leaf in backward.places if leaf in reached]
-        held = [leaf for leaf in self.leaves.values() if isinstance(leaf, Tensor)]
-        shared = collections.Counter(map(storage_key, backward.graph.program.outputs))
-        alone = [
-            (place, out)
-            for place, out in made
-            if shared[storage_key(out)] == 1 and not self.retains and self._is_handed(order[place], out)
-        ]
+        gradients = self._handed_by(backward)
+        alone = [] if gradients is None else [(place, out) for place, out in made if storage_key(out) in gradients.keys]
         return Route(
             backward.graph,
             given,
@@ -224,13 +220,26 @@ class GraphPair:
             made=made,
             handed=alone,
             copied=[(place, out) for place, out in made if place not in dict(alone)],
-            gradients=GraphGradients([out for _, out in alone], held) if alone else None,
+            gradients=gradients if alone else None,
         )
 
-    def _is_handed(self, leaf: int, output: Tensor) -> bool:
-        """True if a gradient is one of the module's tensors and lies in memory that its graph writes."""
-        device, pool = self.plan.device, self.plan.pool
-        return isinstance(self.leaves[leaf], Tensor) and device.in_pool(pool, output) and alone_in_memory(output)
+    def _handed_by(self, backward: Backward) -> GraphGradients | None:
+        """Return the gradients that a graph may hand out as they are: of tensors of the module, each in memory alone.
+
+        They are the same for all ways through the graph: each look at their memory counts as a use of it.
+        """
+        known = self._gradients_of.get(backward)
+        if known is None and not self.retains:
+            held = {number: leaf for number, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
+            device, pool, outputs = self.plan.device, self.plan.pool, backward.graph.program.outputs
+            shared = collections.Counter(map(storage_key, outputs))
+            alone = [
+                out
+                for leaf, out in zip(backward.places, outputs, strict=True)
+                if leaf in held and shared[storage_key(out)] == 1 and device.in_pool(pool, out) and alone_in_memory(out)
+            ]
+            known = self._gradients_of[backward] = GraphGradients(alone, list(held.values()))
+        return known
 
 
 class Ticket:

@@ -13,6 +13,7 @@ from tests.training.test_handed_gradients import (  # noqa: F401
     test_gradients_outlive_the_graphs,
     test_gradients_that_are_added_to_leave_the_graphs_memory_first,
     test_gradients_that_one_tensor_is_do_not_share_memory,
+    test_losses_of_one_output_and_of_both_in_turn_copy_no_gradient,
 )
 from tests.training.test_handed_outputs import (  # noqa: F401
     test_a_backward_does_not_write_to_the_output,

@@ -213,3 +213,28 @@ def test_any_order_of_steps_and_of_what_is_kept(device: torch.device, seed: int)
         for expected, actual in kept:
             assert all(map(torch.equal, expected, actual)), number
     assert model.graph_stats.replays > 0
+
+
+class Two(nn.Module):
+    """Has two outputs, each with a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.two(x)
+
+
+def test_losses_of_one_output_and_of_both_in_turn_copy_no_gradient(device: torch.device) -> None:
+    plain, model = twins(Two, device)
+    places, taken = [], []
+    for number, (x, _) in enumerate(batches(9, device)):
+        for each in (plain, model):
+            each.zero_grad()
+            taken.append(torch.empty_like(model.one.weight))  # where a copy would come to lie again
+            sum(out.square().sum() for out in each(x)[: 1 if number % 3 == 1 else 2]).backward()
+        assert_same(model, plain)
+        places.append(model.one.weight.grad.data_ptr())
+    assert len(set(places[2:])) == 1
+    assert sum(model.graph_stats.eager.values()) <= 2
