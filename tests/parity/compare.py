@@ -9,6 +9,7 @@ _NONE = ("raised", "unstable", "no sample")
 # Forwards for which the devices differ, by the beginning of their names, and why.
 KNOWN: dict[str, str] = {
     "tensor_split (": "a tensor of places as an argument is the host's beside a GPU, and a device's on the emulator",
+    "narrow (": "a tensor of one place as an argument is the host's beside a GPU, and a device's on the emulator",
 }
 
 

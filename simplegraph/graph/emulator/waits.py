@@ -1,6 +1,6 @@
 """Operators for which CUDA's kernels wait for a value on the host, where the CPU's need none, or have one there.
 
-Read from torch's sources, releases 2.9 to 2.11; `python -m tests.parity` compares with a GPU.
+Read from torch's sources, releases 2.9 to 2.11, and seen with 2.11; `python -m tests.parity` compares with a GPU.
 """
 
 from __future__ import annotations
@@ -61,6 +61,26 @@ def _checks_errors(given: dict[str, Any]) -> bool:
     return bool(given["check_errors"])
 
 
+def _factors(given: dict[str, Any]) -> bool:
+    """What is not square goes another way."""
+    rows, columns = given["A"].shape[-2:]
+    return bool(given["check_errors"]) or rows != columns
+
+
+def _of_batch(name: str) -> _Waits:
+    """It waits for a batch of matrices, which MAGMA gets."""
+    return lambda given: given[name].dim() > 2
+
+
+def _counts_by_sorting(given: dict[str, Any]) -> bool:
+    """True for rows that are too long for one block of threads."""
+    values: Tensor = given["self"]
+    return values.dim() > 0 and values.shape[given["dim"]] > _MOST_COUNTED
+
+
+_MOST_COUNTED = 2048
+
+
 def _isin_sorts(given: dict[str, Any]) -> bool:
     """Elements are compared one by one with a few, and made unique if there are more."""
     elements, tested = given.get("elements"), given.get("test_elements")
@@ -78,7 +98,7 @@ _WAITS: dict[str, _Waits] = {
     "searchsorted": _reads("sorter"),
     "segment_reduce": lambda given: isinstance(given["lengths"], Tensor) and not given["unsafe"],
     "histc": lambda given: given["min"] == given["max"],
-    "nanmedian": lambda given: "dim" not in given,
+    "mode": _counts_by_sorting,
     "isin": _isin_sorts,
     "fake_quantize_per_channel_affine_cachemask": _always,
     # cuSOLVER and MAGMA: convergence and errors are read on the host.
@@ -86,10 +106,12 @@ _WAITS: dict[str, _Waits] = {
     "_linalg_svd": _always,
     "linalg_pinv": _always,
     "cholesky": _always,
-    "cholesky_inverse": _always,
+    "cholesky_inverse": _of_batch("self"),
+    "cholesky_solve": _of_batch("self"),
+    "_cholesky_solve_helper": _of_batch("self"),
     "linalg_cholesky_ex": _checks_errors,
     "linalg_inv_ex": _checks_errors,
     "linalg_ldl_factor_ex": _checks_errors,
-    "linalg_lu_factor_ex": _checks_errors,
+    "linalg_lu_factor_ex": _factors,
     "_linalg_solve_ex": _checks_errors,
 }
