@@ -169,13 +169,14 @@ class GraphDevice(Protocol):
         One under way counts, until it is abandoned. Borrowed tensors own nothing. Cheap where there is none.
         """
 
-    def inventory(self, pool: GraphPool, segments: Sequence[Any], known: Sequence[Any]) -> Any:
+    def inventory(self, pool: GraphPool, segments: Sequence[Any], known: Sequence[Any], *, every: bool = False) -> Any:
         """Read what captured segments of a pool touch.
 
         Args:
             pool: what they were captured into.
             segments: captured, and not reset.
             known: each `simplegraph.graph.inventory.KnownMemory` that their owner keeps alive.
+            every: list also what kernels touch that touch only memory which is accounted for.
 
         Returns:
             The `simplegraph.graph.inventory.Inventory`; None where there is no driver that could tell.

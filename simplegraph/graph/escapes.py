@@ -46,6 +46,10 @@ class PythonState:
         """Put modules back as they were; returns the names of places that held memory of a graph."""
         return []
 
+    def forget(self) -> None:
+        """Remember nothing any more, so that nothing lives for that alone."""
+        self.surroundings = Surroundings()
+
     def go_back_to(self, earlier: PythonState) -> None:
         """Put back, and remember from now on, what a copy of this remembered earlier."""
         earlier.put_back()

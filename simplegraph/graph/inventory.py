@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -36,6 +36,8 @@ class Touch(NamedTuple):
         address: the address; offset: from the start of the block, or of the known memory, that it is in.
         place: whose memory that is; name: its name, if it is known.
         certain: False if the address is a word of a struct, which may be padding that holds anything.
+        parameter: which of the kernel's has the address; -1 if the node is no kernel.
+        number: the node's place among the nodes.
     """
 
     node: str
@@ -44,6 +46,8 @@ class Touch(NamedTuple):
     place: MemoryKind
     name: str
     certain: bool
+    parameter: int = -1
+    number: int = 0
 
 
 @dataclasses.dataclass
@@ -66,20 +70,6 @@ class Inventory:
         """List the addresses in this place that are no padding."""
         return [touch for touch in self.touches if touch.place is place and touch.certain]
 
-    def lines(self, names: Sequence[KnownMemory] = ()) -> Iterator[str]:
-        """Yield one line for each kernel with what it touches, and what could not be read.
-
-        Args:
-            names: of memory, better ones than the driver's reader had.
-        """
-        shown: dict[str, dict[str, None]] = {}
-        for touch in self.touches:
-            shown.setdefault(touch.node, {}).setdefault(_shown(touch, names))
-        for node, places in shown.items():
-            yield f"{node}: {', '.join(places)}"
-        for note, count in self.notes.items():
-            yield f"not read: {count} x {note}"
-
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values."""
         touches = [{**touch._asdict(), "place": touch.place.name.lower()} for touch in self.touches]
@@ -95,11 +85,3 @@ def merged(parts: Sequence[Inventory]) -> Inventory:
         whole.notes += part.notes
         whole.seconds += part.seconds
     return whole
-
-
-def _shown(touch: Touch, names: Sequence[KnownMemory]) -> str:
-    if touch.place is MemoryKind.POOL:
-        return "pool"
-    named = next((each.name for each in names if each.start <= touch.address < each.end), touch.name)
-    what = named or f"{touch.place.value} at {touch.address:#x}"
-    return what if touch.certain else f"{what}?"

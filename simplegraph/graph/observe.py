@@ -181,3 +181,9 @@ class MemoryObserver(OperatorMode):
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         if self._device is not None:
             self._look_for_unseen(self._device)
+
+
+def observed_tensors(observers: Iterable[MemoryObserver]) -> Iterator[Tensor]:
+    """Yield the tensors that observers own."""
+    for observer in observers:
+        yield from (*observer.external.values(), *observer.passed.values())

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +24,15 @@ from simplegraph.graph.failures import capture_error, release_locals
 from simplegraph.graph.host.capture import HostCapture
 from simplegraph.graph.host.warmup import HostWarmup
 from simplegraph.graph.modes import autocast_cache_off
-from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.observe import MemoryObserver, observed_tensors
 from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.stopwatch import Stopwatch
 from simplegraph.graph.tensors import wait_collectives
 from simplegraph.graph.transformers_masks import answering, decisions
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key, joined_labels
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.progress import CaptureBar, capture_bar
-from simplegraph.manager.table import OTHERS_TOO, ProgramTable
-from simplegraph.manager.touched import inspect
+from simplegraph.manager.table import OTHERS_TOO, ProgramTable, on_all_ranks
 from simplegraph.nested import WithheldError
 
 logger = logging.getLogger("simplegraph")
@@ -159,10 +158,7 @@ class GraphCapture:
             finally:  # whatever came of the others
                 with self.parts.timed("instantiate"):
                     unready = _wait_for_graphs(table, jobs)
-            if table.config.debug:
-                with self.parts.timed("inventory"):
-                    unready |= inspect(table, jobs, list(_tensors_of(self.observers)))
-            dropped = _on_all_ranks(table, "instantiating", jobs, unready)
+            dropped = on_all_ranks(table, "instantiating", jobs, unready)
             table.forget([job for job in jobs if job.label in dropped])
             self._failed |= dropped
 
@@ -200,7 +196,7 @@ class GraphCapture:
         for job in jobs:
             bar.next(job.descriptor.num_tokens, self.table.device)
             errors |= _labelled(job, self._capture_one(session, job, observed=job.label in observed))
-        errors = _on_all_ranks(self.table, "capturing", jobs, errors)
+        errors = on_all_ranks(self.table, "capturing", jobs, errors)
         for job in jobs:
             if job.label in errors:
                 error = errors[job.label]
@@ -217,7 +213,7 @@ class GraphCapture:
         earlier = copy.copy(self.state)
         if isinstance(error, EscapeError):
             self.state.remember()  # a cache that the warmup filled: the graph will read what is in it
-        again = _on_all_ranks(self.table, "capturing", [job], _labelled(job, self._capture_one(session, job)))
+        again = on_all_ranks(self.table, "capturing", [job], _labelled(job, self._capture_one(session, job)))
         if again:  # then nothing needs what the warmup changed
             self.state.go_back_to(earlier)
         return again.get(job.label)
@@ -256,7 +252,7 @@ class GraphCapture:
                 generators=job.generators,
                 trace=trace,
                 state=self.state,
-                observed=functools.partial(_tensors_of, self.observers),
+                observed=functools.partial(observed_tensors, self.observers),
                 search=observed,
                 wait=False,  # the driver instantiates it while the next one is captured
                 **_neighbours(self.table, self.jobs, job),
@@ -288,7 +284,7 @@ class GraphCapture:
     def _warm_up(self, job: CaptureJob) -> CaptureError | None:
         """Run a job eagerly, so that its capture finds everything set up; return what went wrong on any rank."""
         error = _labelled(job, self._warm_up_here(job, self.observers))
-        return _on_all_ranks(self.table, "warming up", [job], error).get(job.label)
+        return on_all_ranks(self.table, "warming up", [job], error).get(job.label)
 
     def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
         try:
@@ -320,23 +316,6 @@ class GraphCapture:
             if error is not None:
                 raise error
         return self.table.trace(job.key)
-
-
-def _on_all_ranks(
-    table: ProgramTable, what: str, jobs: Sequence[CaptureJob], errors: Mapping[str, CaptureError]
-) -> dict[str, CaptureError]:
-    """Return the errors of all ranks by label: a graph that one rank does not have, no rank may replay."""
-    found = dict(errors)
-    others = table.ranks.failures(f"{what} {joined_labels([job.label for job in jobs])}", errors) if jobs else {}
-    for job in jobs:
-        if job.label in others and job.label not in errors:
-            table.forget([job])
-            rank, words = others[job.label]
-            cause = f"it failed on rank {rank}, and its collectives need all ranks"
-            said = words.replace("\n", "\n  ")
-            message = f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}"
-            found[job.label] = CaptureError(message, cause=cause)
-    return found
 
 
 def _labelled(job: CaptureJob, error: CaptureError | None) -> dict[str, CaptureError]:
@@ -391,9 +370,3 @@ def _shared_settings(table: ProgramTable, settings: dict[str, Any], num_warmups:
     names = [field.name for field in dataclasses.fields(config) if field.name != "progress"]
     more = {"support": support, **settings, "warmups": num_warmups, "torch": torch.__version__}
     return {name: repr(getattr(config, name)) for name in names} | {name: str(more[name]) for name in more}
-
-
-def _tensors_of(observers: Sequence[MemoryObserver]) -> Iterator[Tensor]:
-    """Yield the tensors that observers own."""
-    for observer in observers:
-        yield from (*observer.external.values(), *observer.passed.values())

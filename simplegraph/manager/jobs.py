@@ -122,10 +122,10 @@ class CaptureSummary:
     Attributes:
         captured: how many graphs were captured.
         failed: label -> error of those that were not.
-        seconds: wall time, warmup included.
+        seconds: wall time, warmup included, without ``inventory``.
         bytes: device memory taken, as the device's free memory saw it.
         parts: where the seconds went: ``communicators`` that were set up, ``meetings`` of ranks, which includes waiting
-            for the slowest, ``warmup``, ``capture``, ``instantiate``, waiting for the driver at the end, and
+            for the slowest, ``warmup``, ``capture`` and ``instantiate``, waiting for the driver at the end. Beside them
             ``inventory``, asking it what graphs touch.
     """
 
@@ -139,7 +139,8 @@ class CaptureSummary:
         total = f"{self.captured} of {self.captured + len(self.failed)} graphs captured"
         failures = {label: str(error) for label, error in self.failed.items()}
         lines = [f"  failed: {headline(message)}" for _, message in merged_failures(failures)]
-        return "\n".join([f"{total} in {self.seconds:.3f} s, {self.bytes / 2**20:.1f} MiB", *lines])
+        read = f" (and {seconds:.3f} s to read what they touch)" if (seconds := self.parts.get("inventory")) else ""
+        return "\n".join([f"{total} in {self.seconds:.3f} s{read}, {self.bytes / 2**20:.1f} MiB", *lines])
 
 
 def bind_forward(forward: Forward, mode: CudaGraphMode, descriptor: BatchDescriptor) -> Callable[[], Any]:

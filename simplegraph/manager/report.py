@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from simplegraph.graph.inventory import KnownMemory
+from simplegraph.graph.kernels import report_lines
 from simplegraph.manager.jobs import headline, merged_failures
 from simplegraph.manager.stats import GraphCounters, GraphStats
 from simplegraph.reasons import DOCUMENTATION
@@ -83,6 +84,8 @@ class GraphReport:
         lines += [f"  eager calls explained: {DOCUMENTATION}troubleshooting.html"] if eager or slower else []
         seconds = sum(graph.proof_seconds for graph in graphs)
         lines += [f"  proofs took {seconds:.3f} s, the eager runs that were calls included"] if seconds else []
+        read = sum(graph.inventory.seconds for graph in graphs if graph.inventory is not None)
+        lines += [f"  the driver was asked what graphs touch for {read:.3f} s, beside the captures"] if read else []
         sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SIZES)
         if sizes and stats.unit != "calls":
             shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes))
@@ -97,7 +100,7 @@ class GraphReport:
     __repr__ = __str__
 
 
-_NO_INVENTORY = "  what graphs touch is not known: capture with debug=True on a GPU, whose driver is asked then"
+_NO_INVENTORY = "  what graphs touch is not known: only a GPU's driver can be asked"
 
 
 def _row(graph: GraphCounters) -> tuple[str, ...]:
@@ -134,7 +137,7 @@ def _touched(graph: GraphCounters, names: Sequence[KnownMemory]) -> Iterator[str
     if graph.inventory is not None:
         count, seconds = graph.inventory.nodes, graph.inventory.seconds
         yield f"  {graph.mode} {graph.size} touches, as {count} nodes tell (read in {seconds * 1e3:.1f} ms):"
-        yield from (f"    {line}" for line in graph.inventory.lines(names))
+        yield from (f"    {line}" for line in report_lines(graph.inventory, names))
 
 
 def _mib(count: int) -> str:

@@ -20,9 +20,10 @@ from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.failures import release_frames
 from simplegraph.graph.host.constants import FrozenConstants
+from simplegraph.graph.inventory import KnownMemory
 from simplegraph.graph.program import Program
 from simplegraph.manager.hooks import GraphHooks
-from simplegraph.manager.jobs import CaptureJob, Key, merged_failures, origin
+from simplegraph.manager.jobs import CaptureJob, Key, joined_labels, merged_failures, origin
 from simplegraph.manager.stats import GraphCounters, GraphStats
 from simplegraph.reasons import Reason
 
@@ -93,6 +94,7 @@ class ProgramTable:
         hooks: called around every capture and replay.
         constants: what warmups moved to the device from Python data, for captures.
         foreign: tensors that graphs touch and no operator named; they are kept alive.
+        accounted: the memory that the last captures were seen to read, and that was kept alive then.
         unowned: addresses that graphs touch and that are in no tensor's memory.
     """
 
@@ -107,6 +109,7 @@ class ProgramTable:
     hooks: list[GraphHooks] = dataclasses.field(default_factory=list)
     constants: FrozenConstants = dataclasses.field(default_factory=FrozenConstants)
     foreign: list[Tensor] = dataclasses.field(default_factory=list)
+    accounted: list[KnownMemory] = dataclasses.field(default_factory=list)
     unowned: set[int] = dataclasses.field(default_factory=set)
     _traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
     _trace_of_any_size: BreakTrace | None = None
@@ -287,3 +290,21 @@ class ProgramTable:
         self._trace_of_any_size = None
         self.constants.clear()
         self.foreign.clear()
+        self.accounted.clear()
+
+
+def on_all_ranks(
+    table: ProgramTable, what: str, jobs: Sequence[CaptureJob], errors: Mapping[str, CaptureError]
+) -> dict[str, CaptureError]:
+    """Return the errors of all ranks by label: a graph that one rank does not have, no rank may replay."""
+    found = dict(errors)
+    others = table.ranks.failures(f"{what} {joined_labels([job.label for job in jobs])}", errors) if jobs else {}
+    for job in jobs:
+        if job.label in others and job.label not in errors:
+            table.forget([job])
+            rank, words = others[job.label]
+            cause = f"it failed on rank {rank}, and its collectives need all ranks"
+            said = words.replace("\n", "\n  ")
+            message = f"{what} {job.label} failed on rank {rank}\n  {cause}:\n  {said}"
+            found[job.label] = CaptureError(message, cause=cause)
+    return found

@@ -1,43 +1,74 @@
-"""Look at what captured graphs touch: refuse those that read freed memory, and keep alive what nobody else does."""
+"""Look at what captured graphs touch: refuse those that read freed memory, and keep alive what nobody else does.
+
+Kernels that torch launches, or libraries for it, are only reported: its dispatcher has shown their tensors, and they
+leave arguments that they do not use as these were.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from simplegraph.errors import CaptureError
-from simplegraph.graph.device import GraphDevice, GraphPool
+from simplegraph.graph.device import CAPTURE_LOCK
+from simplegraph.graph.escapes import PythonState
 from simplegraph.graph.failures import BREAK
 from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, Touch
-from simplegraph.manager.jobs import CaptureJob
-from simplegraph.manager.stats import GraphStats
+from simplegraph.graph.kernels import launched_by_torch, readable
+from simplegraph.graph.observe import MemoryObserver, observed_tensors
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary
+from simplegraph.manager.table import OTHERS_TOO, CapturedGraph, ProgramTable, on_all_ranks
 from simplegraph.reasons import DOCUMENTATION
 
 logger = logging.getLogger("simplegraph")
 
 
-class TouchingGraphs(Protocol):
-    """The table of the graphs that are inspected; see `simplegraph.manager.table.ProgramTable`."""
+class CapturedJobs(Protocol):
+    """A capture that is over; see `simplegraph.manager.capture.GraphCapture`."""
 
-    device: GraphDevice
-    pool: GraphPool
-    stats: GraphStats
-    graphs: dict[Any, Any]
-    foreign: list[Tensor]
-    unowned: set[int]
-
-    def forget(self, jobs: Iterable[CaptureJob]) -> None:
-        """Drop these jobs' graphs."""
+    table: ProgramTable
+    jobs: Sequence[CaptureJob]
+    state: PythonState
+    observers: list[MemoryObserver]
 
 
-def inspect(table: TouchingGraphs, jobs: Sequence[CaptureJob], read: Sequence[Tensor]) -> dict[str, CaptureError]:
-    """Read what the largest and the smallest graph touch; both at once tell a struct's addresses from its padding.
+def inspected(capture: CapturedJobs, summary: CaptureSummary) -> CaptureSummary:
+    """Read what captured graphs touch, and drop those that touch memory which was given back; return what is left.
+
+    Everything must be over that could have undone the captures: nothing may live for that alone.
+
+    Args:
+        capture: of the graphs.
+        summary: of the capture.
+    """
+    table, jobs = capture.table, capture.jobs
+    capture.state.forget()
+    started = time.perf_counter()
+    with table.ranks.together(), table.releasing_unused_pool(), CAPTURE_LOCK:
+        refused = _inspect(table, jobs, list(observed_tensors(capture.observers)))
+        if refused is None:
+            return summary  # alike on all ranks
+        dropped = on_all_ranks(table, "inspecting", jobs, refused)
+        failed = {job: dropped[job.label] for job in jobs if job.label in dropped}
+        table.forget(failed)
+    table.add_failures(failed, OTHERS_TOO)
+    parts = {**summary.parts, "inventory": time.perf_counter() - started}
+    captured = summary.captured - len(failed)
+    return dataclasses.replace(summary, captured=captured, failed={**summary.failed, **dropped}, parts=parts)
+
+
+def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Tensor]) -> dict[str, CaptureError] | None:
+    """Read what the largest and the smallest graph touch.
+
+    With `debug`, an address in a struct counts as well if both graphs have it.
 
     Args:
         table: of the graphs; a graph that touches memory which was given back is taken out of it.
@@ -45,46 +76,65 @@ def inspect(table: TouchingGraphs, jobs: Sequence[CaptureJob], read: Sequence[Te
         read: tensors that the forward was seen to read, which are kept alive.
 
     Returns:
-        Why graphs were taken out, by label.
+        Why graphs were taken out, by label; None if there was no graph, or no driver to ask.
     """
     captured = [job for job in jobs if job.key in table.graphs]
     ends = {job.key: job for job in (*captured[:1], *captured[-1:])}
     known = [each for tensor in (*read, *table.foreign) for each in _memory(tensor)]
     found: dict[str, Inventory] = {}
     for job in ends.values():
-        program = table.graphs[job.key].program
-        kept = [*known, *(each for tensor in program.constants for each in _memory(tensor))]
-        inventory = table.device.inventory(table.pool, program.segments, kept)
+        inventory = _read(table, table.graphs[job.key], known)
         if inventory is None:
-            return {}
-        found[job.label] = table.graphs[job.key].counters.inventory = inventory
-    sure = _in_all(list(found.values()))
+            return None
+        found[job.label] = inventory
+    if not ends:
+        return None
+    table.accounted = known
+    sure = _in_all(list(found.values())) if table.config.debug else set()
     refused: dict[str, CaptureError] = {}
-    foreign: list[Touch] = []
     for job in ends.values():
-        touches = found[job.label].touches
-        freed = [touch for touch in touches if touch.place is MemoryKind.FREED and _is_sure(touch, sure)]
+        freed = _freed(found[job.label], sure)
         if freed:
-            refused[job.label] = _freed(job, freed[0])
+            refused[job.label] = _refusal(job, freed[0])
             table.forget([job])
         else:
-            foreign += found[job.label].certain(MemoryKind.FOREIGN)
-    _keep(table, [touch for touch in foreign if touch.address not in table.unowned])
+            _keep(table, found[job.label])
     if refused and len(captured) > len(ends):  # the sizes in between may do the same
-        refused |= inspect(table, [job for job in captured if job.key not in ends], read)
+        refused |= _inspect(table, [job for job in captured if job.key not in ends], read) or {}
     return refused
 
 
-def freed_since(table: TouchingGraphs, graph: Any) -> str | None:
+def freed_since(table: ProgramTable, graph: CapturedGraph) -> str | None:
     """Say which kernel touches memory that was given back since a graph's capture; None if none is known to.
 
-    Only before its first proof: a graph that was replayed keeps what it keeps.
+    Only before its first proof: a graph that was replayed keeps what it keeps. A graph that was not read yet is now.
     """
     if graph.counters.proof:
         return None
     found = table.device.inventory(table.pool, graph.program.segments, ())
-    freed = [] if found is None else found.certain(MemoryKind.FREED)
+    if found is None:
+        return None
+    freed = _freed(found)
+    if not freed and graph.counters.inventory is None:
+        _keep(table, found)
+    graph.counters.inventory = graph.counters.inventory or found
     return _said_of_freed(freed[0]) if freed else None
+
+
+def read_touches(table: ProgramTable) -> None:
+    """Read all that graphs touch of which something was read before, for a report."""
+    for graph in table.graphs.values():
+        before = graph.counters.inventory
+        if before is not None:
+            every = table.device.inventory(table.pool, graph.program.segments, table.accounted, every=True)
+            graph.counters.inventory = every or before
+
+
+def _read(table: ProgramTable, graph: CapturedGraph, known: Sequence[KnownMemory]) -> Inventory | None:
+    kept = [*known, *(each for tensor in graph.program.constants for each in _memory(tensor))]
+    found: Inventory | None = table.device.inventory(table.pool, graph.program.segments, kept, every=table.config.debug)
+    graph.counters.inventory = found
+    return found
 
 
 def _memory(tensor: Tensor) -> Iterator[KnownMemory]:
@@ -106,11 +156,18 @@ def _in_all(inventories: Sequence[Inventory]) -> set[tuple[str, int]]:
     return set.intersection(*each)
 
 
-def _is_sure(touch: Touch, sure: set[tuple[str, int]]) -> bool:
-    return touch.certain or (touch.node, touch.address) in sure
+def _unseen(inventory: Inventory, place: MemoryKind) -> list[Touch]:
+    """List the addresses in a place, padding among them, of kernels that torch's dispatcher does not show."""
+    return [touch for touch in inventory.touches if touch.place is place and not launched_by_torch(touch.node)]
 
 
-def _freed(job: CaptureJob, touch: Touch) -> CaptureError:
+def _freed(inventory: Inventory, sure: Container[tuple[str, int]] = ()) -> list[Touch]:
+    """List what is surely no padding and lies in memory that was given back."""
+    touches = _unseen(inventory, MemoryKind.FREED)
+    return [touch for touch in touches if touch.certain or (touch.node, touch.address) in sure]
+
+
+def _refusal(job: CaptureJob, touch: Touch) -> CaptureError:
     cause = _said_of_freed(touch)
     return CaptureError(
         f"capturing {job.label} failed\n  {cause}: a replay would find there whatever comes next.\n"
@@ -120,25 +177,32 @@ def _freed(job: CaptureJob, touch: Touch) -> CaptureError:
 
 
 def _said_of_freed(touch: Touch) -> str:
-    return f"the kernel {touch.node} touches memory at {touch.address:#x} that was given back"
+    return f"the kernel {readable(touch.node)} touches memory at {touch.address:#x} that was given back"
 
 
-def _keep(table: TouchingGraphs, foreign: Sequence[Touch]) -> None:
-    """Keep the tensors alive that graphs touch and nobody accounts for; warn once of memory that has none."""
+def _keep(table: ProgramTable, inventory: Inventory) -> None:
+    """Keep the tensors alive that a graph touches and nobody accounts for; warn once of memory that has none."""
+    spans = [*table.accounted, *(span for tensor in table.foreign for span in _memory(tensor))]
+    foreign = [touch for touch in _unseen(inventory, MemoryKind.FOREIGN) if touch.certain and not _holds(spans, touch)]
+    foreign = [touch for touch in foreign if touch.address not in table.unowned]
     if not foreign:
         return
-    addresses = {touch.address for touch in foreign}
-    found = _tensors_at(addresses)
+    found = _tensors_at({touch.address for touch in foreign})
     table.foreign += found
     spans = [span for tensor in found for span in _memory(tensor)]
-    left = [touch for touch in foreign if not any(start <= touch.address < end for start, end, _ in spans)]
+    # What copies and fills touch may be a library's workspace of another thread, as a backward's is.
+    left = [touch for touch in foreign if touch.parameter >= 0 and not _holds(spans, touch)]
     if left and not table.unowned:
         logger.warning(
             "simplegraph: %s: graphs touch device memory that belongs to no tensor, such as the kernel %s at %#x.\n"
             "  Replays are right while whoever owns it leaves it there.\n  See %slimits.html",
-            *(table.stats.name, left[0].node, left[0].address, DOCUMENTATION),
+            *(table.stats.name, readable(left[0].node), left[0].address, DOCUMENTATION),
         )
     table.unowned |= {touch.address for touch in left}
+
+
+def _holds(spans: Sequence[KnownMemory], touch: Touch) -> bool:
+    return any(start <= touch.address < end for start, end, _ in spans)
 
 
 def _tensors_at(addresses: Iterable[int]) -> list[Tensor]:

@@ -56,6 +56,10 @@ class ModuleState(PythonState):
         of_function = isinstance(self._roots[0], FunctionModule)
         return [name.removeprefix("reached.") for name in kept] if of_function else kept
 
+    def forget(self) -> None:
+        super().forget()
+        self._before, self._values = [], {}
+
 
 _CODE = frozenset({types.FunctionType, types.MethodType, functools.partial})
 

@@ -25,6 +25,7 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
+from simplegraph.manager.touched import read_touches
 from simplegraph.module.call import Graphed, invoke
 from simplegraph.module.functions import FunctionModule, GraphedFunction, P, R, check_function
 from simplegraph.module.memory import named_memory
@@ -138,13 +139,15 @@ class CudaGraphWrapper(Graphed):
         """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``.
 
         Args:
-            pointers: show what the kernels of the largest and the smallest graph touch, as the CUDA driver told a
-                capture with ``debug=True``.
+            pointers: show what the kernels of the largest and the smallest graph read and write, by module, as the CUDA
+                driver tells it now.
         """
         modules: Any = self
         kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]
         lines = tuple(line for each in kept if each is not None for line in each.lines())
         names = named_memory(modules) if pointers else ()
+        if pointers and self.graph_manager is not None:
+            read_touches(self.graph_manager.table)
         report = self._graph_runner.report()
         return dataclasses.replace(report, optimizations=lines, pointers=pointers, names=names)
 

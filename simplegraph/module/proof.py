@@ -93,7 +93,7 @@ class _CallProof:
             _, observer = proof.run_eager(self._run, self._call.batch)
             number = learn_numbers(self._call.binding, self._table, observer.numbers)
             unknown = self._ranks.any(f"unknown memory that {self._label} writes", self._learn(proof, observer))
-            gone = freed_since(self._table, plan.graph) if plan.debug else None
+            gone = freed_since(self._table, plan.graph)
             if self._ranks.any(f"freed memory that {self._label} touches", gone is not None):
                 unknown, found, freed = False, gone, True  # it may not be replayed at all
             elif not unknown:

@@ -103,7 +103,7 @@ class MetaDevice:
     def left_alive(self, pool: GraphPool) -> set[int]:
         return set()
 
-    def inventory(self, pool: GraphPool, segments: Any, known: Any) -> None:
+    def inventory(self, pool: GraphPool, segments: Any, known: Any, *, every: bool = False) -> None:
         return None
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:

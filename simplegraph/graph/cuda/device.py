@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -259,8 +260,10 @@ class CudaDevice:
             handle.owned = owned_addresses(handle.id)
         return handle.owned
 
-    def inventory(self, pool: GraphPool, segments: Sequence[CudaSegment], known: Sequence[KnownMemory]) -> Inventory:
-        driver, handle = cuda_driver(), pool.handle
+    def inventory(
+        self, pool: GraphPool, segments: Sequence[CudaSegment], known: Sequence[KnownMemory], *, every: bool = False
+    ) -> Inventory:
+        driver, handle, started = cuda_driver(), pool.handle, time.perf_counter()
         try:
             with torch.cuda.device(self.torch_device):
                 graphs = [segment.raw_graph for segment in segments]
@@ -268,9 +271,11 @@ class CudaDevice:
                 present = [each for each in allocator.segments() if each["device"] == self.index]
                 places = Places(present, handle.anchors, workspaces, known, self._former, device_memory(driver))
                 self._former = places.present | (self._former if len(self._former) < _MOST_FORMER else set())
-                return read_inventory(driver, graphs, places)
+                found = read_inventory(driver, graphs, places, every=every)
         except Exception as error:  # a report is not worth a capture
-            return Inventory(notes=collections.Counter([f"{type(error).__name__}: {error}"]))
+            found = Inventory(notes=collections.Counter([f"{type(error).__name__}: {error}"]))
+        found.seconds = time.perf_counter() - started
+        return found
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         if not _CAN_BORROW or tensor.is_conj() or tensor.is_neg():  # lazy bits that metadata does not carry

@@ -263,7 +263,9 @@ class EmulatorDevice:
         begun = recording.left_alive() if recording is not None and recording.arena is arena else set()
         return begun | {memory.address for memory in arena.of_group() if not memory.reusable()}
 
-    def inventory(self, pool: GraphPool, segments: Sequence[Any], known: Sequence[KnownMemory]) -> None:
+    def inventory(
+        self, pool: GraphPool, segments: Sequence[Any], known: Sequence[KnownMemory], *, every: bool = False
+    ) -> None:
         """Return None: a replay here refuses memory that was freed by itself."""
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:

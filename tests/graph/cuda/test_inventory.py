@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from simplegraph.graph.cuda.inventory.nodes import ProcessMemory
+from simplegraph.graph.cuda.inventory.host import ProcessMemory
 from simplegraph.graph.cuda.inventory.places import Places
 from simplegraph.graph.cuda.inventory.reading import device_memory, read_inventory
 from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, merged
+from simplegraph.graph.kernels import report_lines
 
-BASE = 0x7F00_0000_0000
+BASE = 0x7F00_4000_0000
 POOL, OTHER_POOL, WORKSPACES = (0, 3), (0, 4), (0, 5)
 
 
@@ -46,11 +47,16 @@ class Kernel:
 
     kind = 0
 
-    def __init__(self, name: str, *parameters: bytes, packed: bool = False, function: bool = True) -> None:
+    def __init__(
+        self, name: str, *parameters: bytes, packed: bool = False, function: bool = True, together: bool = False
+    ) -> None:
         self.name, self.parameters, self.function = name, parameters, function
         self.buffers = [ctypes.create_string_buffer(each, len(each)) for each in parameters]
         self.addresses = (ctypes.c_void_p * max(1, len(parameters)))(*map(ctypes.addressof, self.buffers))
         self.buffer = ctypes.create_string_buffer(b"".join(parameters), sum(map(len, parameters)))
+        if together:
+            starts = [sum(map(len, parameters[:index])) for index in range(len(parameters))]
+            self.addresses[:] = [ctypes.addressof(self.buffer) + start for start in starts]
         self.size = ctypes.c_size_t(len(self.buffer))
         options = (1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0)
         self.extra = (ctypes.c_void_p * 5)(*options)
@@ -105,6 +111,14 @@ class Driver:
         self.nodes[node.value].fill(out._obj)
         return 0
 
+    def cuGraphNodeGetParams(self, node: Any, out: Any) -> int:
+        inside = self.nodes[node.value].inside
+        self.bodies = (ctypes.c_uint64 * len(inside))(*map(id, inside))  # as long as the driver lives
+        for body in inside:
+            self.graphs[id(body)] = [body]
+        out._obj.count, out._obj.graphs = len(inside), ctypes.addressof(self.bodies)
+        return 0
+
     cuGraphKernelNodeGetParams_v2 = cuGraphMemcpyNodeGetParams = cuGraphMemsetNodeGetParams = _fill
 
     def cuGraphChildGraphNodeGetGraph(self, node: Any, graph: Any) -> int:
@@ -138,7 +152,7 @@ def seen(inventory: Inventory) -> list[tuple[str, MemoryKind, int, bool]]:
     return [(touch.node, touch.place, touch.offset, touch.certain) for touch in inventory.touches]
 
 
-@pytest.mark.parametrize("how", [{}, {"packed": True}, {"function": False}])
+@pytest.mark.parametrize("how", [{}, {"packed": True}, {"function": False}, {"together": True}])
 def test_each_pointer_of_a_kernel_is_in_the_memory_it_belongs_to(how: dict[str, bool]) -> None:
     scalar = struct.pack("<i", 7)
     every = (WEIGHT + 8, FREED, UNKNOWN, TEMPORARY, FOREIGN_POOL, WORKSPACE, UNMAPPED)
@@ -193,8 +207,77 @@ def test_what_cannot_be_read_is_noted_and_the_rest_is_read() -> None:
     found = taken(*nodes)
     assert found.notes == {"parameters of gone": 1, "conditional node": 1, "host callback": 1}
     assert (found.nodes, [touch.node for touch in found.touches]) == (6, ["scale"])
-    assert next(iter(found.lines())) == "scale: weight"
-    assert "not read: 1 x conditional node" in list(found.lines())
+    assert next(report_lines(found)) == "scale: weight"
+    assert "not read: 1 x conditional node" in list(report_lines(found))
+
+
+def test_the_graphs_that_a_condition_chooses_from_are_read() -> None:
+    bodies = [Kernel("then", pointer(WEIGHT)), Kernel("otherwise", pointer(FREED))]
+    found = taken(Other(13, inside=bodies), Kernel("after", pointer(UNKNOWN)))
+    assert [touch.node for touch in found.touches] == ["then", "otherwise", "after"]
+    assert [touch.number for touch in found.touches] == [1, 2, 3]
+    assert (found.nodes, found.notes) == (4, {})
+
+
+def test_an_address_of_the_host_is_no_memory_that_a_device_had_there_before() -> None:
+    factor = ctypes.create_string_buffer(8)  # as cuBLAS passes it beside its value
+    address = ctypes.addressof(factor)
+    before = Places([], [], former=[(address & ~0xFFF, (address & ~0xFFF) + 0x2000), *FORMER])
+    kernel = Kernel("sgemm", pointer(address), pointer(UNMAPPED))
+    found = read_inventory(Driver([kernel]), [1], before)
+    assert [(touch.address, touch.parameter) for touch in found.touches] == [(UNMAPPED, 1)]
+
+
+def test_a_small_number_in_front_of_half_an_old_address_is_no_freed_memory() -> None:
+    gone = 0x7F47_0000_0000
+    before = Places([], [], former=[(gone, gone + (1 << 22))])
+    words = [gone + 999, gone, gone + (1 << 21)]
+    nodes = [*(Kernel("reduce", pointer(word, 5)) for word in words), Kernel("scale", pointer(gone))]
+    found = read_inventory(Driver(nodes), [1], before)
+    assert [(touch.node, touch.address, touch.certain) for touch in found.touches] == [
+        ("reduce", gone + (1 << 21), False),
+        ("scale", gone, True),
+    ]
+
+
+def test_kernels_whose_memory_is_accounted_for_are_left_out_if_so_asked() -> None:
+    nodes = [
+        Kernel("add", pointer(WEIGHT), pointer(TEMPORARY), pointer(WORKSPACE)),
+        Kernel("scale", pointer(WEIGHT), pointer(UNKNOWN)),
+        Other(2, target=TEMPORARY),
+        Other(1, source_type=2, source=FREED, target_type=2, target=TEMPORARY),
+    ]
+    found = read_inventory(Driver(nodes), [1], places(), every=False)
+    assert [(touch.node, touch.place.name) for touch in found.touches] == [
+        *(("scale", "KNOWN"), ("scale", "FOREIGN")),
+        *(("copy from", "FREED"), ("copy to", "POOL")),
+    ]
+    assert found.nodes == 4
+
+
+def test_a_kernel_costs_two_calls_of_the_driver_and_all_are_read_at_once() -> None:
+    calls: list[str] = []
+
+    class Counting(Driver):
+        def __getattribute__(self, name: str) -> Any:
+            calls.append(name)
+            return super().__getattribute__(name)
+
+    class CountingMemory(ProcessMemory):
+        def read(self, pieces: Any) -> Any:
+            calls.append("read")
+            return super().read(pieces)
+
+    kernels = [Kernel("scale", pointer(WEIGHT), pointer(UNKNOWN), together=True) for _ in range(100)]
+    for kernel in kernels:
+        kernel.fill = kernels[0].fill  # one function
+    driver = Counting(kernels)
+    calls.clear()
+    found = read_inventory(driver, [1], places(), CountingMemory)
+    assert len(found.touches) == 200
+    assert calls.count("read") == 2
+    assert calls.count("cuGraphKernelNodeGetParams_v2") <= 101
+    assert calls.count("cuFuncGetParamInfo") <= 5
 
 
 class Older(Driver):
@@ -228,12 +311,12 @@ def test_memory_that_torch_did_not_allocate_is_told_by_the_driver() -> None:
     assert [(touch.address, touch.place) for touch in found.touches] == [(LIBRARY, MemoryKind.OUTSIDE)]
 
 
-def test_memory_of_this_process_is_read_and_a_wrong_address_is_an_error() -> None:
+def test_memory_of_this_process_is_read_and_a_wrong_address_is_none() -> None:
     text = ctypes.create_string_buffer(b"abcdefgh", 8)
     with ProcessMemory() as memory:
-        assert memory.read(ctypes.addressof(text), 8) == b"abcdefgh"
-        with pytest.raises(OSError, match=r"."):
-            memory.read(8, 8)
+        at = ctypes.addressof(text)
+        assert memory.read([(at + 4, 4), (8, 8), (at, 8)]) == [b"efgh", None, b"abcdefgh"]
+        assert (memory.holds(at), memory.holds(8)) == (True, False)
 
 
 def test_inventories_of_several_segments_are_one() -> None:

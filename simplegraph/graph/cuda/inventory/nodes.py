@@ -1,7 +1,6 @@
 """Walk the nodes of a graph, and find the words of their parameters that may be addresses.
 
-Parameters are read through ``/proc/self/mem``, where a wrong address is an error and no crash: the driver says where
-they lie, and drivers differ. What cannot be read is counted, and never stops a capture.
+What cannot be read is counted, and never stops a capture.
 """
 
 from __future__ import annotations
@@ -9,12 +8,20 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
-import os
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
-KERNEL, MEMCPY, MEMSET, HOST, GRAPH = range(5)  # CU_GRAPH_NODE_TYPE_...
+from simplegraph.graph.cuda.inventory.host import Piece
+from simplegraph.graph.cuda.inventory.structures import (
+    ConditionalParameters,
+    CopyParameters,
+    FillParameters,
+    KernelParameters,
+    Word,
+)
+
+KERNEL, MEMCPY, MEMSET, HOST, GRAPH, CONDITIONAL = 0, 1, 2, 3, 4, 13  # CU_GRAPH_NODE_TYPE_...
 _SILENT = {5, 6, 7}  # empty nodes and events, which touch no memory
 _OTHERS = {
     HOST: "host callback",
@@ -22,91 +29,52 @@ _OTHERS = {
     9: "external semaphore",
     10: "allocation",
     11: "deallocation",
+    12: "batch of memory operations",
+    CONDITIONAL: "conditional node",
 }
-_OTHERS |= {12: "batch of memory operations", 13: "conditional node"}
 _DEVICE_MEMORY = (2, 4)  # CU_MEMORYTYPE_DEVICE, UNIFIED
 _PACKED, _PACKED_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE
 _MOST_PARAMETERS = 4096
 _MOST_POINTERS = 64  # bytes of a parameter that is an array of addresses
-_MOST_SPREAD = 1 << 16  # bytes that are read at once
+_MOST_BODIES = 64  # of a conditional node
 
 
-class _Kernel(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2, and room for what a later driver may add."""
+class KernelFunction:
+    """A function that kernel nodes launch: its name, and where parameters and words are in what it is passed.
 
-    _fields_ = (
-        ("func", ctypes.c_void_p),
-        ("sizes", ctypes.c_uint * 7),
-        ("params", ctypes.c_void_p),
-        ("extra", ctypes.c_void_p),
-        ("kern", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-        ("more", ctypes.c_uint64 * 16),
-    )
-
-
-class _Copy(ctypes.Structure):
-    """CUDA_MEMCPY3D."""
-
-    _side = ("x", "y", "z", "lod")
-    _fields_ = (
-        *((f"source_{name}", ctypes.c_size_t) for name in _side),
-        ("source_type", ctypes.c_int),
-        ("source_host", ctypes.c_void_p),
-        ("source", ctypes.c_uint64),
-        ("source_rest", ctypes.c_uint64 * 4),
-        *((f"target_{name}", ctypes.c_size_t) for name in _side),
-        ("target_type", ctypes.c_int),
-        ("target_host", ctypes.c_void_p),
-        ("target", ctypes.c_uint64),
-        ("target_rest", ctypes.c_uint64 * 4),
-        ("sizes", ctypes.c_size_t * 3),
-        ("more", ctypes.c_uint64 * 16),
-    )
-
-
-class _Set(ctypes.Structure):
-    """CUDA_MEMSET_NODE_PARAMS."""
-
-    _fields_ = (
-        ("target", ctypes.c_uint64),
-        ("pitch", ctypes.c_size_t),
-        ("value", ctypes.c_uint),
-        ("element_size", ctypes.c_uint),
-        ("sizes", ctypes.c_size_t * 2),
-        ("more", ctypes.c_uint64 * 16),
-    )
-
-
-class Word(NamedTuple):
-    """A word of a node that may be an address.
-
-    Attributes:
-        node: its place among the nodes; name: the kernel's name, or what else the node does.
-        certain: False for a word of a struct, which may be padding.
+    Args:
+        name: as the driver has it.
+        layout: offset and size of each parameter; None where the driver does not say.
     """
 
-    node: int
-    name: str
-    value: int
-    certain: bool
+    def __init__(self, name: str, layout: list[Piece] | None) -> None:
+        self.name, self.known, self.layout = name, layout is not None, layout or []
+        self.start = self.layout[0][0] if self.layout else 0
+        self.offsets = [offset - self.start for offset, _ in self.layout]
+        self.size = max((offset + size - self.start for offset, size in self.layout), default=0)
+        self._owners, picked = [], "<"
+        for parameter, (offset, (_, size)) in enumerate(zip(self.offsets, self.layout, strict=True)):
+            self._owners += [parameter] * (size // 8)
+            picked += f"{offset - struct.calcsize(picked)}x" + "Q" * (size // 8)
+        self.unpack = struct.Struct(picked).unpack_from  # the words in what it is passed
+        # By parameter, how many words it has if it can be an array of addresses.
+        self._counts = [size // 8 if not size % 8 and size <= _MOST_POINTERS else -1 for _, size in self.layout]
 
+    def name_words(self, node: int, words: Sequence[int], low: int, high: int) -> list[Word]:
+        """Say what those words of a launch are that lie between two addresses: certain where all of a parameter does.
 
-class ProcessMemory:
-    """Reads this process's memory; an address that is none raises OSError."""
-
-    def __enter__(self) -> ProcessMemory:
-        self._file = os.open("/proc/self/mem", os.O_RDONLY)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        os.close(self._file)
-
-    def read(self, address: int, size: int) -> bytes:
-        found = os.pread(self._file, size, address)
-        if len(found) != size:
-            raise OSError(f"{len(found)} of {size} bytes")
-        return found
+        Args:
+            node: the launch.
+            words: as `unpack` returns them.
+            low: the lowest address that counts.
+            high: the first above all of them.
+        """
+        found = [(owner, word) for owner, word in zip(self._owners, words, strict=True) if low <= word < high]
+        counts: dict[int, int] = {}
+        for owner, _ in found:
+            counts[owner] = counts.get(owner, 0) + 1
+        name, all_of = self.name, self._counts
+        return [(node, name, word, counts[owner] == all_of[owner], owner) for owner, word in found]
 
 
 @dataclasses.dataclass
@@ -115,8 +83,10 @@ class NodeReader:
 
     Args:
         driver: the CUDA driver.
-        memory: reads where it says that parameters lie.
+        memory: reads where it says that parameters lie; see `host.ProcessMemory`.
         low: the lowest address that counts; high: the first above all of them.
+        wanted: picks the words whose nodes are of interest.
+        most: how many nodes are read.
 
     Attributes:
         nodes: how many nodes were met.
@@ -127,31 +97,40 @@ class NodeReader:
     memory: Any
     low: int
     high: int
+    wanted: Callable[[Iterable[int]], Collection[int]] = list
+    most: int = 20_000
     nodes: int = 0
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    _functions: dict[tuple[int, int], tuple[str, list[tuple[int, int]] | None]] = dataclasses.field(
-        default_factory=dict
-    )
 
-    def words(self, graph: int) -> Iterator[Word]:
-        """Yield the words of a graph's nodes, and of graphs inside, that may be addresses."""
+    def __post_init__(self) -> None:
+        self._readers = {KERNEL: self._launch, MEMCPY: self._copy, MEMSET: self._fill, GRAPH: self._child}
+        self._readers[CONDITIONAL] = self._conditional
+        self._functions: dict[tuple[int | None, int | None], KernelFunction] = {}
+        self._launches: list[tuple[int, KernelFunction, int | None, int | None]] = []
+        self._words: list[list[Word]] = []
+        self._kernel = KernelParameters()  # scratch
+        self._kernel_at = ctypes.byref(self._kernel)
+
+    def read(self, graphs: Sequence[int]) -> list[list[Word]]:
+        """Return the words of each node that may be addresses, in the nodes' order, those of graphs inside too."""
+        for graph in graphs:
+            self._walk(graph)
+        self._read_launches()
+        return sorted(self._words)
+
+    def _walk(self, graph: int) -> None:
+        """Ask for each node of a graph; launches are noted, and their parameters read all at once."""
+        ask, handle, kind = self.driver.cuGraphNodeGetType, ctypes.c_void_p(), ctypes.c_int()
+        kind_at, readers = ctypes.byref(kind), self._readers
         for node in self._nodes(graph):
             index, self.nodes = self.nodes, self.nodes + 1
-            handle, kind = ctypes.c_void_p(node), ctypes.c_int(-1)
-            if self.driver.cuGraphNodeGetType(handle, ctypes.byref(kind)):
+            handle.value = node
+            if index >= self.most:
+                self.notes[f"nodes behind the first {self.most}"] = 1
+            elif ask(handle, kind_at):
                 self.notes["node without a type"] += 1
-            elif kind.value == KERNEL:
-                yield from self._kernel(index, handle)
-            elif kind.value == MEMCPY:
-                yield from self._copy(index, handle)
-            elif kind.value == MEMSET:
-                yield from self._set(index, handle)
-            elif kind.value == GRAPH:
-                inner = ctypes.c_void_p()
-                if self.driver.cuGraphChildGraphNodeGetGraph(handle, ctypes.byref(inner)):
-                    self.notes["graph inside"] += 1
-                else:
-                    yield from self.words(inner.value or 0)
+            elif kind.value in readers:
+                readers[kind.value](index, handle)
             elif kind.value not in _SILENT:
                 self.notes[_OTHERS.get(kind.value, f"node of kind {kind.value}")] += 1
 
@@ -163,88 +142,121 @@ class NodeReader:
         failed = self.driver.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count))
         return () if failed else list(nodes)
 
-    def _counts(self, value: int) -> bool:
-        return self.low <= value < self.high
+    def _child(self, index: int, node: Any) -> None:
+        inner = ctypes.c_void_p()
+        if self.driver.cuGraphChildGraphNodeGetGraph(node, ctypes.byref(inner)):
+            self.notes["graph inside"] += 1
+        else:
+            self._walk(inner.value or 0)
 
-    def _copy(self, index: int, node: Any) -> Iterator[Word]:
-        copy = _Copy()
+    def _conditional(self, index: int, node: Any) -> None:
+        """Read the graphs that a condition chooses from, where the driver tells them (of CUDA 13.2)."""
+        ask, given = getattr(self.driver, "cuGraphNodeGetParams", None), ConditionalParameters()
+        bodies: list[bytes | None] = [None]
+        if ask is not None and not ask(node, ctypes.byref(given)) and given.graphs and 0 < given.count <= _MOST_BODIES:
+            bodies = self.memory.read([(given.graphs, 8 * given.count)])
+        if bodies[0] is None:
+            self.notes[_OTHERS[CONDITIONAL]] += 1
+            return
+        for (body,) in struct.iter_unpack("<Q", bodies[0]):
+            self._walk(body)
+
+    def _copy(self, index: int, node: Any) -> None:
+        copy = CopyParameters()
         if self.driver.cuGraphMemcpyNodeGetParams(node, ctypes.byref(copy)):
             self.notes["copy"] += 1
             return
-        if copy.source_type in _DEVICE_MEMORY and self._counts(copy.source):
-            yield Word(index, "copy from", copy.source, True)
-        if copy.target_type in _DEVICE_MEMORY and self._counts(copy.target):
-            yield Word(index, "copy to", copy.target, True)
+        ends = ("copy from", copy.source_type, copy.source), ("copy to", copy.target_type, copy.target)
+        self._take(index, [(name, address) for name, kind, address in ends if kind in _DEVICE_MEMORY])
 
-    def _set(self, index: int, node: Any) -> Iterator[Word]:
-        target = _Set()
-        if self.driver.cuGraphMemsetNodeGetParams(node, ctypes.byref(target)):
+    def _fill(self, index: int, node: Any) -> None:
+        fill = FillParameters()
+        if self.driver.cuGraphMemsetNodeGetParams(node, ctypes.byref(fill)):
             self.notes["memset"] += 1
-        elif self._counts(target.target):
-            yield Word(index, "memset", target.target, True)
+        else:
+            self._take(index, [("memset", fill.target)])
 
-    def _kernel(self, index: int, node: Any) -> Iterator[Word]:
-        kernel = _Kernel()
-        if self.driver.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(kernel)):
+    def _take(self, index: int, addresses: Sequence[tuple[str, int]]) -> None:
+        found = [(index, name, value, True, -1) for name, value in addresses if self.low <= value < self.high]
+        if self.wanted([value for _, _, value, _, _ in found]):
+            self._words.append(found)
+
+    # Kernels.
+
+    def _launch(self, index: int, node: Any) -> None:
+        kernel = self._kernel
+        if self.driver.cuGraphKernelNodeGetParams_v2(node, self._kernel_at):
             self.notes["kernel"] += 1
             return
-        name, layout = self._function(kernel.func or 0, kernel.kern or 0)
-        try:
-            parameters = None if layout is None else self._parameters(kernel, layout)
-        except (OSError, OverflowError, struct.error):
-            parameters = None
-        if parameters is None:
-            self.notes[f"parameters of {name}"] += 1
-            return
-        for parameter in parameters:
-            if len(parameter) >= 8:
-                words = struct.unpack_from(f"<{len(parameter) // 8}Q", parameter)
-                found = [word for word in words if self._counts(word)]
-                certain = len(found) == len(words) and len(parameter) % 8 == 0 and len(parameter) <= _MOST_POINTERS
-                for word in found:
-                    yield Word(index, name, word, certain)
+        handles = kernel.func, kernel.kern
+        function = self._functions.get(handles)
+        if function is None:
+            function = self._functions[handles] = self._function(*handles)
+        if not function.known:
+            self.notes[f"parameters of {function.name}"] += 1
+        elif function.layout:
+            self._launches.append((index, function, kernel.params, kernel.extra))
 
-    def _parameters(self, kernel: _Kernel, layout: Sequence[tuple[int, int]]) -> list[bytes] | None:
-        """Read the parameters of a launch: each by its own address, or all from one buffer."""
-        if not layout:
+    def _read_launches(self) -> None:
+        """Read what kernels are passed: by an address for each parameter, or all in one buffer."""
+        # In steps, each of which reads for all launches: first where parameters lie, then what is there.
+        lists = self.memory.read(
+            [
+                (params, 8 * len(function.layout)) if params else (extra or 0, 40)
+                for _, function, params, extra in self._launches
+            ]
+        )
+        pieces: list[list[Piece]] = []
+        for (_, function, params, _), told in zip(self._launches, lists, strict=True):
+            if told is None:
+                pieces.append([])
+            elif params:
+                pieces.append(_places(function, struct.unpack(f"<{len(function.layout)}Q", told)))
+            else:
+                pieces.append(self._packed(function, struct.unpack("<5Q", told)))
+        found = iter(self.memory.read([piece for each in pieces for piece in each]))
+        read: list[tuple[int, KernelFunction, tuple[int, ...]]] = []
+        for (index, function, _, _), each in zip(self._launches, pieces, strict=True):
+            parts = [next(found) for _ in each]
+            if not parts or None in parts:
+                self.notes[f"parameters of {function.name}"] += 1
+            else:
+                passed = parts[0] if len(parts) == 1 else _joined(function, parts)
+                read.append((index, function, function.unpack(passed)))
+        low, high = self.low, self.high
+        every = set[int]().union(*(words for _, _, words in read))
+        wanted = set(self.wanted([word for word in every if low <= word < high]))
+        for index, function, words in read:
+            if not wanted.isdisjoint(words):
+                self._words.append(function.name_words(index, words, low, high))
+
+    def _packed(self, function: KernelFunction, options: Sequence[int]) -> list[Piece]:
+        """Return where parameters lie that are passed in one buffer; nothing if that is not told."""
+        given = dict(zip(options[:4:2], options[1:4:2], strict=True))
+        if not {_PACKED, _PACKED_SIZE} <= given.keys():
             return []
-        if kernel.params:
-            pointers = struct.unpack(f"<{len(layout)}Q", self.memory.read(kernel.params, 8 * len(layout)))
-            start = min(pointers)
-            end = max(pointer + size for pointer, (_, size) in zip(pointers, layout, strict=True))
-            pairs = [(pointer - start, size) for pointer, (_, size) in zip(pointers, layout, strict=True)]
-            if end - start <= _MOST_SPREAD:
-                try:
-                    return _cut(self.memory.read(start, end - start), pairs)
-                except OSError:
-                    pass  # something between them is not there
-            return [self.memory.read(start + offset, size) for offset, size in pairs]
-        if kernel.extra:
-            options = struct.unpack("<5Q", self.memory.read(kernel.extra, 40))
-            given = dict(zip(options[:4:2], options[1:4:2], strict=True))
-            if {_PACKED, _PACKED_SIZE} <= given.keys():
-                size = int.from_bytes(self.memory.read(given[_PACKED_SIZE], 8), "little")
-                return _cut(self.memory.read(given[_PACKED], min(size, _MOST_SPREAD)), layout)
-        return None
+        (size,) = self.memory.read([(given[_PACKED_SIZE], 8)])
+        whole = function.start + function.size
+        if size is None or int.from_bytes(size, "little") < whole:
+            return []
+        return [(given[_PACKED] + function.start, function.size)]
 
-    def _function(self, func: int, kern: int) -> tuple[str, list[tuple[int, int]] | None]:
-        """Return a kernel's name, and offset and size of each parameter; None where the driver does not say."""
-        if (func, kern) not in self._functions:
-            handle, kind = (func, "Func") if func else (kern, "Kernel")
-            self._functions[func, kern] = self._name(handle, kind), self._layout(handle, kind)
-        return self._functions[func, kern]
+    def _function(self, func: int | None, kern: int | None) -> KernelFunction:
+        handle, kind = (func, "Func") if func else (kern, "Kernel")
+        return KernelFunction(self._name(handle, kind), self._layout(handle, kind))
 
-    def _name(self, handle: int, kind: str) -> str:
+    def _name(self, handle: int | None, kind: str) -> str:
         name, read = ctypes.c_char_p(), getattr(self.driver, f"cu{kind}GetName", None)
         if read is None or read(ctypes.byref(name), ctypes.c_void_p(handle)) or name.value is None:
             return "a kernel without a name"
         return name.value.decode(errors="replace")
 
-    def _layout(self, handle: int, kind: str) -> list[tuple[int, int]] | None:
+    def _layout(self, handle: int | None, kind: str) -> list[Piece] | None:
+        """Return offset and size of each parameter; None where the driver does not say."""
         read = getattr(self.driver, f"cu{kind}GetParamInfo", None)
         if read is None or not handle:
             return None
-        layout: list[tuple[int, int]] = []
+        layout: list[Piece] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         while len(layout) < _MOST_PARAMETERS:
             index = ctypes.c_size_t(len(layout))
@@ -254,5 +266,17 @@ class NodeReader:
         return None
 
 
-def _cut(buffer: bytes, layout: Sequence[tuple[int, int]]) -> list[bytes]:
-    return [buffer[offset : offset + size] for offset, size in layout]
+def _places(function: KernelFunction, pointers: Sequence[int]) -> list[Piece]:
+    """Return where parameters lie: in one piece if that is how the function gets them."""
+    start = pointers[0]
+    if [pointer - start for pointer in pointers] == function.offsets:
+        return [(start, function.size)]
+    return [(pointer, size) for pointer, (_, size) in zip(pointers, function.layout, strict=True)]
+
+
+def _joined(function: KernelFunction, parts: Sequence[bytes | None]) -> bytes:
+    """Lay parameters as the function gets them."""
+    whole = bytearray(function.size)
+    for offset, part in zip(function.offsets, parts, strict=True):
+        whole[offset : offset + len(part or b"")] = part or b""
+    return bytes(whole)

@@ -7,10 +7,13 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from simplegraph.graph.cuda.inventory.structures import Word
 from simplegraph.graph.inventory import KnownMemory, MemoryKind, Touch
 
 PoolId = tuple[int, int]
 _DEFAULT: PoolId = (0, 0)
+_UNACCOUNTED = {MemoryKind.FOREIGN, MemoryKind.OUTSIDE, MemoryKind.FREED}
+_LARGEST_NUMBER = 1 << 20  # in a struct: behind it, half of an address may be left that lay there before
 
 
 class Block(NamedTuple):
@@ -31,7 +34,13 @@ class Places:
         known: memory that is kept alive, by whoever it is.
         former: ranges that the allocator had before.
         is_device_memory: True for an address of the device that the driver knows.
+
+    Attributes:
+        present: the allocator's segments.
+        is_host_memory: True for an address of the host, which may be where the allocator had memory before.
     """
+
+    is_host_memory: Callable[[int], bool] = staticmethod(lambda _: False)
 
     def __init__(
         self,
@@ -60,36 +69,52 @@ class Places:
 
     def find(self, address: int) -> Block | None:
         """Find the range that an address is in; None if it is no address of the device."""
-        if address not in self._found:
-            self._found[address] = self._look_up(address)
-        return self._found[address]
+        try:
+            return self._found[address]
+        except KeyError:
+            found = self._found[address] = self._look_up(address)
+            return found
 
     def _look_up(self, address: int) -> Block | None:
         for starts, blocks in self._ordered:
             at = bisect.bisect_right(starts, address) - 1
             if at >= 0 and address < blocks[at].end:
-                return blocks[at]
+                return None if blocks is self._former and self.is_host_memory(address) else blocks[at]
         return Block(address, address, MemoryKind.OUTSIDE) if self._is_device_memory(address) else None
 
     def ends_before(self, address: int) -> Block | None:
         """Find the range that ends where an address begins, as the end of a tensor does."""
         return next((b for blocks in (self._known, self._blocks) for b in blocks if b.end == address), None)
 
-    def touch(self, node: str, address: int, *, certain: bool, beside: Sequence[Block | None]) -> Touch | None:
-        """Say what a node touches by an address; None if that is no address, or only the end of a range.
+    def unaccounted(self, addresses: Iterable[int]) -> list[int]:
+        """Return those of memory that nothing accounts for."""
+        blocks = ((address, self.find(address)) for address in addresses)
+        return [address for address, block in blocks if block is not None and block.place in _UNACCOUNTED]
 
-        Args:
-            node: its name.
-            address: the word.
-            certain: False if it may be padding.
-            beside: the ranges that the node's other addresses are in.
+    def touches(self, words: Iterable[Word]) -> list[Touch]:
+        """Say what a node touches by its words, each address once, without the ends of ranges.
+
+        A small number in a struct, behind which half of an older address may be left, is no address of freed memory.
         """
-        block = self.find(address)
-        if block is None:
-            return None
-        if block.place is MemoryKind.FREED and self.ends_before(address) in beside:
-            return None
-        return Touch(node, address, address - block.start, block.place, block.name, certain)
+        once: dict[int, Word] = {}
+        for word in words:
+            _, _, address, certain, _ = word
+            if certain or address not in once:
+                once[address] = word
+        found, find = [], self.find
+        for index, name, address, certain, parameter in once.values():
+            block = find(address)
+            if block is not None and (block.place is not MemoryKind.FREED or self._is_freed(address, certain, once)):
+                start, _, place, known = block
+                found.append(Touch(name, address, address - start, place, known, certain, parameter, index))
+        return found
+
+    def _is_freed(self, address: int, certain: bool, beside: Iterable[int]) -> bool:
+        """True unless it is a number, or the end of a range that another of the node's addresses is in."""
+        if not certain and address & 0xFFFFFFFF < _LARGEST_NUMBER:
+            return False
+        end = self.ends_before(address)
+        return end is None or end not in map(self.find, beside)
 
 
 def _ordered(blocks: Iterable[Block]) -> list[Block]:
