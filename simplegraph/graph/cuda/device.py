@@ -25,6 +25,7 @@ from simplegraph.graph.cuda.segment import CudaPool, CudaSegment, OwnedGraph, gr
 from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
 from simplegraph.graph.generators import order_draws
 from simplegraph.graph.inventory import Inventory, KnownMemory
+from simplegraph.graph.kernels import launched_by_torch
 
 logger = logging.getLogger("simplegraph")
 
@@ -271,7 +272,8 @@ class CudaDevice:
                 present = [each for each in allocator.segments() if each["device"] == self.index]
                 places = Places(present, handle.anchors, workspaces, known, self._former, device_memory(driver))
                 self._former = places.present | (self._former if len(self._former) < _MOST_FORMER else set())
-                found = read_inventory(driver, graphs, places, every=every)
+                plain = None if every else launched_by_torch
+                found = read_inventory(driver, graphs, places, every=every, plain=plain)
         except Exception as error:  # a report is not worth a capture
             found = Inventory(notes=collections.Counter([f"{type(error).__name__}: {error}"]))
         found.seconds = time.perf_counter() - started

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from simplegraph.graph.cuda.inventory.host import ProcessMemory
+from simplegraph.graph.cuda.inventory.host import ProcessMemory, readable_ranges
 from simplegraph.graph.cuda.inventory.places import Places
 from simplegraph.graph.cuda.inventory.reading import device_memory, read_inventory
 from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, merged
@@ -278,6 +278,29 @@ def test_a_kernel_costs_two_calls_of_the_driver_and_all_are_read_at_once() -> No
     assert calls.count("read") == 2
     assert calls.count("cuGraphKernelNodeGetParams_v2") <= 101
     assert calls.count("cuFuncGetParamInfo") <= 5
+
+
+def test_a_sequence_of_kernels_whose_memory_is_known_is_read_once() -> None:
+    add, scale = (Kernel(name, pointer(UNKNOWN)) for name in ("add", "scale"))
+    graphs: list[list[Any]] = [[add], [add], [add, scale], [add, scale], [scale], [scale]]
+    driver = Driver([add, scale])
+    driver.graphs = dict(enumerate(graphs, 1))
+    found = read_inventory(driver, [*driver.graphs], places(), plain=lambda name: name == "add")
+    assert [touch.number for touch in found.touches] == [0, 2, 3, 4, 5, 6, 7]
+    assert found.nodes == 8
+    assert len(read_inventory(driver, [*driver.graphs], places()).touches) == 8
+
+
+def test_what_the_host_can_read_is_told_from_what_its_devices_have() -> None:
+    maps = b"""10000-20000 r-xp 00000000 08:01 42 /usr/lib/libc.so.6
+200000000-200200000 ---p 00000000 00:00 0
+200200000-200400000 rw-s 00000000 00:06 5 /dev/nvidiactl
+7f07a0000000-7f07a0021000 rw-p 00000000 00:00 0
+7f07a1000000-7f07a2000000 rw-s 7f07a1000000 00:06 7 /dev/nvidia-uvm
+7ffc00000000-7ffc00021000 rw-p 00000000 00:00 0 [stack]
+"""
+    found = [(0x10000, 0x20000), (0x7F07A0000000, 0x7F07A0021000), (0x7FFC00000000, 0x7FFC00021000)]
+    assert readable_ranges(maps) == found
 
 
 class Older(Driver):

@@ -8,11 +8,11 @@ import os
 import re
 from collections.abc import Sequence
 
-Piece = tuple[int, int]  # an address, and how many bytes from there
+Piece = tuple[int, int]  # an address, and how many bytes from there or, of a range, the end
 _MOST_APART = 1 << 12  # bytes that are read in between, since a read takes longer than they do
 _MOST_AT_ONCE = 1 << 18
-# Lines of what is mapped readably: "7f07a0000000-7f07a0021000 rw-p 00000000 00:00 0", and a file if it is one's.
-_READABLE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r\S+ \S+ \S+ \S+ *(?!/dev/nvidia)", re.MULTILINE)
+# Lines of what the host can read: "7f07a0000000-7f07a0021000 rw-p 00000000 00:00 0", and a file if it is one's.
+_READABLE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r[^/\n]*(?:/(?!dev/nvidia).*)?$", re.MULTILINE)
 
 
 class ProcessMemory:
@@ -54,11 +54,9 @@ class ProcessMemory:
         return found if len(found) == size else None
 
     @functools.cached_property
-    def _mapped(self) -> tuple[list[int], list[int]]:
-        """Where ranges that the host can read begin, and where they end."""
+    def _mapped(self) -> list[Piece]:
         with open("/proc/self/maps", "rb") as file:
-            ranges = [(int(start, 16), int(end, 16)) for start, end in _READABLE.findall(file.read())]
-        return [start for start, _ in ranges], [end for _, end in ranges]
+            return readable_ranges(file.read())
 
     def holds(self, address: int) -> bool:
         """True if the host has memory there, so that no device has: they share one space of addresses.
@@ -66,6 +64,14 @@ class ProcessMemory:
         A library passes kernels addresses on its stack which they do not use, such as cuBLAS for factors that it passes
         by value, too. The host may have got there what a device had before.
         """
-        starts, ends = self._mapped
-        at = bisect.bisect_right(starts, address) - 1
-        return at >= 0 and address < ends[at]
+        at = bisect.bisect_right(self._mapped, (address, 1 << 64)) - 1
+        return at >= 0 and address < self._mapped[at][1]
+
+
+def readable_ranges(maps: bytes) -> list[Piece]:
+    """Return where the host can read by itself: starts and ends, in order.
+
+    Args:
+        maps: what is mapped, as ``/proc/self/maps`` lists it; a device's memory is of its driver's file, or unreadable.
+    """
+    return [(int(start, 16), int(end, 16)) for start, end in _READABLE.findall(maps)]

@@ -86,6 +86,8 @@ class NodeReader:
         memory: reads where it says that parameters lie; see `host.ProcessMemory`.
         low: the lowest address that counts; high: the first above all of them.
         wanted: picks the words whose nodes are of interest.
+        plain: tells the name of a kernel that is of no interest; a graph of them, with the kernels of one before, is
+            not read.
         most: how many nodes are read.
 
     Attributes:
@@ -98,6 +100,7 @@ class NodeReader:
     low: int
     high: int
     wanted: Callable[[Iterable[int]], Collection[int]] = list
+    plain: Callable[[str], bool] | None = None
     most: int = 20_000
     nodes: int = 0
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -113,8 +116,14 @@ class NodeReader:
 
     def read(self, graphs: Sequence[int]) -> list[list[Word]]:
         """Return the words of each node that may be addresses, in the nodes' order, those of graphs inside too."""
+        known: set[tuple[KernelFunction, ...]] = set()
         for graph in graphs:
+            before = len(self._launches)
             self._walk(graph)
+            sequence = tuple(function for _, function, _, _ in self._launches[before:])
+            if sequence in known and self.plain is not None and all(self.plain(each.name) for each in sequence):
+                del self._launches[before:]
+            known.add(sequence)
         self._read_launches()
         return sorted(self._words)
 

@@ -25,6 +25,7 @@ def read_inventory(
     memory: Callable[[], Any] = ProcessMemory,
     *,
     every: bool = True,
+    plain: Callable[[str], bool] | None = None,
 ) -> Inventory:
     """Read what graphs touch; what cannot be read is in its notes.
 
@@ -34,6 +35,7 @@ def read_inventory(
         places: tells whose memory an address is in.
         memory: opens this process's memory.
         every: False leaves out nodes that touch only memory that is accounted for.
+        plain: tells the name of a kernel that touches nothing else; see `NodeReader`.
     """
     started, inventory = time.perf_counter(), Inventory()
     missing = [name for name in _FUNCTIONS if not hasattr(driver, name)]
@@ -43,7 +45,8 @@ def read_inventory(
     try:
         with memory() as read:
             places.is_host_memory = read.holds
-            reader = NodeReader(driver, read, places.low, places.high, list if every else places.unaccounted)
+            wanted = list if every else places.unaccounted
+            reader = NodeReader(driver, read, places.low, places.high, wanted, plain)
             inventory.touches = [touch for words in reader.read(graphs) for touch in places.touches(words)]
             inventory.nodes, inventory.notes = reader.nodes, reader.notes
     except Exception as error:  # whatever it is, a report is not worth a capture
