@@ -52,6 +52,7 @@ class Program:
         draws: what a replay draws on the CPU and nothing reads, so that the next numbers are those after them.
         breaks: the steps that run eagerly.
         replay: runs the steps on the current stream; what it returns is in `outputs`.
+        check_first: called before the first replay, which it refuses by raising; None once it has returned.
     """
 
     device: GraphDevice
@@ -66,6 +67,7 @@ class Program:
     draws: Sequence[Callable[[], object]] = ()
     breaks: tuple[Break, ...] = dataclasses.field(init=False)
     replay: Callable[[], None] = dataclasses.field(init=False)
+    check_first: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         self.breaks = tuple(step for step in self.steps if isinstance(step, Break))
@@ -161,6 +163,9 @@ def _replay_first(program: weakref.ref[Any], index: int) -> None:
     owner: Any = program()  # weakly, so that a program is gone with its last reference
     segment = owner.steps[index]
     with CAPTURE_LOCK:
+        if owner.check_first is not None:
+            owner.check_first()
+            owner.check_first = None
         before = random_states(owner.generators)
         _replay_drawing(owner.device, segment)
         draws = drew(owner.generators, before)

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from simplegraph.errors import CaptureError
+from simplegraph.errors import CaptureError, StaleGraphError
 from simplegraph.graph.device import CAPTURE_LOCK
 from simplegraph.graph.escapes import PythonState
 from simplegraph.graph.failures import BREAK
 from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.graph.kernels import launched_by_torch, readable
 from simplegraph.graph.observe import MemoryObserver, observed_tensors
-from simplegraph.manager.jobs import CaptureJob, CaptureSummary
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.table import OTHERS_TOO, CapturedGraph, ProgramTable, on_all_ranks
 from simplegraph.reasons import DOCUMENTATION
 
@@ -99,17 +101,39 @@ def _inspect(table: ProgramTable, jobs: Sequence[CaptureJob], read: Sequence[Ten
             table.forget([job])
         else:
             _keep(table, found[job.label])
-    if refused and len(captured) > len(ends):  # the sizes in between may do the same
-        refused |= _inspect(table, [job for job in captured if job.key not in ends], read) or {}
+    between = [job for job in captured if job.key not in ends]
+    if refused and between:  # these may do the same
+        return refused | (_inspect(table, between, read) or {})
+    for job in between:
+        table.graphs[job.key].program.check_first = functools.partial(_check_first, weakref.ref(table), job.key)
     return refused
+
+
+def _check_first(table_ref: weakref.ref[ProgramTable], key: Key) -> None:
+    """Read what a graph touches before its first replay if that was not done for a proof.
+
+    Raises:
+        StaleGraphError: it touches memory that was given back.
+    """
+    table = table_ref()
+    graph = None if table is None else table.graphs.get(key)
+    if table is None or graph is None or graph.counters.inventory is not None:
+        return
+    freed = freed_since(table, graph)
+    if freed is not None:
+        graph.counters.inventory = None  # so that the next replay is refused, too
+        raise StaleGraphError(
+            f"{graph.counters.label} cannot be replayed: {freed}, and a replay would find there whatever came next. "
+            "Keep the tensor that it reads as an attribute of the module, and capture again (reset_graphs())."
+        )
 
 
 def freed_since(table: ProgramTable, graph: CapturedGraph) -> str | None:
     """Say which kernel touches memory that was given back since a graph's capture; None if none is known to.
 
-    Only before its first proof: a graph that was replayed keeps what it keeps. A graph that was not read yet is now.
+    Only before its first proof, or if it was not read yet: a graph that was replayed keeps what it keeps.
     """
-    if graph.counters.proof:
+    if graph.counters.proof and graph.counters.inventory is not None:
         return None
     found = table.device.inventory(table.pool, graph.program.segments, ())
     if found is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
+from simplegraph.errors import StaleGraphError
 from simplegraph.graph.emulator import EmulatorDevice, EmulatorSegment
 from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.manager import touched
@@ -178,6 +179,41 @@ def test_sizes_in_between_are_read_at_their_first_replay_and_what_they_alone_tou
     assert len(asked) == 3, "nothing at later replays"
     assert [tensor.data_ptr() for tensor in table.foreign] == [address]
     assert [graph.size for graph in model.graph_stats.graphs.values() if graph.inventory] == [4, 2, 1]
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_without_proofs_sizes_in_between_are_read_before_their_first_replay(
+    monkeypatch: pytest.MonkeyPatch, freed: bool
+) -> None:
+    asked = tell(monkeypatch, lambda count: [touch(MemoryKind.FREED)] if freed and count > 2 else [])
+    model = captured([1, 2, 4])
+    x = torch.randn(2, 4)
+    for _ in range(3):
+        if freed:
+            with pytest.raises(StaleGraphError, match=r"batch size 2 cannot be replayed: the kernel scale touches"):
+                model(x)
+        else:
+            assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
+    assert len(asked) == (5 if freed else 3)
+    assert model.graph_stats.replays == (0 if freed else 3)
+    assert torch.equal(model(x[:1]), nn.functional.linear(x[:1], model.weight, model.bias))
+
+
+def test_an_engines_sizes_in_between_are_read_before_their_first_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tell(monkeypatch, lambda count: [])
+    x = torch.randn(4, 4)
+    manager = sg.CudaGraphManager(device="cpu", capture_sizes=[1, 2, 4], progress=False)
+
+    def forward(mode: Any, descriptor: Any) -> Tensor:
+        return x[: descriptor.num_tokens] * 2
+
+    manager.capture(forward)
+    for _ in range(2):
+        assert torch.equal(manager.run(manager.dispatch(2), forward), x[:2] * 2)
+    assert len(asked) == 3
+    kept = weakref.ref(manager.table)
+    del manager
+    assert kept() is None, "what checks a graph does not keep the table"
 
 
 def test_its_time_is_shown_beside_the_captures(monkeypatch: pytest.MonkeyPatch) -> None:
