@@ -13,14 +13,13 @@ from typing import Any
 from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, Touch
 
 # Names of C++ carry the length of each part: "_ZN2at6native13reduce_kernel...".
-_OF_CPP = re.compile(
-    r"N(2at|3c10|5torch|7cutlass|3cub|6thrust|5flash|13pytorch_flash)|cublas|cudnn|cusparse|cusolver|cufft|magma|xmma|cask"
+_OF_TORCH = re.compile("N(2at|3c10|5torch|7cutlass|3cub|6thrust|5flash|13pytorch_flash)")
+_OF_LIBRARIES = re.compile(
+    "cublas|cudnn|cusparse|cusolver|cufft|magma|xmma|nvjet|nccl|cask|convolve|winograd|regular_fft|vector_fft|"
+    "trs[mv]_|potr[fsi]|getr[fsi]|geqrf|or[gm]qr|larf|syev|gesvd"
 )
-# Kernels of NVIDIA's libraries have names of no language.
-_LIBRARIES = re.compile(
-    r"(void )?(cublas|cudnn|cutlass|cusolver|cusparse|cufft|magma|nvjet|nccl|ampere|volta|turing|hopper|maxwell|"
-    r"sm\d+_|xmma|fmha_cutlass|implicit_convolve|genericTranspose|regular_fft|vector_fft|gemm[SN]|splitK)"
-)
+# Those of no language begin with what they were made for.
+_NAMED = re.compile(r"(cutlass|ampere|volta|turing|hopper|maxwell|sm\d+)_")
 _POINTER = re.compile(r"\*(?:\s*(?:const|__restrict__|restrict))*$")
 
 
@@ -30,9 +29,8 @@ def launched_by_torch(kernel: str) -> bool:
 
     Such libraries leave arguments that a kernel does not use as they were, or pass addresses of the host.
     """
-    if kernel.startswith("_Z"):
-        return _OF_CPP.search(kernel) is not None
-    return _LIBRARIES.match(kernel) is not None
+    own = _OF_TORCH.search(kernel) if kernel.startswith("_Z") else _NAMED.match(kernel)
+    return bool(own or _OF_LIBRARIES.search(kernel))
 
 
 @functools.cache

@@ -28,7 +28,13 @@ GEMV = "_Z16gemmSN_TN_kernelIfLi128ELi16ELi2ELi4ELi4ELi4ELb1E30cublasGemvTensorS
 OWN = "_ZN2my5scaleIfEEvPT_PKS1_S4_RKiPKcm"  # void my::scale<float>(float*, float const*, float const*, ...)
 
 
-@pytest.mark.parametrize("kernel", [CAT, SPLIT, MAGMA, FLASH, REDUCE, GEMV, "sm90_xmma_gemm_f32", "nvjet_tst_64x8"])
+LIBRARIES = [
+    *("sm90_xmma_gemm_f32", "nvjet_tst_64x8", "ampere_sgemm_128x64_tn", "cutlass_80_tensorop_s1688gemm"),
+    *("_5x_cudnn_ampere_scudnn_winograd_128x128", "_Z23implicit_convolve_sgemmIffLi128EEviiiPKf"),
+]
+
+
+@pytest.mark.parametrize("kernel", [CAT, SPLIT, MAGMA, FLASH, REDUCE, GEMV, *LIBRARIES])
 def test_kernels_of_torch_and_its_libraries_are_told(kernel: str) -> None:
     assert launched_by_torch(kernel)
 
