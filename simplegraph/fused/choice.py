@@ -149,6 +149,11 @@ def _finish(operators: Operators, numbers: _Numbers, kind: str, added: int = 0) 
     return [operators.finish(x, numbers(16, phase=1), residual if added else None, kind)]
 
 
+def _pointwise(operators: Operators, numbers: _Numbers, kind: str) -> Sequence[Tensor]:
+    x = numbers(2, 16, 3, 2).contiguous(memory_format=torch.channels_last)
+    return [operators.pointwise(x, numbers(32, 16, 1, 1, phase=1) / 16, numbers(32, phase=2), kind)]
+
+
 def _excite(operators: Operators, numbers: _Numbers, channels: int, squeezed: int, kind: str) -> Sequence[Tensor]:
     narrow = numbers(squeezed, channels, phase=1) / channels, numbers(squeezed, phase=2)
     wide = numbers(channels, squeezed, phase=3), numbers(channels, phase=4)
@@ -194,6 +199,7 @@ _TRIALS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], bool, str]] = {
     "adapt": (_adapt, False, "the norm's results differ from torch's"),
     "linear_gelu": (_linear_gelu, False, "the activation's results differ from torch's"),
     "finish": (_finish, False, "a biased and activated image differs from torch's"),
+    "pointwise": (_pointwise, False, "a convolution of pixels differs from torch's"),
     "excite": (_excite, False, "the factors of channels differ from torch's"),
     "gated": (_gated, False, "the gated activation's results differ from torch's"),
     "rotate": (_rotate, True, "the rotary embedding's products are not rounded as torch's are"),

@@ -143,6 +143,10 @@ class Operators:
         x = x if bias is None else x + bias.view(-1, 1, 1)
         return FINISHES[kind](x if residual is None else x + residual)
 
+    def pointwise(self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        """Return the activation of a 1x1 convolution; `x`, `bias` and `kind` are as those of `finish`."""
+        return self.finish(F.conv2d(x, weight), bias, None, kind)
+
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the GELU, approximated by tanh, of a linear layer."""
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")

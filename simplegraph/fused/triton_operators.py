@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from simplegraph.fused.operators import DTYPES, Adapted, Operators
@@ -106,12 +107,27 @@ class TritonOperators(Operators):
             return super().finish(x, bias, residual, kind)
         return self._images.finish(x, bias, residual, kind)  # type: ignore[no-any-return]
 
+    def pointwise(self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        fits = kind in ("", "relu") and x.is_contiguous(memory_format=torch.channels_last)
+        if bias is None or not fits or not self._ends_products(x, weight, bias):
+            return super().pointwise(x, weight, bias, kind)
+        rows, matrix = x.permute(0, 2, 3, 1), weight.flatten(1)
+        out = F.linear(rows, matrix, bias) if kind == "" else self._activated(rows, matrix, bias, use_gelu=False)
+        return out.permute(0, 3, 1, 2)
+
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        fits = x.is_cuda and x.dtype is not torch.float32 and hasattr(torch, "_addmm_activation")
-        if bias is None or not fits or not self._takes(x, weight, bias):
+        if bias is None or not self._ends_products(x, weight, bias):
             return super().linear_gelu(x, weight, bias)
-        # cuBLAS computes both; it approximates every GELU by tanh.
-        flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+        return self._activated(x, weight, bias, use_gelu=True)
+
+    def _ends_products(self, *tensors: Tensor) -> bool:
+        """True if cuBLAS computes biases and activations at the end of products of these tensors."""
+        half = tensors[0].is_cuda and tensors[0].dtype is not torch.float32
+        return half and hasattr(torch, "_addmm_activation") and self._takes(*tensors)
+
+    def _activated(self, x: Tensor, weight: Tensor, bias: Tensor, *, use_gelu: bool) -> Tensor:
+        """Return the ReLU of a linear layer, or its GELU, approximated by tanh."""
+        flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=use_gelu)
         return flat.view(*x.shape[:-1], -1)
 
     def excite(self, means: Tensor, narrow: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], kind: str) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.classes import is_pointwise
 from simplegraph.fused.operators import KernelTrial, Operators
 from simplegraph.optimizing.pairs import hooked
 from simplegraph.optimizing.table import full_name, is_sequential, plain_class, runs_own_forward
@@ -61,6 +62,8 @@ class BlockRun:
     def convolve(self, fold: Any, x: Tensor, kind: str, residual: Tensor | None = None) -> Tensor:
         """Run a folded convolution, and what follows it."""
         weight, bias, _ = fold.weights
+        if residual is None and is_pointwise(fold.layer):
+            return self._operators.pointwise(x, weight, bias, kind)
         return self._operators.finish(fold.layer._conv_forward(x, weight, None), bias, residual, kind)
 
     def _sequence(self, block: nn.Module, x: Any) -> Any:
@@ -156,4 +159,5 @@ def block_trials(root: nn.Module, blocks: Collection[nn.Module]) -> list[KernelT
     kinds = dict.fromkeys(["", *(kind for each in root.modules() if (kind := _ACTIVATIONS.get(type(each))))])
     known = (_BLOCKS.get(full_name(each), (None, None)) for each in blocks)
     sums = dict.fromkeys(kind for _, kind in known if kind is not None)
-    return [KernelTrial("finish", (kind, added)) for added, some in enumerate((kinds, sums)) for kind in some]
+    trials = [KernelTrial("finish", (kind, added)) for added, some in enumerate((kinds, sums)) for kind in some]
+    return [*trials, *(KernelTrial("pointwise", (kind,)) for kind in kinds)]

@@ -220,6 +220,26 @@ def test_what_follows_a_convolution(
 
 
 @every
+@pytest.mark.parametrize("kind", FINISHES)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_convolution_of_pixels(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    kind: str,
+    biased: bool,
+    channels_last: bool,
+    device: torch.device,
+) -> None:
+    x, weight = (numbers(*shape, dtype=dtype, device=device) for shape in ((2, 24, 5, 7), (40, 24, 1, 1)))
+    x = x.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    bias = numbers(40, dtype=dtype, device=device) if biased else None
+    exact = Operators().pointwise(x.double(), weight.double(), bias.double() if bias is not None else None, kind)
+    found, text = (each.pointwise(x, weight, bias, kind) for each in (make(), Operators()))
+    check(found, exact, text, kernels=False)
+
+
+@every
 @pytest.mark.parametrize("kind", ["relu", "silu"])
 @pytest.mark.parametrize(("channels", "squeezed"), [(96, 4), (1152, 48), (100, 10)])
 @pytest.mark.parametrize("images", [1, 3])

@@ -114,13 +114,14 @@ def test_known_models_take_fewer_kernels_and_are_as_exact(name, device):
                 handle = sg.optimize(MODELS[name].optimized(module))
                 assert "Triton" in str(handle), handle
                 assert not handle.left_out, handle
-            model = sg.wrap(module, capture_sizes=[2])
+            model = sg.wrap(copy.deepcopy(module) if not optimized else module, capture_sizes=[2])
             for _ in range(4):
                 found = model(*given)
             assert model.graph_stats.replays >= 2, model.graph_report()
             (graph,) = model.graph_stats.graphs.values()
             errors[optimized], nodes[optimized] = error(found, exact), graph.nodes
-        assert errors[True] <= 1.5 * errors[False], errors
+        # Two steps of the dtype: a few outputs differ by chance.
+        assert errors[True] <= max(1.5 * errors[False], 2 * torch.finfo(torch.bfloat16).eps), errors
         assert nodes[True] < nodes[False], nodes
 
 

@@ -143,9 +143,11 @@ def test_only_kernels_that_will_run_are_tried(monkeypatch):
         "simplegraph.optimizing.optimize.operators_of", lambda *args: tried.append(args[3:]) or Kernels()
     )
     sg.optimize(stack())
-    assert [trial.sizes for trial in tried.pop()] == [("", 0), ("relu", 0), ("silu", 0)]
+    finished = [trial.sizes for trial in tried.pop() if trial.operator == "finish"]
+    assert finished == [("", 0), ("relu", 0), ("silu", 0)]
     sg.optimize(vision("resnet18"))
-    assert [trial.sizes for trial in tried.pop()] == [("", 0), ("relu", 0), ("relu", 1)]
+    finished = [trial.sizes for trial in tried.pop() if trial.operator == "finish"]
+    assert finished == [("", 0), ("relu", 0), ("relu", 1)]
 
 
 def test_a_block_whose_parts_are_not_its_class_s_runs_as_it_is_written(kernels):

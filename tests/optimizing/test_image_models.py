@@ -14,7 +14,7 @@ from bench.optimized.shapes import MODELS
 from simplegraph.fused.operators import Operators
 from simplegraph.optimizing.table import REWRITES
 
-COUNTED = ("group_norm", "adapt", "linear_gelu", "finish", "excite", "gated")
+COUNTED = ("group_norm", "adapt", "linear_gelu", "pointwise", "finish", "excite", "gated")
 
 
 class Counted(Operators):
@@ -42,7 +42,7 @@ def kernels(monkeypatch):
 # Of the tiny shapes in `bench.optimized`: the fused operators of a call, and the layers by rewrite.
 EXPECTED = {
     "unet": (
-        {"group_norm": 16 + 4 + 1, "adapt": 8, "finish": 8, "gated": 4},
+        {"group_norm": 16 + 4 + 1, "adapt": 8, "finish": 8 + 5, "pointwise": 5, "gated": 4},
         {
             **{"image_block": 8 + 4, "residual": 4, "gated": 4, "attention": 8, "projections": 8},
             **{"group_norm": 21, "timesteps": 1},
@@ -53,7 +53,10 @@ EXPECTED = {
         {"adaptive_norm": 2, "activation": 2, "attention": 2, "timesteps": 3, "projections": 2},
     ),
     "convnext": ({"adapt": 2}, {"image_block": 2}),
-    "efficientnet": ({"excite": 16, "finish": 49}, {"image_block": 16, "batch_norm": 49, "epilogue": 49 + 16}),
+    "efficientnet": (
+        {"excite": 16, "finish": 49, "pointwise": 23},
+        {"image_block": 16, "batch_norm": 49, "epilogue": 49 + 16},
+    ),
 }
 
 

@@ -42,3 +42,9 @@ def is_plain(value: Any, dims: int) -> bool:
     """True for a tensor of so many dimensions, of torch's own class, outside of autocast."""
     plain = type(value) is Tensor and not value.is_nested and value.dim() == dims
     return plain and not torch.is_autocast_enabled(value.device.type)
+
+
+def is_pointwise(convolution: Any) -> bool:
+    """True for a 2-d convolution that is a linear layer of each pixel."""
+    sizes = {*convolution.kernel_size, *convolution.stride, convolution.groups}
+    return sizes == {1} and convolution.padding == (0, 0)

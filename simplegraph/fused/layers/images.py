@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from simplegraph.fused.layers.classes import hooked, is_plain, of_classes
+from simplegraph.fused.layers.classes import hooked, is_plain, is_pointwise, of_classes
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.shared import shared
 from simplegraph.fused.operators import Adapted, KernelTrial, Operators
@@ -75,11 +75,7 @@ def _excitation_layer(module: Any) -> Layer | None:
 
 
 def _is_linear(convolution: Any) -> bool:
-    """True for a convolution that is a linear layer of each pixel."""
-    if type(convolution) is not nn.Conv2d or convolution.bias is None:
-        return False
-    sizes = {*convolution.kernel_size, *convolution.stride, convolution.groups}
-    return sizes == {1} and convolution.padding in ((0, 0), 0)
+    return type(convolution) is nn.Conv2d and convolution.bias is not None and is_pointwise(convolution)
 
 
 def _excitation(module: Any, kind: str, operators: Operators, original: Forward) -> Callable[..., Any]:
@@ -106,6 +102,8 @@ def _residual_layer(module: Any) -> Layer | None:
 
 
 def _residual(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    linear = module.conv_shortcut is not None and _is_linear(module.conv_shortcut)
+
     def normalize(norm: Any, x: Any, row: Any = None, added: Any = None) -> Any:
         return operators.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, row, added, "silu")
 
@@ -124,7 +122,11 @@ def _residual(module: Any, operators: Operators, original: Forward) -> Callable[
         hidden = first._conv_forward(normalize(module.norm1, x), first.weight, None)
         hidden = module.dropout(normalize(module.norm2, hidden, first.bias, added))
         hidden = second._conv_forward(hidden, second.weight, None)
-        shortcut = x if module.conv_shortcut is None else module.conv_shortcut(x)
+        shortcut = x
+        if linear and not hooked(module.conv_shortcut):
+            shortcut = operators.pointwise(x, module.conv_shortcut.weight, module.conv_shortcut.bias, "")
+        elif module.conv_shortcut is not None:
+            shortcut = module.conv_shortcut(x)
         hidden = operators.finish(hidden, second.bias, shortcut, "")
         return hidden if module.output_scale_factor == 1 else hidden / module.output_scale_factor
 
