@@ -17,6 +17,7 @@ from simplegraph.optimizing.pairs import hooked
 from simplegraph.optimizing.table import full_name, is_sequential, plain_class, runs_own_forward
 
 Uses = Callable[[nn.Module], Mapping[int, Any]]  # a module's folds that serve now, by the ids of layers and norms
+_DEPTH = "torchvision.ops.stochastic_depth.StochasticDepth"
 _ACTIVATIONS: Mapping[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
 
 
@@ -128,7 +129,9 @@ def _resnet(run: BlockRun, block: Any, x: Tensor) -> Tensor:
 def _inverted(run: BlockRun, block: Any, x: Tensor) -> Tensor:
     *inner, last = block.block
     skipped = (block.block, last, block.stochastic_depth)
-    if not (is_sequential(block.block) and is_sequential(last) and len(last) == 2) or any(map(hooked, skipped)):
+    known = full_name(block.stochastic_depth) == _DEPTH and not block.stochastic_depth.training
+    known = known and is_sequential(block.block) and is_sequential(last) and len(last) == 2
+    if not known or any(map(hooked, skipped)):
         raise _NotKnown
     (fold,) = run.folds(last, "0")
     out = x

@@ -34,6 +34,18 @@ _KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
+class Joined:
+    """The names of an attention's projections that lie together; copies and pickles have none."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 class _Joint:
     """The projections of one attention in one forward, which hand out parts of one product."""
 
@@ -101,10 +113,10 @@ def forward_attention(original: Callable[..., Any], plain: Callable[[], bool]) -
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names = vars(self).get(JOINED)
-        if names is None or self.training or plain() or not _has_known_processor(self):
+        joined: Joined | None = vars(self).get(JOINED)
+        if joined is None or self.training or plain() or not _has_known_processor(self):
             return original(self, *args, **kwargs)
-        projections = [self._modules.get(name) for name in names]
+        projections = [self._modules.get(name) for name in joined.names]
         before, joint = _RUNNING.joints, _Joint(projections)
         _RUNNING.joints = {id(each): joint for each in projections}
         try:
@@ -175,7 +187,8 @@ def place_together(attention: nn.Module, names: Sequence[str]) -> None:
 def place_apart(root: nn.Module) -> None:
     """Give weights that lie together memory of their own."""
     for module in root.modules():
-        for name in vars(module).pop(JOINED, ()):
+        joined: Joined | None = vars(module).pop(JOINED, None)
+        for name in joined.names if joined is not None else ():
             projection = module._modules.get(name)
             for part in () if projection is None else projection.parameters(recurse=False):
                 if part.untyped_storage().nbytes() > part.nbytes:

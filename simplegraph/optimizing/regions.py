@@ -20,7 +20,14 @@ from torch.compiler import is_compiling
 from simplegraph.graph.subclass import subclass
 from simplegraph.module.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 from simplegraph.optimizing.folded import Fold, FoldedMemory, Weights
-from simplegraph.optimizing.joined import JOINED, forward_attention, forward_projection, place_apart, place_together
+from simplegraph.optimizing.joined import (
+    JOINED,
+    Joined,
+    forward_attention,
+    forward_projection,
+    place_apart,
+    place_together,
+)
 
 _REGION, _MEMORY, _FUSED = "_simplegraph_region", "_simplegraph_folded", "_simplegraph_fused"
 
@@ -190,7 +197,9 @@ def install(
 ) -> None:
     """Use folded weights in the forwards of these owners, some of which others run."""
     for owner, folds in owners:
-        vars(owner).update({_REGION: Region(folds, memory, runs.get(owner)), _MEMORY: memory})
+        vars(owner)[_REGION] = Region(folds, memory, runs.get(owner))
+        if folds:
+            vars(owner)[_MEMORY] = memory
         _change(owner, _forward_owner)
         for fold in folds:
             _change(fold.layer, _forward_layer)
@@ -211,7 +220,7 @@ def install_joined(attentions: Mapping[nn.Module, Sequence[str]]) -> None:
     """Run these projections of attentions as one product."""
     for attention, names in attentions.items():
         place_together(attention, names)
-        vars(attention)[JOINED] = tuple(names)
+        vars(attention)[JOINED] = Joined(names)
         _change(attention, _forward_joined)
         for name in names:
             _change(attention._modules[name], forward_projection)

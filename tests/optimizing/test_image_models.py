@@ -201,3 +201,32 @@ def test_gradients_of_an_input_go_through_known_layers(kernels):
                 each(x).sum().backward()
             found.append(x.grad)
         close(*found)
+
+
+class Adapter(torch.nn.Module):
+    """Adds to what a layer computes, as adapters do; looks like that layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs) + 1
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_parts_that_are_replaced_afterwards_are_called(name, kernels):
+    module, inner, inputs = served(name)
+    plain = copy.deepcopy(module)
+    sg.optimize(inner)
+    kinds = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.SiLU)
+    for name_of_part, part in list(plain.named_modules()):
+        owner, _, last = name_of_part.rpartition(".")
+        if isinstance(part, kinds):
+            for root in (module, plain):
+                parent = root.get_submodule(owner)
+                setattr(parent, last, Adapter(getattr(parent, last)))
+    close(module(*inputs), plain(*inputs))

@@ -98,7 +98,10 @@ def test_graphs_replay_it_and_copies_and_files_have_plain_weights():
     again = bert(2)
     again.load_state_dict(torch.load(file))
     assert torch.equal(answer(again), answer(other))
-    assert torch.equal(answer(copy.deepcopy(model)), answer(other))
+    copied = copy.deepcopy(model)
+    assert torch.equal(answer(copied), answer(other))
+    assert "projections" in sg.optimize(copied).changed
+    assert 96 in products(copied)
 
 
 def test_what_wants_gradients_or_is_hooked_runs_as_it_is_written():

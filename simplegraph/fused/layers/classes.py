@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,26 @@ def hooked(*modules: Any) -> bool:
     """True if a call of one of the modules does more than its class's forward; None is no module."""
     attributes = (vars(module) for module in modules if module is not None)
     return any("forward" in each or any(each[name] for name in _HOOKS) for each in attributes)
+
+
+class Bypassed:
+    """Modules of a layer whose weights are used, but which are not called.
+
+    Args:
+        layer: the layer.
+        *names: of the modules in it; dots lead to modules of modules.
+    """
+
+    __slots__ = ("_layer", "_modules")
+
+    def __init__(self, layer: nn.Module, *names: str) -> None:
+        self._layer = layer
+        self._modules = [(get := operator.attrgetter(name), get(layer)) for name in names]
+
+    def are_plain(self) -> bool:
+        """True if none was replaced or hooked since."""
+        modules = [module for _, module in self._modules]
+        return all(get(self._layer) is module for get, module in self._modules) and not hooked(*modules)
 
 
 def is_plain(value: Any, dims: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from simplegraph.fused.layers.classes import class_name, hooked, is_plain, of_classes
+from simplegraph.fused.layers.classes import Bypassed, class_name, hooked, is_plain, of_classes
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.shared import TIMESTEPS, shared, sharing_layer
 from simplegraph.fused.operators import Adapted, KernelTrial, Operators
@@ -58,6 +58,8 @@ def _trial(norm: Any, *given: str) -> KernelTrial:
 
 def _block(module: Any, run: Callable[..., Any], operators: Operators, original: Forward) -> Callable[..., Any]:
     signature = inspect.signature(original.func)
+    adaptive = run is _run_adaptive
+    parts = Bypassed(module, "norm3", *(["norm1", "norm1.norm"] if adaptive else []), *_second_norm(module))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(module, *args, **kwargs)
@@ -65,11 +67,15 @@ def _block(module: Any, run: Callable[..., Any], operators: Operators, original:
         given = dict(bound.arguments)
         hidden = given["hidden_states"]
         others = given["cross_attention_kwargs"] or module._chunk_size is not None
-        if others or not is_plain(hidden, 3) or hooked(module.norm1, getattr(module, "norm2", None), module.norm3):
+        if others or not is_plain(hidden, 3) or not parts.are_plain():
             return original(*args, **kwargs)
         return run(operators, module, hidden, given)
 
     return forward
+
+
+def _second_norm(module: Any) -> list[str]:
+    return [] if module.attn2 is None else ["norm2"]
 
 
 def _run_plain(operators: Operators, module: Any, hidden: Any, given: dict[str, Any]) -> Any:
@@ -120,8 +126,10 @@ def _gelu_layer(module: Any) -> Layer | None:
 
 
 def _gelu(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    parts = Bypassed(module, "proj")
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or not is_plain(args[0], 3) or hooked(module.proj):
+        if kwargs or len(args) != 1 or not is_plain(args[0], 3) or not parts.are_plain():
             return original(*args, **kwargs)
         return operators.linear_gelu(args[0], module.proj.weight, module.proj.bias)
 
@@ -139,7 +147,7 @@ def _timesteps(module: Any, operators: Operators, original: Forward) -> Callable
 
     def forward(timestep: Any, class_labels: Any, hidden_dtype: Any = None) -> Any:
         project = module.time_proj
-        if hooked(project):
+        if hooked(project) or class_name(project) != _EMBEDDING:
             return original(timestep, class_labels, hidden_dtype=hidden_dtype)
         settings = project.num_channels, project.flip_sin_to_cos, project.downscale_freq_shift, project.scale
         embedded = shared(timestep, (hidden_dtype, *settings), lambda: project(timestep).to(dtype=hidden_dtype))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from simplegraph.fused.layers.classes import hooked, is_plain, is_pointwise, of_classes
+from simplegraph.fused.layers.classes import Bypassed, hooked, is_plain, is_pointwise, of_classes
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.shared import shared
 from simplegraph.fused.operators import Adapted, KernelTrial, Operators
@@ -48,11 +48,13 @@ def _convnext_layer(module: Any) -> Layer | None:
 
 
 def _convnext(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
+    parts = Bypassed(module, "block", *(f"block.{at}" for at in (0, 1, 2, 6)), "stochastic_depth")
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        convolution, first, norm, wide, active, narrow, last = module.block
-        skipped = (module.block, convolution, first, norm, last, module.stochastic_depth)
-        if kwargs or len(args) != 1 or not is_plain(args[0], 4) or hooked(*skipped) or module.stochastic_depth.training:
+        plain = parts.are_plain() and len(module.block) == 7 and not module.stochastic_depth.training
+        if kwargs or len(args) != 1 or not is_plain(args[0], 4) or not plain:
             return original(*args, **kwargs)
+        convolution, _, norm, wide, active, narrow, _ = module.block
         out = convolution._conv_forward(args[0], convolution.weight, None)
         images, channels, height, width = out.shape
         rows = out.permute(0, 2, 3, 1).reshape(images, height * width, channels)
@@ -79,9 +81,11 @@ def _is_linear(convolution: Any) -> bool:
 
 
 def _excitation(module: Any, kind: str, operators: Operators, original: Forward) -> Callable[..., Any]:
+    parts = Bypassed(module, "fc1", "fc2", "activation", "scale_activation")
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        skipped = (module.fc1, module.fc2, module.activation, module.scale_activation)
-        if kwargs or len(args) != 1 or not is_plain(args[0], 4) or hooked(*skipped) or "_scale" in vars(module):
+        plain = parts.are_plain() and "_scale" not in vars(module)
+        if kwargs or len(args) != 1 or not is_plain(args[0], 4) or not plain:
             return original(*args, **kwargs)
         means = module.avgpool(args[0]).flatten(1)
         narrow, wide = ((each.weight.flatten(1), each.bias) for each in (module.fc1, module.fc2))
@@ -102,16 +106,15 @@ def _residual_layer(module: Any) -> Layer | None:
 
 
 def _residual(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
-    linear = module.conv_shortcut is not None and _is_linear(module.conv_shortcut)
+    parts = Bypassed(module, "norm1", "norm2", "conv1", "conv2", "nonlinearity")
 
     def normalize(norm: Any, x: Any, row: Any = None, added: Any = None) -> Any:
         return operators.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, row, added, "silu")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        first, second, active = module.conv1, module.conv2, module.nonlinearity
-        skipped = (module.norm1, module.norm2, first, second, active)
-        if kwargs or len(args) != 2 or not is_plain(args[0], 4) or hooked(*skipped):
+        if kwargs or len(args) != 2 or not is_plain(args[0], 4) or not parts.are_plain():
             return original(*args, **kwargs)
+        first, second, active = module.conv1, module.conv2, module.nonlinearity
         x, embedding = args
         added = None
         if module.time_emb_proj is not None:
@@ -123,7 +126,7 @@ def _residual(module: Any, operators: Operators, original: Forward) -> Callable[
         hidden = module.dropout(normalize(module.norm2, hidden, first.bias, added))
         hidden = second._conv_forward(hidden, second.weight, None)
         shortcut = x
-        if linear and not hooked(module.conv_shortcut):
+        if _is_linear(module.conv_shortcut) and not hooked(module.conv_shortcut):
             shortcut = operators.pointwise(x, module.conv_shortcut.weight, module.conv_shortcut.bias, "")
         elif module.conv_shortcut is not None:
             shortcut = module.conv_shortcut(x)
@@ -142,7 +145,7 @@ def _transformer_layer(module: Any) -> Layer | None:
 
 def _transformer(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
     """Make the forward whose projections are linear layers of pixels: an image in channels_last is a list of those."""
-    signature = inspect.signature(original.func)
+    signature, parts = inspect.signature(original.func), Bypassed(module, "proj_in", "proj_out")
     masks = ("attention_mask", "encoder_attention_mask", "return_dict")
     passed = ("encoder_hidden_states", "timestep", "cross_attention_kwargs", "class_labels")
 
@@ -152,7 +155,7 @@ def _transformer(module: Any, operators: Operators, original: Forward) -> Callab
         given, first, last = bound.arguments, module.proj_in, module.proj_out
         x = given["hidden_states"]
         others = any(given[name] is not None and given[name] is not False for name in masks)
-        if others or not is_plain(x, 4) or hooked(first, last):
+        if others or not is_plain(x, 4) or not parts.are_plain():
             return original(*args, **kwargs)
         images, channels, height, width = x.shape
         rows = module.norm(x).permute(0, 2, 3, 1).reshape(images, height * width, channels)
