@@ -49,7 +49,7 @@ EXPECTED = {
         },
     ),
     "dit": (
-        {"adapt": 4, "linear_gelu": 2},
+        {"adapt": 4, "linear_gelu": 2, "finish": 2},
         {"adaptive_norm": 2, "activation": 2, "attention": 2, "timesteps": 3, "projections": 2},
     ),
     "convnext": ({"adapt": 2}, {"image_block": 2}),

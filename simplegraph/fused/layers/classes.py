@@ -40,7 +40,7 @@ def hooked(*modules: Any) -> bool:
 
 
 class Bypassed:
-    """Modules of a layer whose weights are used, but which are not called.
+    """Modules of a layer that are not called, though their weights are used, or whose output is written to.
 
     Args:
         layer: the layer.

@@ -17,7 +17,13 @@ from simplegraph.fused.operators import Adapted, KernelTrial, Operators
 
 ADAPTIVE_NORM = "adaptive_norm"
 _ZERO = "diffusers.models.normalization.AdaLayerNormZero"
-_EMBEDDING = "diffusers.models.embeddings.Timesteps"
+_TIMESTEPS = "diffusers.models.embeddings.Timesteps"
+_CONDITION = "diffusers.models.embeddings.CombinedTimestepLabelEmbeddings"
+# Parts of a block with such a norm that are not called, or whose output is written to.
+_ADAPTIVE = (
+    *("norm1", "norm1.norm", "norm1.silu", "norm1.emb", "norm1.emb.time_proj"),
+    *("norm1.emb.timestep_embedder", "norm1.emb.timestep_embedder.linear_2"),
+)
 
 
 def denoiser_layers(model: nn.Module) -> dict[nn.Module, Layer]:
@@ -28,7 +34,7 @@ def denoiser_layers(model: nn.Module) -> dict[nn.Module, Layer]:
             "diffusers.models.attention.BasicTransformerBlock": _block_layer,
             "diffusers.models.activations.GEGLU": _gated_layer,
             "diffusers.models.activations.GELU": _gelu_layer,
-            "diffusers.models.embeddings.CombinedTimestepLabelEmbeddings": _timesteps_layer,
+            _CONDITION: _timesteps_layer,
             "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": sharing_layer,
             "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel": sharing_layer,
         },
@@ -45,9 +51,12 @@ def _block_layer(module: Any) -> Layer | None:
     zero = module.norm1
     if module.norm_type != "ada_norm_zero" or module.attn2 is not None or class_name(zero) != _ZERO or zero.emb is None:
         return None
-    if type(zero.norm) is not nn.LayerNorm or type(module.norm3) is not nn.LayerNorm:
+    if class_name(zero.emb) != _CONDITION or class_name(zero.emb.time_proj) != _TIMESTEPS:
+        return None
+    if [type(each) for each in (zero.norm, module.norm3, zero.silu)] != [nn.LayerNorm, nn.LayerNorm, nn.SiLU]:
         return None
     trials = [_trial(zero.norm, "scale", "shift"), _trial(module.norm3, "gate", "residual", "scale", "shift")]
+    trials.append(KernelTrial("finish", ("silu", 1)))
     return Layer(ADAPTIVE_NORM, tuple(trials), functools.partial(_block, module, _run_adaptive))
 
 
@@ -58,8 +67,7 @@ def _trial(norm: Any, *given: str) -> KernelTrial:
 
 def _block(module: Any, run: Callable[..., Any], operators: Operators, original: Forward) -> Callable[..., Any]:
     signature = inspect.signature(original.func)
-    adaptive = run is _run_adaptive
-    parts = Bypassed(module, "norm3", *(["norm1", "norm1.norm"] if adaptive else []), *_second_norm(module))
+    parts = Bypassed(module, "norm3", *(_ADAPTIVE if run is _run_adaptive else _second_norm(module)))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(module, *args, **kwargs)
@@ -90,8 +98,10 @@ def _run_plain(operators: Operators, module: Any, hidden: Any, given: dict[str, 
 
 def _run_adaptive(operators: Operators, module: Any, hidden: Any, given: dict[str, Any]) -> Any:
     zero = module.norm1
-    embedded = zero.emb(given["timestep"], given["class_labels"], hidden_dtype=hidden.dtype)
-    shift, scale, gate, shift_after, scale_after, gate_after = zero.linear(zero.silu(embedded)).chunk(6, dim=1)
+    times, labels = _embed(zero.emb, given["timestep"], given["class_labels"], hidden.dtype)
+    # Images of one pixel: their sum and its activation are one kernel.
+    active = operators.finish(times[:, :, None, None], None, labels[:, :, None, None], "silu").flatten(1)
+    shift, scale, gate, shift_after, scale_after, gate_after = zero.linear(active).chunk(6, dim=1)
     normed, _ = operators.adapt(hidden, _adapted(zero.norm, scale=scale, shift=shift))
     branch = module.attn1(normed, attention_mask=given["attention_mask"])
     after = _adapted(module.norm3, gate=gate, residual=hidden, scale=scale_after, shift=shift_after)
@@ -137,7 +147,7 @@ def _gelu(module: Any, operators: Operators, original: Forward) -> Callable[...,
 
 
 def _timesteps_layer(module: Any) -> Layer | None:
-    if class_name(module.time_proj) != _EMBEDDING:
+    if class_name(module.time_proj) != _TIMESTEPS:
         return None
     return Layer(TIMESTEPS, (), functools.partial(_timesteps, module))
 
@@ -146,11 +156,17 @@ def _timesteps(module: Any, operators: Operators, original: Forward) -> Callable
     """Make the forward for which the layers of a model share what depends on the timestep alone."""
 
     def forward(timestep: Any, class_labels: Any, hidden_dtype: Any = None) -> Any:
-        project = module.time_proj
-        if hooked(project) or class_name(project) != _EMBEDDING:
+        if hooked(module.time_proj) or class_name(module.time_proj) != _TIMESTEPS:
             return original(timestep, class_labels, hidden_dtype=hidden_dtype)
-        settings = project.num_channels, project.flip_sin_to_cos, project.downscale_freq_shift, project.scale
-        embedded = shared(timestep, (hidden_dtype, *settings), lambda: project(timestep).to(dtype=hidden_dtype))
-        return module.timestep_embedder(embedded) + module.class_embedder(class_labels)
+        times, labels = _embed(module, timestep, class_labels, hidden_dtype)
+        return times + labels
 
     return forward
+
+
+def _embed(module: Any, timestep: Any, class_labels: Any, dtype: Any) -> tuple[Any, Any]:
+    """Embed timesteps and labels."""
+    project = module.time_proj
+    settings = project.num_channels, project.flip_sin_to_cos, project.downscale_freq_shift, project.scale
+    projected = shared(timestep, (dtype, *settings), lambda: project(timestep).to(dtype=dtype))
+    return module.timestep_embedder(projected), module.class_embedder(class_labels)
