@@ -32,7 +32,6 @@ from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
-from simplegraph.training.handed import lendable
 from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused
 from simplegraph.training.lessons import Lessons
 from simplegraph.training.pair import GraphPair, Lane, Returned
@@ -158,9 +157,8 @@ class PairBuilder:
         after = capture.observers[1:]
         read = {key for observer in after for key in observer.external}
         pair = self._pair(call, lane, inputs, recording, jobs, read)
-        # What a backward reads must not be written to by whoever has it; an eager one would refuse to read it then.
-        if all(recording.written.isdisjoint(observer.given) and not observer.unseen for observer in after):
-            pair.lent = lendable(pair.plan.program.outputs, self.device, lane.manager.pool)
+        if not any(observer.unseen for observer in after):
+            pair.lend(recording.written, set().union(*(observer.given for observer in after)))
         return pair
 
     def _refusal(self, call: Call, observers: Sequence[MemoryObserver], kept: Sequence[str]) -> tuple[str, str] | None:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.modes import outside_modes
-from simplegraph.graph.tensors import storage_key
 
 # Private to torch; where it is absent, all gradients are copied.
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", lambda _: -1)
@@ -64,12 +62,6 @@ class HandedOut:
 
     def _count_references(self) -> list[int]:
         return list(map(_reference_count, self._storages))
-
-
-def lendable(outputs: Sequence[Tensor], device: GraphDevice, pool: GraphPool) -> HandedOut | None:
-    """Return the outputs of a graph if all may be handed out in its memory; None if one may not, or is not its own."""
-    own = all(device.in_pool(pool, output) and alone_in_memory(output) for output in outputs)
-    return HandedOut(outputs) if own and len(set(map(storage_key, outputs))) == len(outputs) else None
 
 
 class GraphGradients(HandedOut):

@@ -185,6 +185,21 @@ class GraphPair:
         """Look if the next call is to be compared with eager."""
         self.unproven = self.plan.graph.unproven > 0 or self.backwards[0].graph.unproven > 0
 
+    def lend(self, written: Sequence[int], given: Set[int]) -> None:
+        """Let outputs be handed out as they are, if that can be.
+
+        Whoever has one may write to it, so none is lent that a backward reads, as eager would refuse to, nor two that
+        share memory.
+
+        Args:
+            written: the storage keys of the outputs while they were captured.
+            given: those of all that the backwards were passed.
+        """
+        outputs, device, pool = self.plan.program.outputs, self.plan.device, self.plan.pool
+        apart = len(set(written)) == len(outputs) and given.isdisjoint(written)
+        if apart and all(device.in_pool(pool, output) and alone_in_memory(output) for output in outputs):
+            self.lent = HandedOut(outputs)
+
     def attached(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """List the tensors of a call that gradients flow to."""
         attached: list[Any] = self._attached

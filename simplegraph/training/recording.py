@@ -117,7 +117,7 @@ class Recording:
         places: for each backward, the numbers of the leaves that it makes gradients of.
         gradients: buffers for the gradients of outputs.
         retains: the first backward leaves what it reads.
-        written: the storage keys of the outputs, until the backwards are captured.
+        written: the storage keys of the outputs, as they are until the backwards are captured.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Recording:
         self.gradients = [look.buffer() if look.wanting else None for look in lessons.outputs]
         self.patterns: list[frozenset[int]] = []
         self.places: list[list[int]] = []
-        self.written: set[int] = set()
+        self.written: list[int] = []
         self._caches = torch.is_autocast_cache_enabled()
 
     def jobs(self, key: Hashable, number: int) -> list[CaptureJob]:
@@ -188,7 +188,7 @@ class Recording:
         if unsupported is not None:
             raise HostError(f"{unsupported.reason.text} ({unsupported.detail})", "Return results instead.")
         outputs = self.tape.take(result, arguments, self._leaves)
-        self.written = {storage_key(output) for output in outputs if output.layout is torch.strided}
+        self.written = [storage_key(output) for output in outputs if output.layout is torch.strided]
         looks, known = list(map(OutputLook.of, outputs)), self._lessons.outputs
         if len(looks) != len(known) or not all(map(OutputLook.like, looks, known)):
             raise HostError("the outputs are others than those of the call before", "Let them follow from the inputs.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.graph.select import graph_device
+from simplegraph.module.plan import Plan
 from tests.module.answers import reasons
 from tests.training.models import MODELS, ROWS, WIDTH, assert_same, batches, made, mlp, state, train, twins
 
@@ -185,6 +187,28 @@ def test_forwards_of_other_shapes_may_wait_for_their_backward_too(device):
         other.pow(2).sum().backward()
     assert_same(model, plain)
     assert "backward_pending" not in reasons(model)
+
+
+def test_a_thread_that_calls_just_before_a_replay_keeps_its_graphs(device, monkeypatch):
+    plain, model = captured(linear, device)
+    one, other = (x for x, _ in batches(2, device))
+    found, bind = [], Plan.bind
+
+    def interrupted(plan, leaves):
+        monkeypatch.setattr(Plan, "bind", bind)
+        thread = threading.Thread(target=lambda: found.append(model(other)))
+        thread.start()
+        thread.join()
+        return bind(plan, leaves)
+
+    monkeypatch.setattr(Plan, "bind", interrupted)
+    model.zero_grad()
+    found.append(model(one))
+    plain.zero_grad()
+    for out, x in zip(found, (other, one), strict=True):
+        out.pow(2).sum().backward()
+        plain(x).pow(2).sum().backward()
+    assert_same(model, plain)
 
 
 def test_outputs_that_no_backward_comes_for_do_not_hold_graphs(device):

@@ -136,14 +136,12 @@ class Views(nn.Module):
 
 
 def test_outputs_of_one_memory_are_copies(device: torch.device) -> None:
-    plain, model = twins(Views, device)
-    for x, _ in batches(4, device):
-        for each in (plain, model):
-            each.zero_grad()
-            one, other = each(x)
-            (one.sum() * other.sum()).backward()
-            del one, other
-        assert torch.allclose(model.layer.weight.grad, plain.layer.weight.grad)
+    _, model = twins(Views, device)
+    for x, _ in batches(3, device):
+        one, other = model(x)
+        (one.sum() + other.sum()).backward()
+        del one, other
+    assert model.graph_stats.replays == 4
     one, other = model(x)
     before = other.detach().clone()
     one.detach().zero_()
