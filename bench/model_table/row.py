@@ -283,9 +283,10 @@ class Row:
                     last = served.counts().since(before)
                     found["timed_eagerly"] = last.eager.total() if last.replays else -1
                     if served.encoder is not None:  # below Python that takes longer than it
-                        inner = inner_call(served, args, kwargs)
-                        forward = served.encoder.forward
-                        found["encoder"] = call_times(forward, _without_graphs(forward), *inner, self.device, turn)
+                        inner, forward = inner_call(served, args, kwargs), served.encoder.forward
+                        with torch.inference_mode():  # as its library does
+                            times = call_times(forward, _without_graphs(forward), *inner, self.device, turn)
+                        found["encoder"] = times
             except Exception as error:  # the row has its answers all the same
                 return {
                     "untimed": f"{type(error).__name__}: {error}"[:TOLD],
