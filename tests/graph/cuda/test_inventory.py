@@ -183,6 +183,16 @@ def test_the_end_of_a_tensor_is_not_the_freed_memory_behind_it() -> None:
     assert [place for _, place, *_ in seen(taken(Kernel("sum", pointer(end))))] == [MemoryKind.FREED]
 
 
+@pytest.mark.parametrize(("output", "freed"), [(0x000, True), (0x1800, False)])
+def test_freed_memory_right_behind_the_pool_is_only_the_end_of_a_tensor_that_ends_there(
+    output: int, freed: bool
+) -> None:
+    segments = [segment(0, POOL, (0x200, LIVE), (0x1600, FREE), (0x800, LIVE)), segment(0x2000, (0, 0), (0x800, FREE))]
+    kernel = Kernel("scale", pointer(BASE + 0x2000), pointer(BASE + output))
+    found = read_inventory(Driver([kernel]), [1], Places(segments, [POOL]))
+    assert (MemoryKind.FREED in [touch.place for touch in found.touches]) is freed
+
+
 def test_copies_fills_and_graphs_inside_are_read_too() -> None:
     nodes = [
         Other(1, source_type=2, source=UNKNOWN, target_type=2, target=TEMPORARY),

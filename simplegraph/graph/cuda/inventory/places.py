@@ -17,12 +17,13 @@ _LARGEST_NUMBER = 1 << 20  # in a struct: behind it, half of an address may be l
 
 
 class Block(NamedTuple):
-    """A range of addresses."""
+    """A range of addresses; a tensor that ends where it ends begins at `last` or after."""
 
     start: int
     end: int
     place: MemoryKind
     name: str = ""
+    last: int = 0
 
 
 class Places:
@@ -105,8 +106,8 @@ class Places:
         for index, name, address, certain, parameter in once.values():
             block = find(address)
             if block is not None and (block.place is not MemoryKind.FREED or self._is_freed(address, certain, once)):
-                start, _, place, known = block
-                found.append(Touch(name, address, address - start, place, known, certain, parameter, index))
+                offset = address - block.start
+                found.append(Touch(name, address, offset, block.place, block.name, certain, parameter, index))
         return found
 
     def _is_freed(self, address: int, certain: bool, beside: Iterable[int]) -> bool:
@@ -114,7 +115,7 @@ class Places:
         if not certain and address & 0xFFFFFFFF < _LARGEST_NUMBER:
             return False
         end = self.ends_before(address)
-        return end is None or end not in map(self.find, beside)
+        return end is None or not any(self.find(other) == end and other >= end.last for other in beside)
 
 
 def _ordered(blocks: Iterable[Block]) -> list[Block]:
@@ -124,7 +125,8 @@ def _ordered(blocks: Iterable[Block]) -> list[Block]:
 def _blocks(segment: dict[str, Any], own: Collection[PoolId], workspaces: Collection[PoolId]) -> list[Block]:
     pool, start = tuple(segment["segment_pool_id"]), segment["address"]
     if pool in own or pool in workspaces:  # what is free in there is the graph's, too, or the library's
-        return [Block(start, start + segment["total_size"], MemoryKind.POOL if pool in own else MemoryKind.WORKSPACE)]
+        kind, end = MemoryKind.POOL if pool in own else MemoryKind.WORKSPACE, start + segment["total_size"]
+        return [Block(start, end, kind, last=end - segment["blocks"][-1]["size"])]
     found = []
     for block in segment["blocks"]:
         end = start + block["size"]
