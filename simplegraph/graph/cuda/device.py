@@ -7,7 +7,6 @@ import contextlib
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -264,20 +263,21 @@ class CudaDevice:
     def inventory(
         self, pool: GraphPool, segments: Sequence[CudaSegment], known: Sequence[KnownMemory], *, every: bool = False
     ) -> Inventory:
-        driver, handle, started = cuda_driver(), pool.handle, time.perf_counter()
+        driver = cuda_driver()
+
+        def places() -> Places:
+            present = [each for each in allocator.segments() if each["device"] == self.index]
+            own, others = pool.handle.anchors, self._allocations.workspaces
+            found = Places(present, own, others, known, self._former, device_memory(driver))
+            self._former = found.present | (self._former if len(self._former) < _MOST_FORMER else set())
+            return found
+
         try:
             with torch.cuda.device(self.torch_device):
-                graphs = [segment.raw_graph for segment in segments]
-                workspaces = self._allocations.workspaces
-                present = [each for each in allocator.segments() if each["device"] == self.index]
-                places = Places(present, handle.anchors, workspaces, known, self._former, device_memory(driver))
-                self._former = places.present | (self._former if len(self._former) < _MOST_FORMER else set())
-                plain = None if every else launched_by_torch
-                found = read_inventory(driver, graphs, places, every=every, plain=plain)
+                graphs = [each.raw_graph for each in segments]
+                return read_inventory(driver, graphs, places, every=every, plain=launched_by_torch)
         except Exception as error:  # a report is not worth a capture
-            found = Inventory(notes=collections.Counter([f"{type(error).__name__}: {error}"]))
-        found.seconds = time.perf_counter() - started
-        return found
+            return Inventory(notes=collections.Counter([f"{type(error).__name__}: {error}"]))
 
     def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
         if not _CAN_BORROW or tensor.is_conj() or tensor.is_neg():  # lazy bits that metadata does not carry

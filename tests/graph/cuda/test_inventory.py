@@ -145,7 +145,7 @@ def pointer(*addresses: int) -> bytes:
 
 
 def taken(*nodes: Any, **more: Any) -> Inventory:
-    return read_inventory(Driver(nodes), [1], places(**more))
+    return read_inventory(Driver(nodes), [1], lambda: places(**more))
 
 
 def seen(inventory: Inventory) -> list[tuple[str, MemoryKind, int, bool]]:
@@ -189,7 +189,7 @@ def test_freed_memory_right_behind_the_pool_is_only_the_end_of_a_tensor_that_end
 ) -> None:
     segments = [segment(0, POOL, (0x200, LIVE), (0x1600, FREE), (0x800, LIVE)), segment(0x2000, (0, 0), (0x800, FREE))]
     kernel = Kernel("scale", pointer(BASE + 0x2000), pointer(BASE + output))
-    found = read_inventory(Driver([kernel]), [1], Places(segments, [POOL]))
+    found = read_inventory(Driver([kernel]), [1], lambda: Places(segments, [POOL]))
     assert (MemoryKind.FREED in [touch.place for touch in found.touches]) is freed
 
 
@@ -234,7 +234,7 @@ def test_an_address_of_the_host_is_no_memory_that_a_device_had_there_before() ->
     address = ctypes.addressof(factor)
     before = Places([], [], former=[(address & ~0xFFF, (address & ~0xFFF) + 0x2000), *FORMER])
     kernel = Kernel("sgemm", pointer(address), pointer(UNMAPPED))
-    found = read_inventory(Driver([kernel]), [1], before)
+    found = read_inventory(Driver([kernel]), [1], lambda: before)
     assert [(touch.address, touch.parameter) for touch in found.touches] == [(UNMAPPED, 1)]
 
 
@@ -243,7 +243,7 @@ def test_a_small_number_in_front_of_half_an_old_address_is_no_freed_memory() -> 
     before = Places([], [], former=[(gone, gone + (1 << 22))])
     words = [gone + 999, gone, gone + (1 << 21)]
     nodes = [*(Kernel("reduce", pointer(word, 5)) for word in words), Kernel("scale", pointer(gone))]
-    found = read_inventory(Driver(nodes), [1], before)
+    found = read_inventory(Driver(nodes), [1], lambda: before)
     assert [(touch.node, touch.address, touch.certain) for touch in found.touches] == [
         ("reduce", gone + (1 << 21), False),
         ("scale", gone, True),
@@ -257,7 +257,7 @@ def test_kernels_whose_memory_is_accounted_for_are_left_out_if_so_asked() -> Non
         Other(2, target=TEMPORARY),
         Other(1, source_type=2, source=FREED, target_type=2, target=TEMPORARY),
     ]
-    found = read_inventory(Driver(nodes), [1], places(), every=False)
+    found = read_inventory(Driver(nodes), [1], places, every=False)
     assert [(touch.node, touch.place.name) for touch in found.touches] == [
         *(("scale", "KNOWN"), ("scale", "FOREIGN")),
         *(("copy from", "FREED"), ("copy to", "POOL")),
@@ -283,22 +283,23 @@ def test_a_kernel_costs_two_calls_of_the_driver_and_all_are_read_at_once() -> No
         kernel.fill = kernels[0].fill  # one function
     driver = Counting(kernels)
     calls.clear()
-    found = read_inventory(driver, [1], places(), CountingMemory)
+    found = read_inventory(driver, [1], places, CountingMemory)
     assert len(found.touches) == 200
     assert calls.count("read") == 2
     assert calls.count("cuGraphKernelNodeGetParams_v2") <= 101
     assert calls.count("cuFuncGetParamInfo") <= 5
 
 
-def test_a_sequence_of_kernels_whose_memory_is_known_is_read_once() -> None:
+def test_kernels_that_are_of_no_interest_are_not_read_and_nobody_is_asked_where_memory_is() -> None:
+    def unasked() -> Places:
+        raise AssertionError
+
     add, scale = (Kernel(name, pointer(UNKNOWN)) for name in ("add", "scale"))
-    graphs: list[list[Any]] = [[add], [add], [add, scale], [add, scale], [scale], [scale]]
-    driver = Driver([add, scale])
-    driver.graphs = dict(enumerate(graphs, 1))
-    found = read_inventory(driver, [*driver.graphs], places(), plain=lambda name: name == "add")
-    assert [touch.number for touch in found.touches] == [0, 2, 3, 4, 5, 6, 7]
-    assert found.nodes == 8
-    assert len(read_inventory(driver, [*driver.graphs], places()).touches) == 8
+    found = read_inventory(Driver([add, add]), [1], unasked, every=False, plain=lambda name: name == "add")
+    assert (found.nodes, found.touches, found.notes) == (2, [], {})
+    found = read_inventory(Driver([add, scale]), [1], places, every=False, plain=lambda name: name == "add")
+    assert [(touch.node, touch.number) for touch in found.touches] == [("scale", 1)]
+    assert len(read_inventory(Driver([add, scale]), [1], places, plain=lambda name: name == "add").touches) == 2
 
 
 def test_what_the_host_can_read_is_told_from_what_its_devices_have() -> None:
@@ -323,14 +324,14 @@ class Older(Driver):
 
 @pytest.mark.parametrize("driver", [None, Older([])])
 def test_a_driver_that_cannot_tell_leaves_a_note(driver: Any) -> None:
-    found = read_inventory(driver, [1], places())
+    found = read_inventory(driver, [1], places)
     assert list(found.notes) == [f"the driver has no {'cuGraphGetNodes' if driver is None else 'cuFuncGetParamInfo'}"]
 
 
 def test_whatever_goes_wrong_leaves_a_note() -> None:
     driver = Driver([Kernel("scale", pointer(WEIGHT))])
     driver.cuGraphNodeGetType = lambda *args: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-    assert list(read_inventory(driver, [1], places()).notes) == ["ZeroDivisionError: division by zero"]
+    assert list(read_inventory(driver, [1], places).notes) == ["ZeroDivisionError: division by zero"]
 
 
 def test_memory_that_torch_did_not_allocate_is_told_by_the_driver() -> None:

@@ -84,10 +84,7 @@ class NodeReader:
     Args:
         driver: the CUDA driver.
         memory: reads where it says that parameters lie; see `host.ProcessMemory`.
-        low: the lowest address that counts; high: the first above all of them.
-        wanted: picks the words whose nodes are of interest.
-        plain: tells the name of a kernel that is of no interest; a graph of them, with the kernels of one before, is
-            not read.
+        plain: tells the name of a kernel that is of no interest, whose parameters are not read; None if all are.
         most: how many nodes are read.
 
     Attributes:
@@ -97,9 +94,6 @@ class NodeReader:
 
     driver: Any
     memory: Any
-    low: int
-    high: int
-    wanted: Callable[[Iterable[int]], Collection[int]] = list
     plain: Callable[[str], bool] | None = None
     most: int = 20_000
     nodes: int = 0
@@ -110,22 +104,35 @@ class NodeReader:
         self._readers[CONDITIONAL] = self._conditional
         self._functions: dict[tuple[int | None, int | None], KernelFunction] = {}
         self._launches: list[tuple[int, KernelFunction, int | None, int | None]] = []
-        self._words: list[list[Word]] = []
+        self._transfers: list[list[Word]] = []  # of copies and fills
         self._kernel = KernelParameters()  # scratch
         self._kernel_at = ctypes.byref(self._kernel)
 
-    def read(self, graphs: Sequence[int]) -> list[list[Word]]:
-        """Return the words of each node that may be addresses, in the nodes' order, those of graphs inside too."""
-        known: set[tuple[KernelFunction, ...]] = set()
+    def walk(self, graphs: Sequence[int]) -> bool:
+        """Meet the nodes of graphs, and of graphs inside; True if one of them is of interest."""
         for graph in graphs:
-            before = len(self._launches)
             self._walk(graph)
-            sequence = tuple(function for _, function, _, _ in self._launches[before:])
-            if sequence in known and self.plain is not None and all(self.plain(each.name) for each in sequence):
-                del self._launches[before:]
-            known.add(sequence)
-        self._read_launches()
-        return sorted(self._words)
+        return bool(self._launches or self._transfers)
+
+    def words(self, low: int, high: int, wanted: Callable[[Iterable[int]], Collection[int]]) -> list[list[Word]]:
+        """Return the words of each node that may be addresses, in the nodes' order, those of graphs inside too.
+
+        Args:
+            low: the lowest address that counts.
+            high: the first above all of them.
+            wanted: picks the words whose nodes are of interest.
+        """
+        read = self._read_launches()
+        transfers = [[word for word in words if low <= word[2] < high] for words in self._transfers]
+        every = {word for _, _, words in read for word in words}.union(word[2] for words in transfers for word in words)
+        chosen = set(wanted([word for word in every if low <= word < high]))
+        found = [
+            function.name_words(index, words, low, high)
+            for index, function, words in read
+            if not chosen.isdisjoint(words)
+        ]
+        found += [words for words in transfers if not chosen.isdisjoint(word[2] for word in words)]
+        return sorted(found)
 
     def _walk(self, graph: int) -> None:
         """Ask for each node of a graph; launches are noted, and their parameters read all at once."""
@@ -186,9 +193,7 @@ class NodeReader:
             self._take(index, [("memset", fill.target)])
 
     def _take(self, index: int, addresses: Sequence[tuple[str, int]]) -> None:
-        found = [(index, name, value, True, -1) for name, value in addresses if self.low <= value < self.high]
-        if self.wanted([value for _, _, value, _, _ in found]):
-            self._words.append(found)
+        self._transfers.append([(index, name, value, True, -1) for name, value in addresses])
 
     # Kernels.
 
@@ -203,11 +208,11 @@ class NodeReader:
             function = self._functions[handles] = self._function(*handles)
         if not function.known:
             self.notes[f"parameters of {function.name}"] += 1
-        elif function.layout:
+        elif function.layout and not (self.plain is not None and self.plain(function.name)):
             self._launches.append((index, function, kernel.params, kernel.extra))
 
-    def _read_launches(self) -> None:
-        """Read what kernels are passed: by an address for each parameter, or all in one buffer."""
+    def _read_launches(self) -> list[tuple[int, KernelFunction, tuple[int, ...]]]:
+        """Read what kernels are passed, by an address for each parameter or all in one buffer; return the words."""
         # In steps, each of which reads for all launches: first where parameters lie, then what is there.
         lists = self.memory.read(
             [
@@ -232,12 +237,7 @@ class NodeReader:
             else:
                 passed = parts[0] if len(parts) == 1 else _joined(function, parts)
                 read.append((index, function, function.unpack(passed)))
-        low, high = self.low, self.high
-        every = set[int]().union(*(words for _, _, words in read))
-        wanted = set(self.wanted([word for word in every if low <= word < high]))
-        for index, function, words in read:
-            if not wanted.isdisjoint(words):
-                self._words.append(function.name_words(index, words, low, high))
+        return read
 
     def _packed(self, function: KernelFunction, options: Sequence[int]) -> list[Piece]:
         """Return where parameters lie that are passed in one buffer; nothing if that is not told."""

@@ -21,7 +21,7 @@ _FUNCTIONS = (*(f"cuGraph{name}" for name in (*_GRAPH, "ChildGraphNodeGetGraph")
 def read_inventory(
     driver: Any,
     graphs: Sequence[int],
-    places: Places,
+    places: Callable[[], Places],
     memory: Callable[[], Any] = ProcessMemory,
     *,
     every: bool = True,
@@ -32,10 +32,10 @@ def read_inventory(
     Args:
         driver: the CUDA driver; None where there is none.
         graphs: raw handles.
-        places: tells whose memory an address is in.
+        places: returns what tells whose memory an address is in; asked only if need be, since that takes milliseconds.
         memory: opens this process's memory.
         every: False leaves out nodes that touch only memory that is accounted for.
-        plain: tells the name of a kernel that touches nothing else; see `NodeReader`.
+        plain: tells the name of a kernel that is not read then.
     """
     started, inventory = time.perf_counter(), Inventory()
     missing = [name for name in _FUNCTIONS if not hasattr(driver, name)]
@@ -44,10 +44,12 @@ def read_inventory(
         return inventory
     try:
         with memory() as read:
-            places.is_host_memory = read.holds
-            wanted = list if every else places.unaccounted
-            reader = NodeReader(driver, read, places.low, places.high, wanted, plain)
-            inventory.touches = [touch for words in reader.read(graphs) for touch in places.touches(words)]
+            reader = NodeReader(driver, read, None if every else plain)
+            if reader.walk(graphs):
+                where = places()
+                where.is_host_memory = read.holds
+                words = reader.words(where.low, where.high, list if every else where.unaccounted)
+                inventory.touches = [touch for each in words for touch in where.touches(each)]
             inventory.nodes, inventory.notes = reader.nodes, reader.notes
     except Exception as error:  # whatever it is, a report is not worth a capture
         inventory.notes[f"{type(error).__name__}: {error}"] += 1
