@@ -32,6 +32,7 @@ from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
 from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
+from simplegraph.training.backwards import set_up_backwards
 from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused
 from simplegraph.training.lessons import Lessons
 from simplegraph.training.pair import GraphPair, Lane, Returned
@@ -130,7 +131,7 @@ class PairBuilder:
             inputs.load(call.tensors, call.batch, call.padded)
         recording = Recording(call, self.reader, self.leaves, inputs, lessons, table.config.state_key)
         jobs = recording.jobs(key, lane.number)
-        _set_up_backwards(self.device)
+        set_up_backwards(self.device)
         state = ModuleState((call.module, *call.trusted), self.device, lane.manager.pool, call.binding.counted)
         capture = lane.manager.new_capture(jobs, lazy=True, retry=False, state=state)
         kept: list[str] = []
@@ -235,25 +236,3 @@ class PairBuilder:
             table.forget(jobs[1:])
             table.raise_failure(failed)
             raise CannotBind(Reason.CAPTURE_FAILED, cause)
-
-
-class _InBackward(torch.autograd.Function):
-    """Calls a function from the thread that runs the backwards of a device."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Any, scratch: Tensor) -> Tensor:
-        ctx.function = function
-        return scratch.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        ctx.function()
-        return None, grads[0]
-
-
-def _set_up_backwards(device: GraphDevice) -> None:
-    """Let cuBLAS have its workspaces for the thread that will run the backward on the capture stream."""
-    with device.on_capture_stream(), torch.enable_grad():
-        scratch = torch.zeros(1, device=device.torch_device, requires_grad=True)
-        run: Any = _InBackward.apply  # typed loosely because torch leaves it untyped
-        torch.autograd.grad(run(device.keep_workspaces, scratch), scratch)

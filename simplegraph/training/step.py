@@ -26,6 +26,7 @@ from simplegraph.module.survey import device_of_state
 from simplegraph.module.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.nested import flatten
 from simplegraph.reasons import CannotBind, Reason
+from simplegraph.training.backwards import set_up_backwards
 from simplegraph.training.gradients import Gradients, gradient_hooks
 from simplegraph.training.leaves import leaves_reached, replicas_refused
 from simplegraph.training.optimizers import StepOptimizers
@@ -179,9 +180,9 @@ class StepModule(FunctionModule):
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         device = next((parameter.device for parameter in self.step.gradients.parameters), torch.device("cpu"))
+        graphs = graph_device(device) if device.type in ("cpu", "cuda") else None
         # Inside of somebody else's capture the caller's grad mode is on; ours switches it off around the function.
-        ours = device.type in ("cpu", "cuda") and not torch.is_grad_enabled()
-        captures = ours and graph_device(device).is_capturing()
+        captures = graphs is not None and not torch.is_grad_enabled() and graphs.is_capturing()
         observed = CALLS.context is not None and CALLS.context.bypass is Reason.NESTED  # by who learns of the step
         with contextlib.ExitStack() as stack:
             if captures:
@@ -193,6 +194,8 @@ class StepModule(FunctionModule):
             result = self._function(*args, **kwargs)
             if observed:
                 self.step.note_leaves(result, captured=captures)
+            if observed and graphs is not None and not captures:
+                set_up_backwards(graphs)
             if not captures:
                 self.step.check_trained(result)
             return _detached(result)

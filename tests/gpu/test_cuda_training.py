@@ -56,6 +56,26 @@ def test_a_step_trains_to_the_bit_as_eager_with_the_same_settings(name):
     assert isinstance(twins.graphs.optimizers.param_groups[0]["lr"], float)
 
 
+def test_workspaces_that_are_cleared_between_steps_leave_graphs_and_others_alone():
+    """Matrix products of the backward have workspaces of the thread of backwards, which anybody may clear."""
+
+    def wide():
+        return nn.Sequential(nn.Linear(16, 4096), nn.Linear(4096, 8))
+
+    twins = twins_of(
+        classifying(functools.partial(OPTIMIZERS["sgd fused"], lr=RATE), wide, "cuda", cast=torch.bfloat16)
+    )
+    for number in range(10):
+        twins.run(*on_gpu(number))
+        if number >= 5:
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            others = [torch.full((size,), 7.0, device="cuda") for size in (1 << 18, 1 << 20, 1 << 23, 1 << 23)]
+            twins.run(*on_gpu(number + 100))
+            assert all(bool((each == 7.0).all()) for each in others)
+    assert twins.stats.replays >= 10
+
+
 @pytest.mark.proofs
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_autocast_in_the_step(kind):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import simplegraph as sg
+from simplegraph.graph.select import graph_device
 from simplegraph.reasons import Reason
 from tests.training.twins import (
     Training,
@@ -55,6 +56,17 @@ def test_a_step_in_a_graph_trains_as_eager(name):
     assert twins.stats.replays == 5
     assert twins.stats.eager == {Reason.FIRST_CALL: 2, Reason.PROOF: 1}
     assert [graph.proof for graph in twins.stats.graphs.values()] == ["exact"]
+
+
+def test_a_capture_finds_workspaces_of_libraries_in_the_thread_of_backwards(monkeypatch):
+    """Else the graph's are in memory of its pool, and whoever clears them gives it to the next graph."""
+    device, found = graph_device(torch.device("cpu")), []
+    monkeypatch.setattr(device, "keep_workspaces", lambda: found.append(torch._C._current_graph_task_id() >= 0))
+    twins = Twins(making())
+    for number in range(8):
+        twins.run(*batch(number))
+    assert twins.stats.replays == 6
+    assert any(found), "asked for inside of a backward"
 
 
 def test_gradients_that_are_zeroed_stay_at_their_place():
