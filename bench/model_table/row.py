@@ -21,7 +21,7 @@ from bench.model_table import answers, builders
 from bench.model_table.builders.model import RAGGED, Call, TableModel, real_lengths
 from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, PIPELINE, WRAP, TableEntry
 from bench.model_table.serving import NEW_TOKENS, SOON, Counts, ServedModel, caller, inner_call, serve, serve_parts
-from bench.model_table.times import call_times, token_times
+from bench.model_table.times import call_times, token_times, within_kernels
 from bench.tools.measure import Figures, few_threads
 from bench.transformers_generate import same_tokens
 from simplegraph.context import eager
@@ -32,6 +32,7 @@ MISSING, FAILED = "not measured", "failed"  # in place of a column
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 PASSES = (3, 8)  # over the ragged batches: at least, and at most until none of them runs eagerly for the first time
 LEAST_SHARE = 0.25  # of a model's layers, for parts to be worth the name
+TOKENS_PER_LAUNCH = 4  # of a generation whose host is slower than its graphs
 TOLD, REPORTED = 400, 4000  # characters that are kept of a reason's details, and of a report
 
 
@@ -162,9 +163,10 @@ class Row:
         del plain, served  # they hold the model, which is made anew
         return figures | self.timed(serving, turn)
 
-    def served_whole(self) -> contextlib.AbstractContextManager[ServedModel]:
-        """Serve the model as its entry says."""
-        return serve(self.entry, self.model, tiny=self.tiny, part=self.made.part, settings=self.made.settings)
+    def served_whole(self, **more: Any) -> contextlib.AbstractContextManager[ServedModel]:
+        """Serve the model as its entry says, with more settings."""
+        settings = {**self.made.settings, **more}
+        return serve(self.entry, self.model, tiny=self.tiny, part=self.made.part, settings=settings)
 
     def served_in_parts(self) -> contextlib.AbstractContextManager[ServedModel]:
         """Serve what parts of the model can have graphs."""
@@ -287,13 +289,40 @@ class Row:
                         with torch.inference_mode():  # as its library does
                             times = call_times(forward, _without_graphs(forward), *inner, self.device, turn)
                         found["encoder"] = times
+                    tokens = self._run(served.call, calls[1]) if generates and not served.parts else None
             except Exception as error:  # the row has its answers all the same
                 return {
                     "untimed": f"{type(error).__name__}: {error}"[:TOLD],
                     "traceback": traceback.format_exc()[-2000:],
                 }
+            if tokens is not None and last.replays and not within_kernels(found):
+                found = self._in_launches(calls, tokens, turn, found)
             return {"dtype": str(dtype).removeprefix("torch.")} | found
         return {"untimed": reason[:TOLD]}
+
+    def _in_launches(
+        self, calls: list[Call], tokens: Tensor, turn: contextlib.AbstractContextManager[Any], one_token: Figures
+    ) -> Figures:
+        """Time graphs that make several tokens each, where the host takes longer for one than its graph does.
+
+        Args:
+            calls: of several batch sizes; the second one is timed.
+            tokens: of that call.
+            turn: entered while times are measured.
+            one_token: figures with a graph for each token, kept beside these; returned where launches do not serve.
+        """
+        try:
+            with self.served_whole(tokens_per_launch=TOKENS_PER_LAUNCH) as served:
+                for call in (*calls, calls[1]):
+                    found = self._run(served.call, call)
+                args, kwargs = calls[1]
+                if not torch.equal(found, tokens) or any(stats.slower for stats in served.stats):
+                    return one_token | {"launches": f"not served: {served.report()}"[:REPORTED]}
+                launched = token_times(served.call, self._unserved(served), args, kwargs, self.device, turn)
+        except Exception as error:
+            return one_token | {"launches": f"{type(error).__name__}: {error}"[:TOLD]}
+        kept = {name: one_token[name] for name in launched}
+        return one_token | launched | {"tokens_per_launch": TOKENS_PER_LAUNCH, "one_token": kept}
 
     def _unserved(self, served: ServedModel) -> Callable[..., Any]:
         """Return what calls the model without graphs while it is served."""

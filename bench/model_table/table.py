@@ -23,6 +23,7 @@ import torch
 
 from bench.model_table.entries import CATEGORIES, ENTRIES, TableEntry
 from bench.model_table.row import BY_NAME, EAGER, FAILED, FULL, MISSING, PARTS, PIECEWISE, measure_row
+from bench.model_table.times import AT_MOST_KERNELS, within_kernels
 from bench.tools import command, fresh
 from bench.tools.files import save_figures
 from bench.tools.measure import NOT_SPEED, Figures, say
@@ -31,7 +32,6 @@ from bench.tools.side_by_side import SideBySide
 from bench.tools.tables import NOTHING, cell
 
 AT_MOST_EAGER = 1.02  # times eager's time
-AT_MOST_KERNELS = (1.15, 0.030)  # times the kernels' own time, plus so many ms
 AGAIN = 4  # times fewer processes at once when rows are tried again
 NAMES = tuple(entry.name for entry in ENTRIES)
 
@@ -157,9 +157,9 @@ def limits(row: Figures) -> list[str]:
         broken.append("timed eagerly")
     if row["ms"] > AT_MOST_EAGER * row["eager_ms"]:
         broken.append(f"{row['ms'] / row['eager_ms']:.2f} times eager")
-    factor, more = AT_MOST_KERNELS
+    factor, _ = AT_MOST_KERNELS
     replayed = row.get("encoder", row)  # of a sentence encoder, the call below its own Python
-    if row["column"] == FULL and replayed["ms"] > factor * replayed["kernel_ms"] + more:
+    if row["column"] == FULL and not within_kernels(replayed):
         broken.append(f"kernels * {factor} + {(replayed['ms'] - factor * replayed['kernel_ms']) * 1e3:.0f} us")
     return broken
 
@@ -201,6 +201,7 @@ def _line(cells: Any) -> str:
 
 def _cells(name: str, row: Figures) -> list[str]:
     served = row["integration"] + (f" of {row['part']}" if "part" in row else "")
+    served += f", {row['tokens_per_launch']} tokens a launch" if "tokens_per_launch" in row else ""
     eager = f"{row['ms'] / row['eager_ms']:.2f}" if "ms" in row else NOTHING
     kept = ("; ".join(limits(row)) or "kept") if "answers" in row else NOTHING
     replayed = f"{row['replayed']:.0%}" if "replayed" in row else NOTHING

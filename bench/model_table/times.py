@@ -23,7 +23,15 @@ NEAR = 0.9  # of eager's time
 # A product of matrices this wide takes times so close to the least one, so often, if the GPU does nothing else.
 WIDTH, CLOSE, OFTEN, TRIES = 2048, 1.2, 5, 500
 
+AT_MOST_KERNELS = (1.15, 0.030)  # times the kernels' own time, plus so many ms
+
 Turn = AbstractContextManager[Any]
+
+
+def within_kernels(figures: Figures) -> bool:
+    """True if a call takes little longer than its kernels do."""
+    factor, more = AT_MOST_KERNELS
+    return bool(figures["ms"] <= factor * figures["kernel_ms"] + more)
 
 
 def call_times(

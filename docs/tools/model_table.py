@@ -9,7 +9,8 @@ from typing import Any
 
 from bench.model_table.entries import CATEGORIES
 from bench.model_table.row import EAGER, FAILED, FULL, MISSING, PARTS, PIECEWISE
-from bench.model_table.table import AT_MOST_EAGER, AT_MOST_KERNELS, limits
+from bench.model_table.table import AT_MOST_EAGER, limits
+from bench.model_table.times import AT_MOST_KERNELS
 from docs.tools.grids import grid
 from docs.tools.raw import RESULTS, commit, load
 
@@ -78,6 +79,8 @@ def _cells(name: str, row: Row) -> list[str]:
     served = f"`{row['integration']}`" + (f" of `{row['part']}`" if "part" in row else "")
     if row["category"] == "sentence-transformers":
         served = "`graph_encoder`"
+    if "tokens_per_launch" in row:
+        served += f", `tokens_per_launch={row['tokens_per_launch']}`"
     runs = row["column"] + (f", {row['in_parts']:.0%} of its layers" if "in_parts" in row else "")
     said = [] if row["column"] == FULL else [row.get("reason", "").splitlines()[0]] if row.get("reason") else []
     return [name, served, runs, *times, faster, "; ".join([*said, *_broken(row)])[:TOLD].replace("|", "/")]

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from bench.model_table.builders.model import Call, TableModel, noise, numbers
 
+TEXTS = 256  # of each length
+
 
 def _width(tiny: bool) -> int:
     return 32 if tiny else 512
@@ -19,7 +21,7 @@ def _steps_first(tiny: bool, lengths: list[int], seed: int) -> Call:
 
 def _attended(tiny: bool, lengths: list[int], seed: int) -> Call:
     """Make a sequence that attends to itself; of a few tokens, kernels take less than copies to and from a graph."""
-    sequence = noise(8 if tiny else 512, len(lengths), _width(tiny), seed=seed)
+    sequence = noise(8 if tiny else 1024, len(lengths), _width(tiny), seed=seed)
     return (sequence, sequence, sequence), {}
 
 
@@ -30,7 +32,8 @@ def _masked(tiny: bool, lengths: list[int], seed: int) -> Call:
 
 
 def _bags(tiny: bool, lengths: list[int], seed: int) -> Call:
-    """Make bags of as many words as the lengths say, one after the other."""
+    """Make bags of as many words as the lengths say, one after the other; really, a batch of as many texts as fit."""
+    lengths = lengths * (1 if tiny else TEXTS)
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     return (numbers(100, sum(lengths), seed=seed), starts), {}
 
