@@ -138,6 +138,8 @@ MOONSHINE = {"hidden_size": 416, "intermediate_size": 1664, "head_dim": 52}
 MOONSHINE |= dict.fromkeys(("encoder_num_hidden_layers", "decoder_num_hidden_layers"), 8)
 MOONSHINE |= dict.fromkeys(("encoder_num_attention_heads", "decoder_num_attention_heads"), 8)
 MOONSHINE |= dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads"), 8)
+# Without its search for repeated words, which reads every token back to Python.
+BLENDERBOT = {"encoder_layers": 2, "decoder_layers": 12, "d_model": 1280, "encoder_no_repeat_ngram_size": 0}
 BLIP_TEXT = {"hidden_size": 768, "num_hidden_layers": 12, "max_position_embeddings": 512}
 PICTURE = {"image_token_index": tiny_multimodal.IMAGE}
 LONG_T5 = T5 | {"local_radius": 4}
@@ -153,7 +155,7 @@ MODELS = {
     "nllb": _sequence("m2m100", TWELVE),
     "m2m100": _sequence("m2m100", TWELVE),
     "led": _sequence("led", {}),
-    "blenderbot": _sequence("blenderbot", {"encoder_layers": 2, "decoder_layers": 12, "d_model": 1280}),
+    "blenderbot": _sequence("blenderbot", BLENDERBOT),
     "prophetnet": TableModel(
         configured("ProphetNetConfig", "ProphetNetForConditionalGeneration", PROPHET, {}), prompts
     ),
