@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph import BatchDescriptor, CaptureSizeError, ConfigError, CudaGraphMode, Dispatch, InputError, ReplayError
+from simplegraph import (
+    BatchDescriptor,
+    CaptureError,
+    CaptureSizeError,
+    ConfigError,
+    CudaGraphMode,
+    Dispatch,
+    InputError,
+    ReplayError,
+)
 from simplegraph.attention import (
     BatchMetadata,
     Mamba2Backend,
@@ -257,7 +266,7 @@ def test_a_shape_that_cannot_be_captured_in_halves_runs_whole(
 
 def test_graphs_are_not_captured_before_auto_has_measured(device: torch.device) -> None:
     served = Overlapped(device, overlap="auto", mode="FULL", capture_sizes=[4])
-    with pytest.raises(Exception, match=r"capture by TwoBatchOverlap\.capture"):
+    with pytest.raises(CaptureError, match=r"capture by TwoBatchOverlap\.capture"):
         served.manager.capture(served.forward)
 
 

@@ -74,7 +74,7 @@ def test_an_output_that_is_kept_stays_eagers(device: torch.device, use: Use, fir
         for expected, actual in kept:
             assert expected.tolist() == actual.tolist()
     assert eager_calls(model) == {"first_call": 1} | ({"output_kept": 1} if first else {})
-    assert model.graph_stats.replays == 12 if first else 14
+    assert model.graph_stats.replays == (12 if first else 14)
 
 
 def test_an_output_may_be_written_to(device: torch.device) -> None:
