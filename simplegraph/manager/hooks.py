@@ -34,7 +34,7 @@ class GraphHooks:
         """Outside the graph, before every replay: refresh what the graph reads."""
 
     def undo_step(self) -> None:
-        """In a proof: what the last step wrote was undone, and it is about to be replayed once more."""
+        """Allow the last step to run once more: a proof undid what it wrote, and is about to replay it."""
 
     def end_of_forward(self, mode: CudaGraphMode, descriptor: BatchDescriptor) -> None:
         """Inside the capture, after the forward: whatever runs here is recorded."""

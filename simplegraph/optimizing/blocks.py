@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import is_pointwise
+from simplegraph.fused.layers.classes import hooked, is_pointwise
 from simplegraph.fused.operators import KernelTrial, Operators
-from simplegraph.optimizing.pairs import hooked
 from simplegraph.optimizing.table import full_name, is_sequential, plain_class, runs_own_forward
 
 Uses = Callable[[nn.Module], Mapping[int, Any]]  # a module's folds that serve now, by the ids of layers and norms
@@ -91,8 +90,8 @@ def _is_convolution(fold: Any) -> bool:
 
 
 def activation(module: nn.Module | None) -> str:
-    """Return the name of an activation that a kernel computes; "" if it is another module, or somebody hooked it."""
-    return "" if module is None or hooked(module) else _ACTIVATIONS.get(type(module), "")
+    """Return the name of an activation that a kernel computes; "" if it is another module, or a hooked one."""
+    return "" if hooked(module) else _ACTIVATIONS.get(type(module), "")
 
 
 def _relu(block: Any) -> str:
@@ -131,7 +130,7 @@ def _inverted(run: BlockRun, block: Any, x: Tensor) -> Tensor:
     skipped = (block.block, last, block.stochastic_depth)
     known = full_name(block.stochastic_depth) == _DEPTH and not block.stochastic_depth.training
     known = known and is_sequential(block.block) and is_sequential(last) and len(last) == 2
-    if not known or any(map(hooked, skipped)):
+    if not known or hooked(*skipped):
         raise _NotKnown
     (fold,) = run.folds(last, "0")
     out = x

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.classes import hooked
 from simplegraph.graph.modes import outside_modes
 from simplegraph.graph.select import graph_device
-from simplegraph.optimizing.pairs import KINDS, hindrance, hooked, is_changed, sources, watched
+from simplegraph.optimizing.pairs import KINDS, hindrance, is_changed, sources, watched
 from simplegraph.optimizing.table import plain_class
 
 _ALIGNMENT = 256  # bytes, as the allocator gives them: kernels read aligned weights faster
@@ -71,7 +72,7 @@ class Fold:
     def serves(self, owner: nn.Module) -> bool:
         """True if a forward of the owner may use the folded weights: for inference, as it was when they were folded."""
         layer, norm = self.layer, self.norm
-        if layer.training or norm.training or hooked(layer) or hooked(norm):
+        if layer.training or norm.training or hooked(layer, norm):
             return False
         if not is_changed(norm):  # it would run what is folded into the layer once more
             return False

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.optimizing.pairs import hooked, shared_modules
+from simplegraph.fused.layers.classes import class_name, hooked
+from simplegraph.optimizing.pairs import shared_modules
 from simplegraph.optimizing.table import full_name, runs_own_forward
 
 JOINED = "_simplegraph_joined"
@@ -155,11 +156,11 @@ def find_joined(root: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
 
 def _has_known_processor(module: Any) -> bool:
     processor = getattr(module, "processor", None)
-    return processor is None or f"{type(processor).__module__}.{type(processor).__qualname__}" in _PROCESSORS
+    return processor is None or class_name(processor) in _PROCESSORS
 
 
 def _can_be_joined(projections: Sequence[Any]) -> bool:
-    if any(type(each) is not nn.Linear or hooked(each) for each in projections):
+    if any(type(each) is not nn.Linear for each in projections) or hooked(*projections):
         return False
     first = projections[0]
     kinds = {(each.in_features, each.bias is None, each.weight.dtype, each.weight.device) for each in projections}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.classes import hooked
 from simplegraph.optimizing.table import is_sequential, known_class, plain_class
 
 # The norm that follows each kind of layer, and the dimensions of that layer's batched input.
@@ -21,7 +22,6 @@ KINDS: dict[type, tuple[type, int]] = {
 }
 NORMS = frozenset(norm for norm, _ in KINDS.values())
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Pair(NamedTuple):
@@ -103,12 +103,6 @@ def hindrance(layer: Any, norm: Any) -> str:
     if len({tensor.device for tensor in tensors}) > 1:
         return "they are on several devices"
     return next(filter(None, map(_odd, tensors)), "")
-
-
-def hooked(module: nn.Module) -> bool:
-    """True if a call of the module does more than its class's forward."""
-    attributes = vars(module)
-    return "forward" in attributes or any(attributes[name] for name in _HOOKS)
 
 
 def _odd(tensor: Tensor) -> str:

@@ -155,7 +155,7 @@ def wait_for_preloads() -> None:
 
 
 def _ordinal(device: torch.device | str | int | None) -> tuple[bool, int]:
-    """Return if a device may be a GPU, and its index; without torch."""
+    """Return whether a device may be a GPU, and its index; imports no torch."""
     if isinstance(device, int):
         return True, device
     kind, _, index = str(device if device is not None else "cuda").partition(":")
@@ -178,7 +178,10 @@ def _create_context(index: int) -> bool:
 
 def _load_triton() -> bool:
     """Start Triton's launcher, a module in C that is compiled once on a machine; False if it does not run."""
-    with contextlib.suppress(Exception):  # not installed, or no compiler: what needs it says so
+    import subprocess  # of which torch has brought what is slow to import
+
+    # Not installed, no driver that it takes, no compiler or one that fails: what needs Triton says so, with the reason.
+    with contextlib.suppress(ImportError, RuntimeError, OSError, subprocess.SubprocessError):
         from triton.runtime.driver import driver
 
         return bool(driver.active.get_current_device() >= 0)

@@ -62,13 +62,13 @@ def _checks_errors(given: dict[str, Any]) -> bool:
 
 
 def _factors(given: dict[str, Any]) -> bool:
-    """What is not square goes another way."""
+    """True if errors are checked, or for matrices that are not square, which go another way."""
     rows, columns = given["A"].shape[-2:]
     return bool(given["check_errors"]) or rows != columns
 
 
 def _of_batch(name: str) -> _Waits:
-    """It waits for a batch of matrices, which MAGMA gets."""
+    """Return a condition that is true for a batch of matrices, which MAGMA gets."""
     return lambda given: given[name].dim() > 2
 
 

@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -126,6 +127,39 @@ def test_the_context_is_that_of_the_device(failing: str, monkeypatch: pytest.Mon
     every = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
     assert names == every[: every.index(failing) + 1 if failing else 3]
     assert failing == "cuInit" or driver.calls[1][1][1] == 3
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        ModuleNotFoundError("No module named 'triton'"),
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        subprocess.CalledProcessError(1, ["gcc"]),
+        FileNotFoundError("/sbin/ldconfig"),
+    ],
+    ids=["not installed", "no compiler", "a compiler that fails", "no linker"],
+)
+def test_a_machine_where_triton_does_not_run_goes_without(problem: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_triton(problem, monkeypatch)
+    assert not first_use._load_triton()
+
+
+def test_an_error_in_triton_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_triton(TypeError("a defect"), monkeypatch)
+    with pytest.raises(TypeError, match="a defect"):
+        first_use._load_triton()
+
+
+def use_triton(problem: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a Triton in place whose driver fails when it is asked for a device."""
+
+    def fail() -> None:
+        raise problem
+
+    active = types.SimpleNamespace(get_current_device=fail)
+    for name in ("triton", "triton.runtime", "triton.runtime.driver"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["triton.runtime.driver"], "driver", types.SimpleNamespace(active=active), False)
 
 
 def test_a_machine_without_a_driver_has_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
