@@ -35,7 +35,7 @@ from simplegraph.manager.report import GraphReport
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.manager.touched import inspected
+from simplegraph.manager.touched import inspect_graphs
 from simplegraph.reasons import Reason
 
 
@@ -207,7 +207,7 @@ class CudaGraphManager:
         """
         jobs = [CaptureJob(key, *key, bind_forward(forward, *key)) for key in self._uncaptured()]
         capture = self.new_capture(jobs, state=PythonState([forward]))
-        summary = inspected(capture, capture.run(self.config.num_warmups))
+        summary = inspect_graphs(capture, capture.run(self.config.num_warmups))
         self._kept_alive += [tensor.detach() for seen in capture.observers for tensor in seen.external.values()]
         self.table.raise_failure(summary.failed)
         return summary

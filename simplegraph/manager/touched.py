@@ -42,7 +42,7 @@ class CapturedJobs(Protocol):
     observers: list[MemoryObserver]
 
 
-def inspected(capture: CapturedJobs, summary: CaptureSummary) -> CaptureSummary:
+def inspect_graphs(capture: CapturedJobs, summary: CaptureSummary) -> CaptureSummary:
     """Read what captured graphs touch, and drop those that touch memory which was given back; return what is left.
 
     Everything must be over that could have undone the captures: nothing may live for that alone.
@@ -142,7 +142,7 @@ def freed_since(table: ProgramTable, graph: CapturedGraph) -> str | None:
     if not freed and graph.counters.inventory is None:
         _keep(table, found)
     graph.counters.inventory = graph.counters.inventory or found
-    return _said_of_freed(freed[0]) if freed else None
+    return _describe_freed(freed[0]) if freed else None
 
 
 def read_touches(table: ProgramTable) -> None:
@@ -192,7 +192,7 @@ def _freed(inventory: Inventory, sure: Container[tuple[str, int]] = ()) -> list[
 
 
 def _refusal(job: CaptureJob, touch: Touch) -> CaptureError:
-    cause = _said_of_freed(touch)
+    cause = _describe_freed(touch)
     return CaptureError(
         f"capturing {job.label} failed\n  {cause}: a replay would find there whatever comes next.\n"
         f"  Keep the tensor that it reads as an attribute of the module, or {BREAK}.",
@@ -200,7 +200,7 @@ def _refusal(job: CaptureJob, touch: Touch) -> CaptureError:
     )
 
 
-def _said_of_freed(touch: Touch) -> str:
+def _describe_freed(touch: Touch) -> str:
     return f"the kernel {readable(touch.node)} touches memory at {touch.address:#x} that was given back"
 
 

@@ -27,7 +27,7 @@ from simplegraph.graph.tensors import storage_key
 from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.touched import inspected
+from simplegraph.manager.touched import inspect_graphs
 from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
 from simplegraph.module.changing import PROVEN_VALUES
@@ -248,7 +248,7 @@ class GraphBuilder:
                     self._observe_second_size(call, inputs, rehearsal)
 
             summary = capture.run(0 if lazy else manager.config.num_warmups, warmed_up)
-        summary = inspected(capture, summary)
+        summary = inspect_graphs(capture, summary)
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
             for observer in capture.observers:
                 binding.note_made(observer, graph.program.outputs)

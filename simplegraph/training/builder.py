@@ -18,7 +18,7 @@ from simplegraph.graph.memory import copy_limit
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import storage_key, wait_collectives
 from simplegraph.manager.jobs import CaptureJob
-from simplegraph.manager.touched import inspected
+from simplegraph.manager.touched import inspect_graphs
 from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call
 from simplegraph.module.effects import ModuleState
@@ -139,7 +139,7 @@ class PairBuilder:
             with CAPTURE_LOCK, contextlib.ExitStack() as undo:
                 undo.callback(lambda: kept.extend(state.put_back()))
                 summary = capture.run()
-            summary = inspected(capture, summary)
+            summary = inspect_graphs(capture, summary)
         except BaseException:
             table.forget(jobs)
             raise

@@ -94,9 +94,9 @@ class Generation:
         return state is not None and (state.seen != state.count or state.watches_plain) and state.moved()
 
     def free_lane(self) -> Lane | None:
-        """Find a lane that no forward waits in."""
+        """Find a lane that a forward may take; None if all are in use."""
         for lane in self.builder.lanes:
-            if lane.free:
+            if lane.vacate():
                 return lane
         return None
 
@@ -171,7 +171,7 @@ class TrainingCalls:
         leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
         for lane in builder.lanes:
             serial = lane.serial
-            if lane.free:
+            if lane.vacate():
                 break
         else:
             return MISS
@@ -270,7 +270,7 @@ class TrainingCalls:
         if excused and place not in known.pairs:
             raise CannotBind(Reason.OUTPUT_KEPT, "")
         with lane.manager.pool.lock:
-            if not lane.free:  # another thread has just taken it
+            if not lane.vacate():  # another thread has just taken it
                 raise CannotBind(Reason.BACKWARD_PENDING, "")
             lane.manager.table.order_streams()
             pair = known.pairs.get(place)

@@ -41,7 +41,7 @@ _RELEASED = (
 )
 
 
-def _nobody() -> None:
+def _no_ticket() -> None:
     """Stands for the weak reference to a ticket before there is one."""
 
 
@@ -60,7 +60,7 @@ class Lane:
 
     def __init__(self, new_manager: Callable[[], CudaGraphManager], number: int, handing_out: HandingOut) -> None:
         self._new_manager, self.number, self.serial = new_manager, number, 0
-        self._ticket: Callable[[], Ticket | None] = _nobody
+        self._ticket: Callable[[], Ticket | None] = _no_ticket
         self.handing_out = handing_out
         self.lent: HandedOut | None = None
         self.handed: GraphGradients | None = None
@@ -74,14 +74,17 @@ class Lane:
         """Drop the graphs, unless a backward needs them: then they go with it."""
         if "manager" not in vars(self):
             return
-        if self.free:
+        if self.vacate():
             self.manager.reset()
         else:
             self.manager.stats.dropped(self.manager.table.graphs)
 
-    @property
-    def free(self) -> bool:
-        """True unless what a forward left here waits for its backward, or what was handed out here is in use."""
+    def vacate(self) -> bool:
+        """Make the lane free for a forward if that can be; gradients that only `.grad` has get memory of their own.
+
+        Returns:
+            False if what a forward left here waits for its backward, or something that was handed out here is in use.
+        """
         ticket, lent, handed = self._ticket(), self.lent, self.handed
         if ticket is not None and not ticket.done:
             return False

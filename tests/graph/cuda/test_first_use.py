@@ -162,6 +162,18 @@ def use_triton(problem: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["triton.runtime.driver"], "driver", types.SimpleNamespace(active=active), False)
 
 
+def test_the_context_is_created_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    created = threading.Event()
+    monkeypatch.setattr(first_use, "_create_context", lambda index: created.set() or True)
+    loading = first_use.Preload("cuda:0", None, None)
+    loading._thread.start()  # without the import, which the rest waits for
+    assert created.wait(20)
+    assert not loading.done
+    loading._imported.set()
+    loading.wait()
+    assert next(iter(loading.seconds)) == "context"
+
+
 def test_a_machine_without_a_driver_has_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
