@@ -1,4 +1,4 @@
-"""``python -m bench.figures FOLDER``: measures every table of docs/figures.md anew, each file by its own command.
+"""``python -m bench.figures FOLDER``: measures every table of docs/figures.md, each file by its own command.
 
 It prints a line for each as it ends. What is there, of this commit, is not measured again, so the same command goes on
 where it was cut. Copied to bench/results, the files become tables by `python -m docs.tools`.
@@ -19,10 +19,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure; return 1 if a job failed or was cut, or a file lacks what figures need to be repeated."""
     parser = argparse.ArgumentParser(prog="python -m bench.figures", description=__doc__)
     parser.add_argument("folder", type=Path, help="for the files of figures and the logs")
-    told = "tables or files, with * and ?, separated by commas; by default all that have a table"
-    parser.add_argument("--only", metavar="NAME[,NAME]", help=told)
-    told = "seconds after which no job begins and a running one is cut; without limit by default"
-    parser.add_argument("--total", type=positive, default=float("inf"), help=told)
+    names = "tables or files, with * and ?, separated by commas; by default all that have a table"
+    parser.add_argument("--only", metavar="NAME[,NAME]", help=names)
+    total = "seconds after which no job begins and a running one is cut; without limit by default"
+    parser.add_argument("--total", type=positive, default=float("inf"), help=total)
     parser.add_argument("--again", action="store_true", help="measure what has been measured at this commit, too")
     parser.add_argument("--list", action="store_true", help="print the jobs and run none")
     options = parser.parse_args(arguments)

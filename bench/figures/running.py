@@ -77,7 +77,7 @@ class Runner:
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Run the jobs that need the machine alone one after the other, then the others, one on each GPU."""
-        outcomes = [self._told(job, self._gpus[: job.gpus]) for job in jobs if not job.shares]
+        outcomes = [self._run_one(job, self._gpus[: job.gpus]) for job in jobs if not job.shares]
         free: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         workers = max(1, len(self._gpus))
         for at in range(workers):
@@ -86,14 +86,14 @@ class Runner:
         def on_a_free_gpu(job: Job) -> Outcome:
             gpu = free.get()
             try:
-                return self._told(job, gpu)
+                return self._run_one(job, gpu)
             finally:
                 free.put(gpu)
 
         with ThreadPoolExecutor(workers) as pool:
             return outcomes + list(pool.map(on_a_free_gpu, (job for job in jobs if job.shares)))
 
-    def _told(self, job: Job, gpus: Sequence[str]) -> Outcome:
+    def _run_one(self, job: Job, gpus: Sequence[str]) -> Outcome:
         outcome = self._outcome(job, gpus)
         with self._telling:
             self._tell(outcome)

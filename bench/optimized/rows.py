@@ -1,4 +1,4 @@
-"""Optimized modules with graphs beside the compiler: what does a call cost, how soon does it come, how exact is it?
+"""Measures optimized modules with graphs beside the compiler: a call, the first call, the error, the kernels.
 
 ``python -m bench.optimized``: every model and batch in a fresh process, all arms in it. ``eager``; ``graph``, the
 module as it is in a graph; ``optimized``, after ``simplegraph.optimize``; ``optimized-static``, which does not copy
@@ -75,7 +75,7 @@ def row_name(model: str, batch: int) -> str:
 def measure(plan: OptimizedPlan, device: torch.device) -> Figures:
     """Measure every model and batch in a fresh process."""
     fresh.preload("bench.optimized.preloaded", device.type)
-    rows: dict[str, Figures] = _known(plan)
+    rows: dict[str, Figures] = _rows_of_file(plan)
     figures: Figures = {"plan": dataclasses.asdict(plan) | {"json": None}, "device": device.type, "rows": rows}
     described, began = environment.describe(), time.monotonic()
     todo = [pair for pair in itertools.product(plan.models, plan.batches) if row_name(*pair) not in rows]
@@ -95,7 +95,7 @@ def measure(plan: OptimizedPlan, device: torch.device) -> Figures:
     return figures
 
 
-def _known(plan: OptimizedPlan) -> dict[str, Figures]:
+def _rows_of_file(plan: OptimizedPlan) -> dict[str, Figures]:
     if not plan.more or plan.json is None or not plan.json.is_file():
         return {}
     found: dict[str, Figures] = json.loads(plan.json.read_text())["rows"]
@@ -113,14 +113,14 @@ def _side_by_side(plan: OptimizedPlan, some: list[tuple[str, int]], device: torc
         except (TimeoutError, fresh.ProcessFailed) as error:
             turn.all_ready.abort()  # the others would wait for it
             found = {"failed": str(error)}
-        say(f"{row_name(*pair)}: {_told(found)}")
+        say(f"{row_name(*pair)}: {_in_a_line(found)}")
         return found | {"beside": len(some) - 1}
 
     with ThreadPoolExecutor(len(some)) as threads:
         return list(threads.map(measured, some))
 
 
-def _told(found: Figures) -> str:
+def _in_a_line(found: Figures) -> str:
     if "failed" in found:
         return "failed: " + found["failed"].strip().splitlines()[-1]
     arms = found["arms"].items()

@@ -87,15 +87,16 @@ def measure(arm: str, model: str, began: float, *, preload: bool) -> dict[str, A
     synchronize(device)
     mark("ready")
     parts = {} if loading is None else {part: started + taken for part, taken in loading.seconds.items()}
+    described = {"captured": summary.captured, "environment": environment.describe()}
+    return {"seconds": seconds, "preload": parts, **_describe(engine, imported), **described}
+
+
+def _describe(engine: Any, imported: set[str]) -> dict[str, Any]:
     return {
-        "seconds": seconds,
-        "preload": parts,
         "heavy": [name for name in HEAVY if name in imported],
         "modules": len(imported),
         "attention": engine.runner.backends[0].name,
         "fused": engine.runner.model.fused,
-        "captured": summary.captured,
-        "environment": environment.describe(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Training steps: what does a step cost, how soon is it replayed, and what memory does it take?
+"""Measures training steps: the time of a step, the seconds to its first replay, and its memory.
 
 ``python -m bench.training``: every workload and arm in a fresh process; ``--workloads`` and ``--arms`` choose. All arms
 train the same model from the same weights on the same batches. ``eager`` has the optimizer that a user would choose,

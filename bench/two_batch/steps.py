@@ -91,13 +91,14 @@ class DescribedStep:
         runner.describe(plan, self.batch)
         self._last = torch.arange(1, count + 1, device=runner.device) * query - 1
 
-    def graph(self) -> Any:
+    def run(self) -> Any:
+        """Run it once more; return the outputs of its graph."""
         self._runner.repeat()
         return self._runner.manager.run(self.batch, self._runner.forward)
 
     def logits(self) -> Tensor:
         """Run it, and return the logits of each request's last token."""
-        found = self.graph()
+        found = self.run()
         return found.logits.clone() if hasattr(found, "logits") else self._runner.llama.head(found[self._last])
 
 
@@ -110,7 +111,7 @@ def measure(llama: Llama, ranks: RankGroup | None, steps: Steps) -> Iterator[Fig
             length = steps.context if query == 1 else query
             arms = {name: DescribedStep(engine, count, query, length) for name, engine in engines.items()}
             whole, halves = (arm.logits().double() for arm in arms.values())
-            calls: dict[str, Callable[[], object]] = {name: arm.graph for name, arm in arms.items()}
+            calls: dict[str, Callable[[], object]] = {name: arm.run for name, arm in arms.items()}
             if ranks is not None:
                 calls["collectives alone, eagerly"] = _collectives(llama, count * query)
             times = in_turn(calls, engines["whole"].runner.device, rounds=steps.rounds, steps=steps.repeats)

@@ -14,8 +14,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the kernels
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 )
-
-
 # After a convolution; "" is none.
 FINISHES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"": lambda x: x, "relu": torch.relu, "silu": F.silu}
@@ -132,27 +130,47 @@ class Operators:
         return normed, x if norm.residual is None else total
 
     def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
-        """Return ``activation(x + bias + residual)`` of images; `kind` is a name in `FINISHES`, `x` may be overwritten.
+        """Return ``activation(x + bias + residual)`` of images.
 
         Args:
-            x: (images, channels, height, width).
+            x: (images, channels, height, width); may be overwritten.
             bias: (channels,); None for nothing.
             residual: as `x`; None for nothing.
-            kind: of the activation.
+            kind: a name in `FINISHES`.
         """
         x = x if bias is None else x + bias.view(-1, 1, 1)
         return FINISHES[kind](x if residual is None else x + residual)
 
     def pointwise(self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-        """Return the activation of a 1x1 convolution; `x`, `bias` and `kind` are as those of `finish`."""
+        """Return the activation of a 1x1 convolution.
+
+        Args:
+            x: (images, inputs, height, width).
+            weight: (outputs, inputs, 1, 1).
+            bias: (outputs,); None for nothing.
+            kind: a name in `FINISHES`.
+        """
         return self.finish(F.conv2d(x, weight), bias, None, kind)
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the GELU, approximated by tanh, of a linear layer."""
+        """Return the GELU, approximated by tanh, of a linear layer.
+
+        Args:
+            x: (..., inputs).
+            weight: (outputs, inputs).
+            bias: (outputs,); None for nothing.
+        """
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
     def excite(self, means: Tensor, narrow: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], kind: str) -> Tensor:
-        """Return ``sigmoid(wide(activation(narrow(means))))`` of (images, channels); layers are weights and biases."""
+        """Return ``sigmoid(wide(activation(narrow(means))))``.
+
+        Args:
+            means: (images, channels).
+            narrow: weight and bias of a linear layer, (squeezed, channels) and (squeezed,).
+            wide: those of a layer back, (channels, squeezed) and (channels,).
+            kind: a name in `FINISHES`.
+        """
         return torch.sigmoid(F.linear(FINISHES[kind](F.linear(means, *narrow)), *wide))
 
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:

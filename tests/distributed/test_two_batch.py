@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import simplegraph as sg
+from bench.models.shard import finish
 from simplegraph import BatchDescriptor, CudaGraphMode
 from simplegraph.attention import (
     BatchMetadata,
@@ -58,12 +59,7 @@ class Ranked:
         if self.overlap and self.overlap.split(mode, descriptor):
             return torch.cat(self.overlap.run(mode, descriptor, self.stages))
         with attending(self.whole, mode, descriptor):
-            stages = self.stages(slice(0, descriptor.num_tokens))
-            while True:
-                try:
-                    next(stages)
-                except StopIteration as end:
-                    return end.value
+            return finish(self.stages(slice(0, descriptor.num_tokens)))
 
     def stages(self, rows: slice) -> two_batch.Stages:
         hidden = self.hidden[rows]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.models.shard import finish
 from simplegraph import BatchDescriptor, CudaGraphMode
 from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, TwoBatchOverlap, attending, two_batch
 from simplegraph.graph.cuda.device import CudaDevice
@@ -115,12 +116,7 @@ class Heavy:
         if self.overlap.split(mode, descriptor):
             return torch.cat(self.overlap.run(mode, descriptor, self.stages))
         with attending(self.overlap.whole, mode, descriptor):
-            stages = self.stages(slice(0, descriptor.num_tokens))
-            while True:
-                try:
-                    next(stages)
-                except StopIteration as end:
-                    return end.value
+            return finish(self.stages(slice(0, descriptor.num_tokens)))
 
 
 @pytest.mark.parametrize("cycles_per_row", [0, 400], ids=["alone", "beside"])

@@ -274,29 +274,37 @@ def test_calls_look_no_more_once_changes_are_counted_again(device, monkeypatch):
     patches.remove()
     replayed(device)  # whose capture counts changes again
     model(rows(4, device))
-    looks = []
-    monkeypatch.setattr(state, "Survey", lambda module: looks.append(module) or Survey(module))
+    looks = watch_looks(monkeypatch)
     x = rows(4, device)
     close(model(x), module(x))
     assert not looks
+    replace_weight(model, module, x)
+    assert looks
+
+
+def watch_looks(monkeypatch):
+    """Return a list that grows whenever a call looks at all of a module."""
+    looks = []
+    monkeypatch.setattr(state, "Survey", lambda module: looks.append(module) or Survey(module))
+    return looks
+
+
+def replace_weight(model, module, x):
     module.linear.weight.data = new(module.linear.weight)
     close(model(x), module(x))
-    assert looks
 
 
 def test_moving_a_module_where_it_is_already_makes_no_call_look(device, monkeypatch):
     model, module = captured(device)
     model(rows(4, device))
-    looks = []
-    monkeypatch.setattr(state, "Survey", lambda module: looks.append(module) or Survey(module))
+    looks = watch_looks(monkeypatch)
     for _ in range(2):  # as libraries do before every call
         module.to(device)
         module.float()
         x = rows(4, device)
         close(model(x), module(x))
     assert not looks
-    module.linear.weight.data = new(module.linear.weight)
-    close(model(x), module(x))
+    replace_weight(model, module, x)
     assert looks
 
 
