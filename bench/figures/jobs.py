@@ -16,6 +16,7 @@ from bench.transformers_generate.families import FAMILIES
 
 JSON = "{json}"
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
+_MODEL_TABLES = ("model-table", "model-table-summary", "model-table-categories")
 _GENERATE_ARMS = "plain,static-compiled,simplegraph"
 
 
@@ -87,6 +88,7 @@ def _one_gpu() -> list[Job]:
         Job("h200_transformers", generate, ("generate",), variables={"BENCH_FAMILIES": "llama"}),
         Job("h200_spec_decode", _suite("spec_decode/test_rounds"), ("speculative",)),
         Job("h200_host_overhead", _suite("host_overhead/test_host_overhead"), ("host",), seconds=300),
+        Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "560"), _MODEL_TABLES),
         Job("h200_accuracy", _command("bench.accuracy"), ("accuracy",), seconds=300),
         Job("h200x4_consensus", _command("bench.host_overhead.consensus"), ("consensus",), seconds=200, gpus=0),
     ]
@@ -203,5 +205,4 @@ def _beside_the_tables() -> list[Job]:
     return [
         Job("h200_training_memory", _command("bench.training", *memory)),
         Job("h200_fused_operators", _command("bench.fused_operators")),
-        Job("h200_model_table", _command("bench.model_table", "--total", "560")),
     ]
