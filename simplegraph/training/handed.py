@@ -106,7 +106,7 @@ class HandingOut:
 
     Attributes:
         permitted: gradients may be handed out; outputs: outputs may.
-        excuses: an output in use keeps a lane that nothing else does; once it is dropped, all goes on as before.
+        excuses: True if the next call may run eagerly for an output in use, rather than capture a second set of graphs.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ _ACTIVATIONS = {"SiLUActivation.forward": "silu", **_AS_OPERATORS}
 
 
 def activation_kind(module: Any) -> str:
-    """Return the name in `ACTIVATIONS` of an activation module; "" if it is unknown, or if somebody hooked it."""
+    """Return the name in `ACTIVATIONS` of an activation module; "" if it is unknown or hooked."""
     if hooked(module):
         return ""
     if type(module) is nn.SiLU:
