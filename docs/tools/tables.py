@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.training.requirements import beyond_eager
-from docs.tools import model_table
-from docs.tools.grids import grid
+from docs.tools import model_table, several_gpus
+from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, extra, load, startup
 from simplegraph.batch.dispatch import resolve_mode
@@ -23,7 +23,6 @@ PAGES = [
     ROOT / "docs" / "modes.md",
     ROOT / "docs" / "several_gpus.md",
 ]
-_BATCHES = ("1", "8", "64", "256")
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -41,16 +40,6 @@ def write(page: Path) -> None:
     page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def _steps(result: Any, batches: Sequence[str] = _BATCHES) -> list[str]:
-    return [f"{result['step_ms'][batch]:.2f}" for batch in batches]
-
-
-def _seconds(result: Any, *path: str) -> str:
-    for key in path:
-        result = result.get(key, {})
-    return f"{result:.2f}" if isinstance(result, float) else ""
-
-
 def _readme() -> str:
     names = {
         "eager": "eager",
@@ -66,8 +55,8 @@ def _readme() -> str:
     return grid(
         head,
         (
-            [text, f"{runs[name]['seconds']['ready']:.2f} s", *(f"{ms} ms" for ms in _steps(runs[name], ("1", "64")))]
-            for name, text in names.items()
+            [text, f"{run['seconds']['ready']:.2f} s", *(f"{ms} ms" for ms in step_cells(run, ("1", "64")))]
+            for run, text in ((runs[name], text) for name, text in names.items())
         ),
     )
 
@@ -77,10 +66,10 @@ def _startup() -> str:
     for name, run in startup().items():
         again = run.get("primed")
         kept = f"{(again or run)['device_bytes'] / MIB:.0f}" + ("" if again else r" \*")
-        times = [_seconds(run, "seconds", "first_output"), _seconds(run, "seconds", "ready")]
+        times = [seconds_cell(run, "seconds", "first_output"), seconds_cell(run, "seconds", "ready")]
         no_graphs = name == "eager"
         rows.append(
-            [name, *times, _seconds(run, "primed", "seconds", "ready"), "" if no_graphs else kept, *_steps(run)]
+            [name, *times, seconds_cell(run, "primed", "seconds", "ready"), "" if no_graphs else kept, *step_cells(run)]
         )
     head = ["arm", "first output, s", "every size ready, s", "the same again in the process, s", "memory kept, MiB"]
     return grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
@@ -259,73 +248,6 @@ def _spec() -> str:
     return grid([*head, "a draft round, ms, at batch 1 / 8 / 32", "its kernels, ms"], rows)
 
 
-def _parallel(*files: str, order: Sequence[str], first: bool = False) -> str:
-    runs = {name: run for file in files for name, run in load(file)["results"].items()}
-    rows = []
-    for name in order:
-        run = runs[name]
-        times = [_seconds(run, "seconds", "first_output")] if first else []
-        times += [_seconds(run, "seconds", "ready"), _seconds(run, "primed", "seconds", "ready")]
-        rows.append([name, *times, *_steps(run)])
-    head = ["arm", *(["first output, s"] if first else []), "every size ready, s", "the same again in the process, s"]
-    return grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
-
-
-def _tp2() -> str:
-    compiled = ("compiled-piecewise (cold)", "compiled-piecewise (warm)")
-    order = ("eager", "plain-loop", "simplegraph", "simplegraph-piecewise", *compiled)
-    return _parallel("h200x2_tp2", "h200x2_tp2_compiled", order=order)
-
-
-def _tp4() -> str:
-    order = ("eager", "simplegraph", "compiled-piecewise (cold)", "compiled-piecewise (warm)")
-    return _parallel("h200x4_tp4_70b", "h200x4_tp4_70b_compiled", order=order, first=True)
-
-
-def _tp8() -> str:
-    order = ("eager", "plain-loop", "simplegraph", "simplegraph-piecewise", "compiled-piecewise (cold)")
-    files = ("h200x8_tp8_70b", "h200x8_tp8_70b_eager", "h200x8_tp8_70b_compiled")
-    return _parallel(*files, order=order, first=True)
-
-
-def _tp8_parts() -> str:
-    runs = load("h200x8_tp8_70b")["results"]
-    columns = [one for name in ("plain-loop", "simplegraph") for one in (runs[name], runs[name]["primed"])]
-    found = [(run["seconds"]["ready"], run["details"]["parts_s"]) for run in columns]
-    names = {
-        "NCCL's communicators": ("communicators",),
-        "the first warmup; of the plain loop with NCCL's communicators": ("first warmup", "warmup"),
-        "the other 50 warmups": ("warmups",),
-        "51 captures": ("capture", "captures"),
-        "waiting for the driver to instantiate the last graphs": ("instantiate",),
-        "meetings of the ranks, waiting for the slowest included": ("meetings",),
-    }
-    rows = []
-    for text, keys in names.items():
-        cells = [[parts[key] for key in keys if key in parts] for _, parts in found]
-        rows.append([text, *(f"{sum(cell):.2f}" if cell else "" for cell in cells)])
-    rows.append(["everything else", *(f"{ready - sum(parts.values()):.2f}" for ready, parts in found)])
-    rows.append(["every size ready", *(f"{ready:.2f}" for ready, _ in found)])
-    return grid(["seconds on rank 0", "plain loop", "again", "simplegraph", "again"], rows)
-
-
-def _dtensor() -> str:
-    runs = load("h200x2_dtensor")["results"]
-    names = {"simplegraph": "plain tensors", "simplegraph-dtensor": "DTensors"}
-    rows = [[text, *_steps(runs[key])] for key, text in names.items()]
-    pairs = zip(*(runs[key]["step_ms"].values() for key in reversed(names)), strict=True)
-    rows.append(["ratio", *(f"{one / other:.2f}" for one, other in pairs)])
-    return grid(["step in a graph, ms", "batch 1", "8", "64", "256"], rows)
-
-
-def _consensus() -> str:
-    rows = [
-        [ranks, f"{us['median_us']:.1f}", f"{us['p99_us']:.1f}"]
-        for ranks, us in load("h200x4_consensus")["results"].items()
-    ]
-    return grid(["ranks", "median, us", "99th percentile, us"], rows)
-
-
 def _host() -> str:
     rows = []
     benchmarks = load("h200_host_overhead")["benchmarks"]
@@ -403,12 +325,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": _families,
     "models": _models,
     "speculative": _spec,
-    "two-gpus": _tp2,
-    "four-gpus": _tp4,
-    "eight-gpus": _tp8,
-    "eight-gpus-parts": _tp8_parts,
-    "dtensor": _dtensor,
-    "consensus": _consensus,
+    "two-gpus": several_gpus.two_gpus,
+    "four-gpus": several_gpus.four_gpus,
+    "eight-gpus": several_gpus.eight_gpus,
+    "eight-gpus-parts": several_gpus.eight_gpus_parts,
+    "dtensor": several_gpus.dtensor,
+    "consensus": several_gpus.consensus,
     "host": _host,
     "training": _training,
     "training-start": _training_start,
