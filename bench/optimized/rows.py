@@ -88,7 +88,7 @@ def measure(plan: OptimizedPlan, device: torch.device) -> Figures:
                 figures.setdefault("failed", {})[row_name(*pair)] = found["failed"]
         say(f"{time.monotonic() - began:.0f} s; {len(todo)} rows are left")
         if plan.json is not None:
-            save_figures(plan.json, figures | {"environment": described})
+            save_figures(plan.json, figures, described)
     if todo:
         names = ", ".join(row_name(*pair) for pair in todo)
         say(f"{plan.total} s are over; left out: {names}. The same command with --more measures them.")

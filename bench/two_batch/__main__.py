@@ -12,7 +12,7 @@ import threading
 
 from bench.engine import EngineError
 from bench.models.workload import Workload
-from bench.tools import environment, torchrun
+from bench.tools import torchrun
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, few_threads, say
 from bench.tools.options import add_json, add_model, count, numbers, positive
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _save(options: argparse.Namespace, found: Figures, rank: int) -> None:
     if rank == 0:
-        save_figures(options.json, {"machine_info": environment.describe(), "results": found})
+        save_figures(options.json, {"results": found})
 
 
 def _parser() -> argparse.ArgumentParser:
