@@ -138,8 +138,8 @@ class CudaGraphConfig:
         decode_capture_sizes: sizes in tokens of uniform decode batches, if these run in another mode than mixed
             ones; None takes the sizes of mixed batches, rounded up to multiples of `uniform_query_len`.
         training: capture calls under grad mode too, as a forward graph and a backward graph of exactly their shapes.
-        debug: check the address of every captured input at every replay, name those that moved, and count addresses in
-            structs that a driver tells of captures; with a `RankGroup` also check that all ranks replay the same graph.
+        debug: check every captured input's address at every replay, and name those that moved; refuse graphs also for
+            freed memory that a struct points to; with a `RankGroup` check that all ranks replay the same graph.
         progress: show a progress bar while capturing several sizes.
 
     Every field with a plain value can be set from the environment as ``SIMPLEGRAPH_<FIELD>``; see `from_env`.

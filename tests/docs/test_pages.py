@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import simplegraph as sg
+from simplegraph import errors
 from simplegraph.reasons import Reason
 from tests.docs.pages import (
     DOCS,
@@ -146,3 +147,15 @@ def test_every_reason_has_its_part_in_troubleshooting() -> None:
     missing = [r for r in Reason if f"({r.value.replace('_', '-')})=\n### {r.value}\n" not in page]
     assert missing == [], "add a section to docs/troubleshooting.md, which every message with this reason links to"
     assert page.count(")=\n### ") == len(Reason)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = {
+        name.rpartition(".")[2]
+        for name in re.findall(r"^\.\. auto\w+:: ([\w.]+)$", text_of(DOCS / "reference.md"), re.MULTILINE)
+    }
+    shown.update(vars(errors))  # shown as a whole
+    doors = sorted((ROOT / "simplegraph").rglob("__init__.pyi"))
+    public = {str(door): re.findall(r" as (\w+)$", text_of(door), re.MULTILINE) for door in doors}
+    assert {place: missing for place, names in public.items() if (missing := sorted({*names} - shown))} == {}
+    assert len(public) == 4
