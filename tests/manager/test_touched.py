@@ -54,6 +54,18 @@ def tell(monkeypatch: pytest.MonkeyPatch, found: Callable[[int], list[Touch]]) -
     return asked
 
 
+def hide(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, int]:
+    """Return a tensor that counts as one on a GPU, as no other does, and its address."""
+    hidden = torch.zeros(64)
+    address = hidden.data_ptr()
+
+    def memory(tensor: Tensor) -> list[KnownMemory]:
+        return [KnownMemory(address, address + 256, "hidden")] if tensor.data_ptr() == address else []
+
+    monkeypatch.setattr(touched, "_memory", memory)
+    return hidden, address
+
+
 def captured(sizes: list[int], module: nn.Module | None = None, **settings: Any) -> Any:
     module = nn.Linear(4, 4) if module is None else module
     model: Any = sg.wrap(module.eval(), capture_sizes=sizes, progress=False, **{"verify": 0, **settings})
@@ -163,13 +175,7 @@ def test_a_weight_that_a_capture_replaced_is_given_back_before_the_driver_is_ask
 def test_sizes_in_between_are_read_at_their_first_replay_and_what_they_alone_touch_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hidden = torch.zeros(64)
-    address = hidden.data_ptr()
-
-    def memory(tensor: Tensor) -> list[KnownMemory]:  # as of tensors on a GPU
-        return [KnownMemory(address, address + 256, "hidden")] if tensor.data_ptr() == address else []
-
-    monkeypatch.setattr(touched, "_memory", memory)
+    hidden, address = hide(monkeypatch)
     asked = tell(monkeypatch, lambda count: [touch(MemoryKind.FOREIGN, address)] if count == 3 else [])
     model = captured([1, 2, 4], verify=1)
     table = model._graph_runner.builder.manager.table
@@ -177,7 +183,7 @@ def test_sizes_in_between_are_read_at_their_first_replay_and_what_they_alone_tou
     for _ in range(5):
         model(torch.randn(2, 4))
     assert len(asked) == 3, "nothing at later replays"
-    assert [tensor.data_ptr() for tensor in table.foreign] == [address]
+    assert [tensor.data_ptr() for tensor in table.foreign] == [hidden.data_ptr()]
     assert [graph.size for graph in model.graph_stats.graphs.values() if graph.inventory] == [4, 2, 1]
 
 
@@ -241,13 +247,7 @@ def test_memory_of_no_tensor_is_warned_of_once_and_replayed(
 def test_a_tensor_that_only_a_kernel_knows_is_kept_alive_and_known_next_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hidden = torch.zeros(64)
-    address = hidden.data_ptr()
-
-    def memory(tensor: Tensor) -> list[KnownMemory]:  # as of tensors on a GPU
-        return [KnownMemory(address, address + 256, "hidden")] if tensor.data_ptr() == address else []
-
-    monkeypatch.setattr(touched, "_memory", memory)
+    hidden, address = hide(monkeypatch)
     asked = tell(monkeypatch, lambda count: [touch(MemoryKind.FOREIGN, address + 8)] if count < 3 else [])
     model = captured([2, 4])
     assert asked == [0, 0]
