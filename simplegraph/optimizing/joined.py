@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.classes import class_name, hooked
+from simplegraph.graph.modes import outside_modes
+from simplegraph.optimizing.layout import has_own_memory, tied_memories
 from simplegraph.optimizing.pairs import shared_modules
-from simplegraph.optimizing.table import full_name, runs_own_forward
+from simplegraph.optimizing.table import full_name, plain_class, runs_own_forward
 
 JOINED = "_simplegraph_joined"
 _BERT = ("query", "key", "value")
@@ -36,12 +38,17 @@ _KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Joined:
-    """The names of an attention's projections that lie together; copies and pickles have none."""
+    """The names of an attention's projections that lie together; copies and pickles have none.
 
-    __slots__ = ("names",)
+    Attributes:
+        names: of the projections.
+        memories: the address and bytes of each memory in which their weights, or their biases, were placed.
+    """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
+    __slots__ = ("memories", "names")
+
+    def __init__(self, names: Sequence[str], memories: Iterable[tuple[int, int]]) -> None:
+        self.names, self.memories = tuple(names), frozenset(memories)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -50,12 +57,13 @@ class Joined:
 class _Joint:
     """The projections of one attention in one forward, which hand out parts of one product."""
 
-    __slots__ = ("_parts", "_projections", "_x")
+    __slots__ = ("_parts", "_projections", "_version", "_x")
 
     def __init__(self, projections: Sequence[Any]) -> None:
         self._projections = projections
         self._parts: dict[int, Tensor] = {}
         self._x: Any = None
+        self._version: int | None = None
 
     def project(self, module: Any, x: Any) -> Tensor | None:
         """Return a projection of an input; None if it has to be computed by itself."""
@@ -63,11 +71,16 @@ class _Joint:
             product = _product(self._projections, x)
             if product is None:
                 return None
-            sizes = [each.out_features for each in self._projections]
+            sizes = [len(each.weight) for each in self._projections]
             parts = torch.split(product, sizes, dim=-1)
             self._parts = dict(zip(map(id, self._projections), parts, strict=True))
-            self._x = x
-        return self._parts.pop(id(module), None) if x is self._x else None
+            self._x, self._version = x, _version(x)
+        same = x is self._x and _version(x) == self._version
+        return self._parts.pop(id(module), None) if same else None
+
+
+def _version(x: Any) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 def _product(projections: Sequence[Any], x: Any) -> Tensor | None:
@@ -78,8 +91,11 @@ def _product(projections: Sequence[Any], x: Any) -> Tensor | None:
     given = (x, *weights, *(each for each in biases if each is not None))
     if torch.is_grad_enabled() and any(each.requires_grad for each in given):
         return None
-    weight, bias = _whole(weights), None if biases[0] is None else _whole(biases)
-    if weight is None or (bias is None) != (biases[0] is None):
+    biased = any(each is not None for each in biases)
+    if any((each is None) == biased for each in biases):
+        return None
+    weight, bias = _whole(weights), _whole(biases) if biased else None
+    if weight is None or (bias is None) == biased:
         return None
     return nn.functional.linear(x, weight, bias)
 
@@ -118,6 +134,8 @@ def forward_attention(original: Callable[..., Any], plain: Callable[[], bool]) -
         if joined is None or self.training or plain() or not _has_known_processor(self):
             return original(self, *args, **kwargs)
         projections = [self._modules.get(name) for name in joined.names]
+        if not all(map(_is_linear, projections)):
+            return original(self, *args, **kwargs)
         before, joint = _RUNNING.joints, _Joint(projections)
         _RUNNING.joints = {id(each): joint for each in projections}
         try:
@@ -140,9 +158,13 @@ def forward_projection(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _is_linear(module: Any) -> bool:
+    return plain_class(module) is nn.Linear and not hooked(module)
+
+
 def find_joined(root: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     """Yield attentions of known classes, and the names of their projections that can be joined."""
-    shared = shared_modules(root)
+    shared, tied = shared_modules(root), tied_memories(root)
     for module in root.modules():
         names = _KNOWN.get(full_name(module), ())
         if not names or not runs_own_forward(module) or not _has_known_processor(module):
@@ -150,7 +172,10 @@ def find_joined(root: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
         if getattr(module, "is_cross_attention", False):  # queries read another input
             names = names[1:]
         projections = [module._modules.get(name) for name in names]
-        if _can_be_joined(projections) and not any(id(each) in shared for each in projections):
+        if not _can_be_joined(projections) or any(id(each) in shared for each in projections):
+            continue
+        tensors = (tensor for each in projections for tensor in each.parameters())  # type: ignore[union-attr]
+        if not any(tensor.untyped_storage().data_ptr() in tied for tensor in tensors):
             yield module, names
 
 
@@ -160,37 +185,42 @@ def _has_known_processor(module: Any) -> bool:
 
 
 def _can_be_joined(projections: Sequence[Any]) -> bool:
-    if any(type(each) is not nn.Linear for each in projections) or hooked(*projections):
+    if not all(map(_is_linear, projections)):
         return False
     first = projections[0]
     kinds = {(each.in_features, each.bias is None, each.weight.dtype, each.weight.device) for each in projections}
     tensors = [tensor for each in projections for tensor in each.parameters(recurse=False)]
-    return first.weight.is_floating_point() and len(kinds) == 1 and all(map(_has_own_memory, tensors))
+    return first.weight.is_floating_point() and len(kinds) == 1 and all(map(_is_whole, tensors))
 
 
-def _has_own_memory(tensor: Tensor) -> bool:
-    """True for a plain contiguous parameter that shares no memory."""
-    if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided or tensor.is_meta:
-        return False
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+def _is_whole(tensor: Tensor) -> bool:
+    return has_own_memory(tensor) and tensor.is_contiguous()
 
 
-def place_together(attention: nn.Module, names: Sequence[str]) -> None:
+def place_together(attention: nn.Module, names: Sequence[str]) -> Joined:
     """Place the weights of projections, and their biases, one after the other."""
     projections: list[Any] = [attention._modules[name] for name in names]
-    for parts in zip(*(list(each.parameters(recurse=False)) for each in projections), strict=True):
-        memory, start = torch.cat([part.data for part in parts]), 0
-        for part in parts:
-            part.data = memory[start : start + len(part)]
-            start += len(part)
+    alike = list(zip(*(each.parameters(recurse=False) for each in projections), strict=True))
+    with outside_modes():
+        memories = [torch.cat([part.data for part in parts]) for parts in alike]
+        for memory, parts in zip(memories, alike, strict=True):
+            for part, rows in zip(parts, torch.split(memory, [len(part) for part in parts]), strict=True):
+                part.data = rows
+    return Joined(names, map(_memory, memories))
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def place_apart(root: nn.Module) -> None:
-    """Give weights that lie together memory of their own."""
+    """Give weights that were placed together, and still are there, memory of their own."""
     for module in root.modules():
         joined: Joined | None = vars(module).pop(JOINED, None)
         for name in joined.names if joined is not None else ():
             projection = module._modules.get(name)
-            for part in () if projection is None else projection.parameters(recurse=False):
-                if part.untyped_storage().nbytes() > part.nbytes:
-                    part.data = part.data.clone()
+            for part in () if projection is None else projection.parameters():
+                if joined is not None and type(part) is nn.Parameter and _memory(part) in joined.memories:
+                    with outside_modes():
+                        part.data = part.data.clone()

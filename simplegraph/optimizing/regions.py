@@ -22,7 +22,6 @@ from simplegraph.module.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, trans
 from simplegraph.optimizing.folded import Fold, FoldedMemory, Weights
 from simplegraph.optimizing.joined import (
     JOINED,
-    Joined,
     forward_attention,
     forward_projection,
     place_apart,
@@ -219,8 +218,7 @@ _forward_joined = functools.partial(forward_attention, plain=_observed)
 def install_joined(attentions: Mapping[nn.Module, Sequence[str]]) -> None:
     """Run these projections of attentions as one product."""
     for attention, names in attentions.items():
-        place_together(attention, names)
-        vars(attention)[JOINED] = Joined(names)
+        vars(attention)[JOINED] = place_together(attention, names)
         _change(attention, _forward_joined)
         for name in names:
             _change(attention._modules[name], forward_projection)

@@ -155,3 +155,108 @@ def test_denoisers_join_what_reads_the_same_states():
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
     module["own"].set_processor(diffusers.models.attention_processor.SlicedAttnProcessor(1))
     torch.testing.assert_close(module["own"](x), expected[0], rtol=1e-4, atol=1e-5)
+
+
+def attention_of(model):
+    return model.encoder.layer[0].attention.self
+
+
+def no_key_weight(attention):
+    attention.key = nn.Identity()
+
+
+def longer_key(attention):
+    attention.key = nn.Sequential(attention.key, nn.ReLU())
+
+
+def no_query_bias(attention):
+    attention.query.bias = None
+
+
+def no_key_bias(attention):
+    attention.key.bias = None
+
+
+def changed_by_a_hook(attention):
+    def halve(module, args):
+        args[0].mul_(0.5)
+
+    attention.key.register_forward_pre_hook(halve)
+
+
+CHANGES = [no_key_weight, longer_key, no_query_bias, no_key_bias, changed_by_a_hook]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("inference", [False, True])
+def test_projections_that_are_changed_afterwards_are_computed_as_they_are(change, inference):
+    model, other = bert(), bert()
+    sg.optimize(model)
+    for each in (model, other):
+        change(attention_of(each))
+    with torch.inference_mode(inference):
+        torch.testing.assert_close(answer(model), answer(other), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_are_cut_from_the_last_weight_are_gone():
+    model, other = bert(), bert()
+    sg.optimize(model)
+    for each in (model, other):  # one head of values, which both heads of queries read
+        value = attention_of(each).value
+        value.weight, value.bias = nn.Parameter(value.weight[:16]), nn.Parameter(value.bias[:16])
+    torch.testing.assert_close(answer(model), answer(other), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_share_memory_stay_tied():
+    model = bert()
+    tied = model.encoder.layer[1].attention.self.query
+    tied.weight = nn.Parameter(attention_of(model).query.weight.data)
+    assert "projections" not in sg.optimize(model).changed
+    attention_of(model).query.weight.fill_(7.0)
+    assert tied.weight.min() == 7
+    shared = bert().share_memory()
+    assert "projections" not in sg.optimize(shared).changed
+    assert all(each.is_shared() for each in shared.parameters())
+
+
+def test_what_is_optimized_in_inference_mode_can_be_trained_later():
+    model = bert()
+    with torch.inference_mode():
+        handle = sg.optimize(model)
+        handle.remove()
+        sg.optimize(model)
+    model.train()
+    with torch.enable_grad():
+        answer(model).sum().backward()
+    assert attention_of(model).query.weight.grad is not None
+
+
+def test_weights_that_were_made_in_inference_mode_are_left_where_they_are():
+    with torch.inference_mode():
+        model = bert()
+    expected = answer(model)
+    assert "projections" not in sg.optimize(model).changed
+    torch.testing.assert_close(answer(model), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_remove_leaves_weights_in_the_memory_that_others_gave_them():
+    model = bert()
+    handle = sg.optimize(model)
+    flat = torch.randn(3, 32, 32)
+    attention = attention_of(model)
+    for part, weight in zip((attention.query, attention.key, attention.value), flat, strict=True):
+        part.weight = nn.Parameter(weight)
+    handle.remove()
+    flat.fill_(3.0)
+    assert attention.query.weight.min() == 3
+
+
+def test_adapters_around_a_projection_are_run():
+    peft = pytest.importorskip("peft")
+    for targets in (["query"], ["key"], ["value", "query"]):
+        model, other = bert(), bert()
+        sg.optimize(model)
+        for each in (model, other):
+            torch.manual_seed(1)
+            peft.get_peft_model(each, peft.LoraConfig(target_modules=targets, init_lora_weights=False)).eval()
+        torch.testing.assert_close(answer(model), answer(other), rtol=1e-4, atol=1e-5)
