@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -166,8 +167,9 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
     _check(module, skip)
     _restore_all(module)
     if example_inputs is None:
-        found = _apply(module, known_pairs(module), skip, any_format=runs_any_format(module))
-        return Optimization(module, found)
+        pairs = known_pairs(module)
+        with _undone_by_errors(module):
+            return Optimization(module, _apply(module, pairs, skip, any_format=runs_any_format(module)))
     examples, observed = Examples(module, unwrap(module), example_inputs), ObservedRun(module)
     reference = examples.reference()
     before = numbers(observed.run(examples.run))
@@ -176,7 +178,7 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
         str(pair): "the example run used the layer's output otherwise" for pair in pairs if observed.contradicts(pair)
     }
     pairs = _once([pair for pair in pairs if str(pair) not in refuted])
-    try:
+    with _undone_by_errors(module):
         found = _apply(module, pairs, skip, any_format=True)
         try:
             after = numbers(examples.run())
@@ -196,11 +198,17 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
             other = _run_in_channels_last(module, examples)
             found = _apply(module, pairs, skip, any_format=True)
             found.verified = compare(reference, before, after, other)
+    found.left_out |= refuted
+    return Optimization(module, found)
+
+
+@contextlib.contextmanager
+def _undone_by_errors(module: nn.Module) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         _restore(module)
         raise
-    found.left_out |= refuted
-    return Optimization(module, found)
 
 
 def _run_in_channels_last(module: nn.Module, examples: Examples) -> list[Tensor]:

@@ -6,6 +6,7 @@ from anywhere else, such as a feature extractor's, gets what the module computes
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -179,7 +180,10 @@ def _changed(original: Any, forward: Any) -> type[nn.Module]:
         reduced: tuple[Any, ...] = plain.__reduce_ex__(self, max(protocol, 2))
         if hasattr(plain, "_simplegraph_original"):  # a wrapped module says itself what is to be wrapped again
             return reduced
-        return object.__new__, (plain,), *reduced[2:]
+        make, args, *state = reduced
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return object.__new__, (plain,), *state
+        return make, tuple(plain if each is type(self) else each for each in args), *state
 
     members = {"forward": forward(original.forward), "__reduce_ex__": reduce, "_simplegraph_plain": plain}
     changed: type[nn.Module] = subclass(original, members)

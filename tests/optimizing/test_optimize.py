@@ -825,3 +825,49 @@ def test_other_precision_moves_the_folded_weights():
     assert norms_run(module, x.double()) == 0
     assert handle.extra_bytes > 1.5 * before
     close(module.bfloat16().float()(x), original.bfloat16().float()(x))
+
+
+class Rebuilt(nn.Sequential):
+    """Says itself how copies and pickles of it are made."""
+
+    def __reduce__(self):
+        return rebuild, (type(self), self.state_dict())
+
+
+def rebuild(kind, state):
+    module = Rebuilt(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    module.load_state_dict(state)
+    return module
+
+
+def test_copies_of_a_class_that_rebuilds_them_itself_have_its_weights():
+    module = settle(Rebuilt(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+    x = torch.randn(SHAPE)
+    expected = module(x)
+    sg.optimize(module)
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(copied) is Rebuilt
+        torch.testing.assert_close(copied(x), expected)
+
+
+@pytest.mark.parametrize("step", ["store_channels_last", "install", "install_joined", "operators_of"])
+def test_an_error_half_way_leaves_the_module_as_it_was(step, monkeypatch):
+    from simplegraph.optimizing import optimize as room
+
+    module = stack()
+    x = torch.randn(SHAPE)
+    expected, classes = module(x), [type(each) for each in module.modules()]
+    done = getattr(room, step)
+
+    def fail(*args):
+        done(*args)
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(room, step, fail)
+        with pytest.raises(MemoryError):
+            sg.optimize(module)
+    assert [type(each) for each in module.modules()] == classes
+    assert all(each.is_contiguous() for each in module.parameters())
+    assert torch.equal(module(x), expected)
+    assert sg.optimize(module).changed["batch_norm"]
