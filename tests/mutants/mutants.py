@@ -344,8 +344,15 @@ MUTANTS = [
     Mutant(
         "gradients that lie in a graph's memory are taken for dropped",
         "training/handed.py",
-        "        return list(map(_use_count, self.keys)) == self._uses and",
-        "        return",
+        "return list(map(_use_count, self.keys)) == [*uses.values()] and",
+        "return",
         ("tests/training/test_handed_gradients.py",),
+    ),
+    Mutant(
+        "outputs that lie in a graph's memory are taken for dropped",
+        "training/handed.py",
+        "            list(map(_use_count, self.keys)) == self._uses",
+        "            True",
+        ("tests/training/test_handed_outputs.py",),
     ),
 ]
