@@ -161,7 +161,9 @@ def test_a_replay_may_be_compared_with_eager(device: torch.device) -> None:
     batch, requests = served.manager.dispatch(5, 5), served.requests("decode", 5, 0)
     served.describe(requests, batch)
     served.manager.run(batch, served.forward, verify=True, state=[served.cache._memory])
-    served.step(requests, 0)
+    (graph,) = served.manager.stats.graphs.values()
+    assert graph.proof == "exact"
+    assert served.step(requests, 0) == (FULL, pytest.approx(0, abs=EXACT))
 
 
 def test_a_step_runs_once_and_only_if_it_was_set(device: torch.device) -> None:
