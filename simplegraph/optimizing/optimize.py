@@ -179,27 +179,52 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
     }
     pairs = _once([pair for pair in pairs if str(pair) not in refuted])
     with _undone_by_errors(module):
-        found = _apply(module, pairs, skip, any_format=True)
-        try:
-            after = numbers(examples.run())
-        except Exception as error:
-            if not found.changed[CHANNELS_LAST] and not found.changed[BATCH_NORM]:
-                raise
-            _restore(module)
-            found = _apply(module, pairs, skip, any_format=False)
-            found.left_out[CHANNELS_LAST] = f"the module does not run with it ({type(error).__name__}: {error})"
-            after = numbers(examples.run())
-        try:
-            found.verified = compare(reference, before, after)
-        except VerificationError:
-            if not found.changed[CHANNELS_LAST]:
-                raise
-            # Convolutions have other kernels for images in channels_last: what is not theirs must not be the rewrites'.
-            other = _run_in_channels_last(module, examples)
-            found = _apply(module, pairs, skip, any_format=True)
-            found.verified = compare(reference, before, after, other)
+        found = _apply_compared(module, pairs, skip, examples, reference, before)
     found.left_out |= refuted
     return Optimization(module, found)
+
+
+def _apply_compared(
+    module: nn.Module,
+    pairs: Sequence[Pair],
+    skip: Collection[str],
+    examples: Examples,
+    reference: Sequence[Tensor],
+    before: Sequence[Tensor],
+) -> _Rewrites:
+    """Rewrite the module, without channels_last if it does not run with that, and compare its answers.
+
+    Args:
+        module: in evaluation mode.
+        pairs: to be folded.
+        skip: names of rewrites to leave out.
+        examples: run the module.
+        reference: its answers in float64.
+        before: its answers as it was.
+
+    Raises:
+        VerificationError: the error against float64 became too large. What was rewritten stays.
+    """
+    found = _apply(module, pairs, skip, any_format=True)
+    try:
+        after = numbers(examples.run())
+    except Exception as error:
+        if not found.changed[CHANNELS_LAST] and not found.changed[BATCH_NORM]:
+            raise
+        _restore(module)
+        found = _apply(module, pairs, skip, any_format=False)
+        found.left_out[CHANNELS_LAST] = f"the module does not run with it ({type(error).__name__}: {error})"
+        after = numbers(examples.run())
+    try:
+        found.verified = compare(reference, before, after)
+    except VerificationError:
+        if not found.changed[CHANNELS_LAST]:
+            raise
+        # Convolutions have other kernels for images in channels_last: what is not theirs must not be the rewrites'.
+        other = _run_in_channels_last(module, examples)
+        found = _apply(module, pairs, skip, any_format=True)
+        found.verified = compare(reference, before, after, other)
+    return found
 
 
 @contextlib.contextmanager
