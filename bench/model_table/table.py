@@ -1,4 +1,4 @@
-"""Other people's models, one row each: do graphs serve them, are the answers eager's, and what does a call cost?
+"""Other people's models, one row each: what graphs serve, whether the answers are eager's, and what a call costs.
 
 ``python -m bench.model_table``: every entry in a fresh process. A row runs its model eagerly over ragged batches, then
 served as the entry says, and compares every answer. Columns: ``full``, every call or decode step is one graph;
