@@ -267,7 +267,7 @@ class TrainingCalls:
             raise CannotBind(Reason.BACKWARD_PENDING, "")
         builder, lessons, place = generation.builder, known.lessons, known.place(lane)
         excused, lane.handing_out.excuses = lane.handing_out.excuses, False
-        if excused and place not in known.pairs:
+        if excused and place not in known.pairs and any(each.lends for each in builder.lanes[: lane.number]):
             raise CannotBind(Reason.OUTPUT_KEPT, "")
         with lane.manager.pool.lock:
             if not lane.vacate():  # another thread has just taken it

@@ -48,6 +48,7 @@ class HandedOut:
     """
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self._outputs = list(outputs)  # a use of each is theirs, also once the graph is dropped
         self._storages = [output.untyped_storage() for output in outputs]
         self.keys = [storage._cdata for storage in self._storages]
         self._uses = [_counts_of_one()[0]] * len(outputs)

@@ -75,6 +75,7 @@ class Lane:
         if "manager" not in vars(self):
             return
         if self.vacate():
+            self.lent = self.handed = None
             self.manager.reset()
         else:
             self.manager.stats.dropped(self.manager.table.graphs)
@@ -92,6 +93,12 @@ class Lane:
             self.handing_out.output_kept()
             return False
         return handed is None or handed.unused() or self._move(handed)
+
+    @property
+    def lends(self) -> bool:
+        """True if it is free but for an output that is in use."""
+        ticket, lent = self._ticket(), self.lent
+        return (ticket is None or ticket.done) and lent is not None and not lent.unused()
 
     def _move(self, handed: GraphGradients) -> bool:
         """Give gradients in `.grad` memory of their own; False if anybody else has one of them."""

@@ -158,3 +158,38 @@ def test_an_output_outlives_the_graphs(device: torch.device) -> None:
         step(model, other)
     del model
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("lent", [True, False], ids=["outputs", "gradients alone"])
+def test_graphs_serve_again_after_all_were_flushed(device: torch.device, lent: bool) -> None:
+    """What was handed out of a graph that is gone holds no set of graphs for ever."""
+    plain, model = twins(mlp, device, max_signatures=1, on_too_many_signatures="flush")
+    for rows in (4, 5, 4, 5):
+        kept = []
+        for x, _ in batches(4, device, rows):
+            assert torch.equal(step(model, x), step(plain, x))
+            assert_same(model, plain)
+            if not lent:
+                kept = [step(model, x, lambda out: out), step(plain, x, lambda out: out)]
+        del kept
+    assert eager_calls(model)["first_call"] == 4
+    assert "backward_pending" not in eager_calls(model)
+    assert ("output_kept" in eager_calls(model)) is not lent
+
+
+def test_a_call_after_an_output_was_dropped_is_not_said_to_find_it(device: torch.device) -> None:
+    """Both sets of graphs are there, so the second one serves while the output is kept; then comes another shape."""
+    plain, model = twins(mlp, device)
+    for x, _ in batches(3, device):
+        step(model, x)
+    for _ in range(2):
+        losses = model(x).sum(), model(x).sum()
+        for loss in losses:
+            loss.backward()
+    kept = step(model, x, lambda out: out)
+    step(model, x)
+    del kept
+    for other, _ in batches(4, device, rows=5):
+        assert torch.equal(step(model, other), step(plain, other))
+        assert_same(model, plain)
+    assert "output_kept" not in eager_calls(model)
