@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import hooked, is_pointwise
+from simplegraph.fused.layers.classes import is_pointwise
+from simplegraph.fused.layers.written import hooked, plain_class
 from simplegraph.fused.operators import KernelTrial, Operators
-from simplegraph.optimizing.table import full_name, is_sequential, plain_class, runs_own_forward
+from simplegraph.optimizing.table import full_name, is_sequential, runs_own_forward
 
 Uses = Callable[[nn.Module], Mapping[int, Any]]  # a module's folds that serve now, by the ids of layers and norms
 _DEPTH = "torchvision.ops.stochastic_depth.StochasticDepth"

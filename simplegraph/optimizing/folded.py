@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import hooked
+from simplegraph.fused.layers.written import hooked, plain_class
 from simplegraph.graph.modes import outside_modes
 from simplegraph.graph.select import graph_device
 from simplegraph.optimizing.pairs import KINDS, hindrance, is_changed, sources, watched
-from simplegraph.optimizing.table import plain_class
 
 _ALIGNMENT = 256  # bytes, as the allocator gives them: kernels read aligned weights faster
 _version = operator.attrgetter("_version")

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import class_name, hooked
+from simplegraph.fused.layers.classes import class_name
+from simplegraph.fused.layers.written import hooked, plain_class
 from simplegraph.graph.modes import outside_modes
 from simplegraph.optimizing.layout import has_own_memory, tied_memories
 from simplegraph.optimizing.pairs import shared_modules
-from simplegraph.optimizing.table import full_name, plain_class, runs_own_forward
+from simplegraph.optimizing.table import full_name, runs_own_forward
 
 JOINED = "_simplegraph_joined"
 _BERT = ("query", "key", "value")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.written import plain_class
 from simplegraph.graph.operators import OperatorMode
 from simplegraph.graph.tensors import storage_key
 from simplegraph.nested import flatten
 from simplegraph.optimizing.pairs import KINDS, NORMS, Pair
-from simplegraph.optimizing.table import plain_class
 
 
 class _Uses(OperatorMode):

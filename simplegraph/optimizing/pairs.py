@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import hooked
-from simplegraph.optimizing.table import is_sequential, known_class, plain_class
+from simplegraph.fused.layers.written import hooked, plain_class
+from simplegraph.optimizing.table import is_sequential, known_class
 
 # The norm that follows each kind of layer, and the dimensions of that layer's batched input.
 KINDS: dict[type, tuple[type, int]] = {

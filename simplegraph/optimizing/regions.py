@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from simplegraph.fused.layers.written import methods
 from simplegraph.graph.subclass import subclass
 from simplegraph.module.torch_state import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, transform_level
 from simplegraph.optimizing.folded import Fold, FoldedMemory, Weights
@@ -65,18 +66,25 @@ class Region:
     """The folds of one owner.
 
     Args:
+        owner: the module.
         folds: of layers that its forward runs.
         memory: of all folds.
         run: runs the owner, or returns NotImplemented; None if its own forward runs.
     """
 
-    __slots__ = ("folds", "memory", "run")
+    __slots__ = ("_methods", "folds", "memory", "run")
 
-    def __init__(self, folds: Sequence[Fold], memory: FoldedMemory, run: Callable[..., Any] | None) -> None:
-        self.folds, self.memory, self.run = folds, memory, run
+    def __init__(
+        self, owner: nn.Module, folds: Sequence[Fold], memory: FoldedMemory, run: Callable[..., Any] | None
+    ) -> None:
+        self._methods, self.folds, self.memory, self.run = methods(owner), folds, memory, run
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies and pickles are of the plain module
+
+    def holds(self, owner: nn.Module) -> bool:
+        """True if the owner's forward is the one for which the folds were found: nobody replaced it in the class."""
+        return methods(owner) == self._methods
 
     def uses(self, owner: nn.Module) -> dict[int, _Use]:
         """Return the folds that serve a forward of the owner, by the ids of their layers and of their norms."""
@@ -103,7 +111,7 @@ def _forward_owner(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         region: Region | None = vars(self).get(_REGION)
-        if region is None:
+        if region is None or _observed() or not region.holds(self):
             return original(self, *args, **kwargs)
         before = _ACTIVE.uses
         _ACTIVE.uses = {**before, **region.uses(self)}
@@ -146,10 +154,10 @@ def _forward_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 class _FusedForward:
     """The forward of a recognized layer on fused operators."""
 
-    __slots__ = ("run",)
+    __slots__ = ("methods", "run")
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self.run = run
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self.methods, self.run = methods(module), run
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies and pickles are of the plain module
@@ -165,6 +173,8 @@ def _forward_fused(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         fused: _FusedForward | None = vars(self).get(_FUSED)
         if fused is None or self.training or _observed() or _wants_gradients(self, args, kwargs):
+            return original(self, *args, **kwargs)
+        if methods(self) != fused.methods:  # somebody replaced one
             return original(self, *args, **kwargs)
         return fused.run(*args, **kwargs)
 
@@ -185,7 +195,11 @@ def _changed(original: Any, forward: Any) -> type[nn.Module]:
             return object.__new__, (plain,), *state
         return make, tuple(plain if each is type(self) else each for each in args), *state
 
-    members = {"forward": forward(original.forward), "__reduce_ex__": reduce, "_simplegraph_plain": plain}
+    @functools.wraps(original.forward)
+    def current(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original.forward(self, *args, **kwargs)  # which somebody may have replaced in the class since
+
+    members = {"forward": forward(current), "__reduce_ex__": reduce, "_simplegraph_plain": plain}
     changed: type[nn.Module] = subclass(original, members)
     return changed
 
@@ -200,7 +214,7 @@ def install(
 ) -> None:
     """Use folded weights in the forwards of these owners, some of which others run."""
     for owner, folds in owners:
-        vars(owner)[_REGION] = Region(folds, memory, runs.get(owner))
+        vars(owner)[_REGION] = Region(owner, folds, memory, runs.get(owner))
         if folds:
             vars(owner)[_MEMORY] = memory
         _change(owner, _forward_owner)
@@ -212,7 +226,7 @@ def install(
 def install_fused(forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
     """Use these forwards for inference."""
     for module, forward in forwards.items():
-        vars(module)[_FUSED] = _FusedForward(forward)
+        vars(module)[_FUSED] = _FusedForward(module, forward)
         _change(module, _forward_fused)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from simplegraph.fused.layers.table import IMAGE_KINDS, KINDS
+from simplegraph.fused.layers.written import plain_class, runs_as_written
 
 BATCH_NORM, CHANNELS_LAST, EPILOGUE, PROJECTIONS = "batch_norm", "channels_last", "epilogue", "projections"
 REWRITES: Mapping[str, str] = MappingProxyType(
@@ -90,11 +91,6 @@ KNOWN_CLASSES: Mapping[str, KnownClass] = MappingProxyType(
 )
 
 
-def plain_class(module: nn.Module) -> Any:
-    """Return the class that a module had before this room changed it."""
-    return getattr(type(module), "_simplegraph_plain", type(module))
-
-
 def full_name(module: nn.Module) -> str:
     """Return the name of a module's class with that of the file where it is written."""
     kind = plain_class(module)
@@ -102,9 +98,10 @@ def full_name(module: nn.Module) -> str:
 
 
 def runs_own_forward(module: nn.Module) -> bool:
-    """True if a module's forward is that of its class, which is written where the class is."""
+    """True if a module's forward is that of its class, as it is written where the class is."""
     kind = plain_class(module)
-    return "forward" not in vars(module) and kind.forward.__module__ == kind.__module__
+    own = "forward" not in vars(module) and kind.forward.__module__ == kind.__module__
+    return own and runs_as_written(module)
 
 
 def known_class(module: nn.Module) -> KnownClass | None:
@@ -119,6 +116,7 @@ def is_sequential(module: nn.Module) -> bool:
         isinstance(module, nn.Sequential)
         and "forward" not in vars(module)
         and kind.forward is nn.Sequential.forward
+        and runs_as_written(module)
         and kind.__iter__ is nn.Sequential.__iter__
     )
 

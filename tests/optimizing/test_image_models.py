@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+import importlib
 from unittest import mock
 
 import pytest
@@ -230,3 +232,92 @@ def test_parts_that_are_replaced_afterwards_are_called(name, kernels):
                 parent = root.get_submodule(owner)
                 setattr(parent, last, Adapter(getattr(parent, last)))
     close(module(*inputs), plain(*inputs))
+
+
+# Models, the class that somebody patches, as libraries of speedups and of tiled images do, and the method.
+PATCHED = [
+    *(("unet", "diffusers.models.attention.BasicTransformerBlock", "forward"),),
+    *(("unet", "diffusers.models.attention_processor.Attention", "forward"),),
+    *(("unet", "diffusers.models.attention_processor.AttnProcessor2_0", "__call__"),),
+    *(("unet", "diffusers.models.resnet.ResnetBlock2D", "forward"),),
+    *(("unet", "diffusers.models.transformers.transformer_2d.Transformer2DModel", "forward"),),
+    *(("unet", "diffusers.models.activations.GEGLU", "gelu"), ("unet", "torch.nn.GroupNorm", "forward")),
+    *(("unet", "torch.nn.Linear", "forward"), ("unet", "torch.nn.Conv2d", "_conv_forward")),
+    *(("dit", "diffusers.models.activations.GELU", "gelu"), ("dit", "torch.nn.LayerNorm", "forward")),
+    *(("dit", "diffusers.models.embeddings.CombinedTimestepLabelEmbeddings", "forward"),),
+    *(("convnext", "torchvision.models.convnext.CNBlock", "forward"), ("convnext", "torch.nn.LayerNorm", "forward")),
+    *(("efficientnet", "torchvision.ops.misc.SqueezeExcitation", "_scale"),),
+    *(("efficientnet", "torchvision.models.efficientnet.MBConv", "forward"),),
+    *(("efficientnet", "torch.nn.Sigmoid", "forward"), ("efficientnet", "torch.nn.SiLU", "forward")),
+]
+
+
+def bent(x):
+    return torch.where(x > 0, 0.7 * x, 1.3 * x)
+
+
+@pytest.mark.parametrize(("name", "kind", "method"), PATCHED)
+def test_methods_that_are_patched_in_known_classes_are_run(name, kind, method, kernels, monkeypatch):
+    module, inner, inputs = served(name)
+    for each in module.modules():
+        if hasattr(each, "layer_scale"):
+            each.layer_scale.fill_(1.0)
+    file, _, last = kind.rpartition(".")
+    known = getattr(importlib.import_module(file), last)
+    original = getattr(known, method)
+
+    @functools.wraps(original)
+    def patched(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        return tuple(map(bent, result)) if isinstance(result, tuple) else bent(result)
+
+    sg.optimize(inner)
+    answer = module(*inputs)
+    monkeypatch.setattr(known, method, patched)
+    expected = copy.deepcopy(module)(*inputs)
+    assert not torch.allclose(expected, answer, rtol=1e-2, atol=1e-3)
+    close(module(*inputs), expected)
+    sg.optimize(inner)
+    close(module(*inputs), expected)
+
+
+def test_a_block_with_another_part_than_its_class_makes_is_run_as_it_is(kernels):
+    module, inner, inputs = served("convnext")
+    for each in module.modules():
+        if hasattr(each, "layer_scale"):
+            each.layer_scale.fill_(1.0)
+            each.stochastic_depth = torch.nn.Tanh().eval()
+    expected = module(*inputs)
+    sg.optimize(inner)
+    close(module(*inputs), expected)
+
+
+@pytest.mark.parametrize("afterwards", [False, True])
+def test_a_resnet_s_forward_of_somebody_s_own_is_run(afterwards, kernels):
+    torchvision = pytest.importorskip("torchvision")
+    torch.manual_seed(0)
+    module, x = torchvision.models.resnet18().eval(), torch.randn(2, 3, 32, 32)
+
+    def features(x):
+        return module.layer1(module.maxpool(module.relu(module.bn1(module.conv1(x))))).mean((2, 3))
+
+    if afterwards:
+        sg.optimize(module)
+    module._forward_impl = features
+    if not afterwards:
+        sg.optimize(module)
+    assert module(x).shape == (2, 64)
+
+
+def test_settings_of_an_attention_that_change_afterwards_count(kernels):
+    changes = (
+        {"bias_k": torch.nn.Parameter(torch.ones(1, 1, 16)), "bias_v": torch.nn.Parameter(torch.ones(1, 1, 16))},
+        *({"batch_first": False}, {"add_zero_attn": True}, {"num_heads": 4, "head_dim": 4}),
+    )
+    x = torch.randn(3, 5, 16)
+    for change in changes:
+        module = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+        sg.optimize(module)
+        for name, value in change.items():
+            setattr(module, name, value)
+        close(module(x, x, x, need_weights=False)[0], copy.deepcopy(module)(x, x, x, need_weights=False)[0])

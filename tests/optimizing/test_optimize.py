@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
+import types
 
 import pytest
 import torch
@@ -164,7 +166,7 @@ def test_a_block_of_the_table_is_folded_and_its_subclass_is_not():
             return self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())) + self.downsample(x)
 
     BasicBlock.__module__, BasicBlock.__qualname__ = "torchvision.models.resnet", "BasicBlock"
-    BasicBlock.forward.__module__ = BasicBlock.__module__
+    BasicBlock.forward = types.FunctionType(BasicBlock.forward.__code__, {"__name__": BasicBlock.__module__})
 
     class Subclass(BasicBlock):
         def forward(self, x):
@@ -871,3 +873,46 @@ def test_an_error_half_way_leaves_the_module_as_it_was(step, monkeypatch):
     assert all(each.is_contiguous() for each in module.parameters())
     assert torch.equal(module(x), expected)
     assert sg.optimize(module).changed["batch_norm"]
+
+
+@pytest.mark.parametrize("observed", [True, False])
+def test_a_forward_that_is_replaced_in_its_class_afterwards_is_run(observed, monkeypatch):
+    module, x = settle(Net()) if observed else stack(), torch.randn(SHAPE)
+    handle = sg.optimize(module, x if observed else None)
+
+    def doubled(original):
+        @functools.wraps(original)
+        def forward(self, x):
+            return 2 * original(self, x)
+
+        return forward
+
+    for kind in (type(twin(module)), nn.Conv2d, nn.BatchNorm2d, nn.ReLU, Block):
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "forward", doubled(kind.forward))
+            expected = twin(module)(x)
+            close(module(x), expected)
+            with torch.enable_grad():
+                close(module(x), expected)
+            handle.remove()
+            close(module(x), expected)
+            handle = sg.optimize(module, x if observed else None)  # the class that it makes was made before
+            close(module(x), expected)
+    close(module(x), twin(module)(x))
+
+
+def test_a_convolution_of_somebody_s_own_is_run():
+    module, x = stack(), torch.randn(SHAPE)
+    module[0]._conv_forward = lambda x, weight, bias: nn.functional.conv2d(x, weight.sign(), bias, padding=1)
+    module[3]._conv_forward = lambda x, weight, bias: nn.functional.conv2d(x, weight.sign(), bias, padding=1, groups=2)
+    expected = module(x)
+    handle = sg.optimize(module)
+    close(module(x), expected)
+    assert set(handle.left_out) == {"0 + 1", "3 + 4"}
+
+
+def test_a_decorated_forward_is_folded(monkeypatch):
+    monkeypatch.setattr(Net, "forward", torch.inference_mode()(Net.forward))
+    module, x = settle(Net()), torch.randn(SHAPE)
+    sg.optimize(module, x)
+    assert norms_run(module, x) == 0

@@ -11,6 +11,7 @@ from torch import nn
 
 from simplegraph.fused.layers.classes import class_name, is_plain, of_classes
 from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.written import is_written
 from simplegraph.fused.operators import Operators
 
 ATTENTION = "attention"
@@ -26,9 +27,12 @@ def attention_layers(model: nn.Module) -> dict[nn.Module, Layer]:
 
 
 def _multihead_layer(module: Any) -> Layer | None:
-    if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn or not module.batch_first:
-        return None
-    return Layer(ATTENTION, (), functools.partial(_multihead, module))
+    return Layer(ATTENTION, (), functools.partial(_multihead, module)) if _is_simple(module) else None
+
+
+def _is_simple(module: Any) -> bool:
+    known = module.in_proj_weight is not None and module.bias_k is None and module.bias_v is None
+    return known and module.batch_first and not module.add_zero_attn
 
 
 def _multihead(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
@@ -41,7 +45,8 @@ def _multihead(module: Any, operators: Operators, original: Forward) -> Callable
             and kwargs.get("need_weights") is False
             and all(each is None or each is False for each in others)
         )
-        if not plain or any(each is not args[0] for each in args) or not is_plain(args[0], 3):
+        plain = plain and all(each is args[0] for each in args) and _is_simple(module)
+        if not plain or not is_plain(args[0], 3):
             return original(*args, **kwargs)
         shape = (*args[0].shape[:2], module.num_heads, module.head_dim)
         product = F.linear(args[0], module.in_proj_weight, module.in_proj_bias)
@@ -53,14 +58,15 @@ def _multihead(module: Any, operators: Operators, original: Forward) -> Callable
 
 
 def _attention_layer(module: Any) -> Layer | None:
+    return Layer(ATTENTION, (), functools.partial(_attention, module)) if _is_known(module) else None
+
+
+def _is_known(module: Any) -> bool:
     others = (module.spatial_norm, module.group_norm, module.norm_q, module.norm_k, module.norm_cross)
-    if any(each is not None for each in others) or module.residual_connection or not _has_known_processor(module):
-        return None
-    return Layer(ATTENTION, (), functools.partial(_attention, module))
-
-
-def _has_known_processor(module: Any) -> bool:
-    return class_name(module.processor) == _PROCESSOR
+    if any(each is not None for each in others) or module.residual_connection:
+        return False
+    kind = type(module.processor)
+    return class_name(module.processor) == _PROCESSOR and is_written(kind, kind.__call__)
 
 
 def _attention(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
@@ -69,7 +75,7 @@ def _attention(module: Any, operators: Operators, original: Forward) -> Callable
     def forward(
         hidden_states: Any, encoder_hidden_states: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        known = _has_known_processor(module) and module.rescale_output_factor == 1
+        known = _is_known(module) and module.rescale_output_factor == 1
         if kwargs or attention_mask is not None or not known or not is_plain(hidden_states, 3):
             return original(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
         states = hidden_states if encoder_hidden_states is None else encoder_hidden_states

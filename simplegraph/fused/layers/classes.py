@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Layer
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from simplegraph.fused.layers.written import hooked, runs_as_written
 
 
 def class_name(value: Any) -> str:
@@ -25,18 +24,12 @@ def of_classes(model: nn.Module, known: Mapping[str, Callable[[Any], Layer | Non
     layers: dict[nn.Module, Layer] = {}
     for module in model.modules():
         make = known.get(class_name(module))
-        if make is not None and type(module).forward.__module__ == type(module).__module__:
+        if make is not None and runs_as_written(module):
             # Another version of the library may have other parts.
             with contextlib.suppress(AttributeError):
                 layer = make(module)
                 layers |= {} if layer is None else {module: layer}
     return layers
-
-
-def hooked(*modules: Any) -> bool:
-    """True if a call of one of the modules does more than its class's forward; None is no module."""
-    attributes = (vars(module) for module in modules if module is not None)
-    return any("forward" in each or any(each[name] for name in _HOOKS) for each in attributes)
 
 
 class Bypassed:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from simplegraph.fused.layers.classes import Bypassed, class_name, hooked, is_plain, of_classes
+from simplegraph.fused.layers.classes import Bypassed, class_name, is_plain, of_classes
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.shared import TIMESTEPS, shared, sharing_layer
+from simplegraph.fused.layers.written import hooked
 from simplegraph.fused.operators import Adapted, KernelTrial, Operators
 
 ADAPTIVE_NORM = "adaptive_norm"

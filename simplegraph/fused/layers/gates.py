@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import hooked
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.texts import known_name, recognize
+from simplegraph.fused.layers.written import hooked
 from simplegraph.fused.operators import ACTIVATIONS, KernelTrial, Operators
 
 

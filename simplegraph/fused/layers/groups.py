@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.written import runs_as_written
 from simplegraph.fused.operators import KernelTrial, Operators
 
 
 def group_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map the group norms of a model, of torch's own class, to their layers."""
-    norms: list[Any] = [module for module in model.modules() if type(module) is nn.GroupNorm]
+    norms: list[Any] = [each for each in model.modules() if type(each) is nn.GroupNorm and runs_as_written(each)]
     return {module: Layer("group_norm", _trials(module), functools.partial(_make, module)) for module in norms}
 
 

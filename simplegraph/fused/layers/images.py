@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from simplegraph.fused.layers.classes import Bypassed, hooked, is_plain, is_pointwise, of_classes
+from simplegraph.fused.layers.classes import Bypassed, class_name, is_plain, is_pointwise, of_classes
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.shared import shared
+from simplegraph.fused.layers.written import hooked
 from simplegraph.fused.operators import Adapted, KernelTrial, Operators
 
 IMAGE_BLOCK = "image_block"
+_DEPTH, _PERMUTE = "torchvision.ops.stochastic_depth.StochasticDepth", "torchvision.ops.misc.Permute"
 _KINDS = {nn.ReLU: "relu", nn.SiLU: "silu"}
 
 
@@ -35,9 +37,11 @@ def image_layers(model: nn.Module) -> dict[nn.Module, Layer]:
 
 def _convnext_layer(module: Any) -> Layer | None:
     parts = list(module.block)
-    if len(parts) != 7:
+    if type(module.block) is not nn.Sequential or len(parts) != 7 or class_name(module.stochastic_depth) != _DEPTH:
         return None
-    convolution, _, norm, wide, active, narrow, _ = parts
+    convolution, first, norm, wide, active, narrow, last = parts
+    if {class_name(first), class_name(last)} != {_PERMUTE} or [first.dims, last.dims] != [[0, 2, 3, 1], [0, 3, 1, 2]]:
+        return None
     kinds = [type(each) for each in (convolution, norm, wide, active, narrow)]
     if kinds != [nn.Conv2d, nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear] or convolution.bias is None:
         return None

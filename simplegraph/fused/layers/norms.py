@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.texts import known_name, recognize
+from simplegraph.fused.layers.written import runs_as_written
 from simplegraph.fused.operators import KernelTrial, Operators
 
 _NORMED = "_simplegraph_normed"  # a sum's norm, among the sum's attributes
@@ -62,7 +63,7 @@ def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
 
 def sum_norms(model: nn.Module) -> dict[nn.Module, Norm]:
     """Map the norms of a model that one kernel can compute together with a sum to their parameters."""
-    own = {module: _OWN[type(module)] for module in model.modules() if type(module) in _OWN}
+    own = {each: _OWN[type(each)] for each in model.modules() if type(each) in _OWN and runs_as_written(each)}
     own |= {module: norm for module, norm in recognize(model, _LAYER_NORMS).items() if not module._fast_norm}
     return {module: norm for module, norm in own.items() if _has_one_dimension(module)} | rms_norms(model)
 
