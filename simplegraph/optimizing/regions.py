@@ -154,10 +154,10 @@ def _forward_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 class _FusedForward:
     """The forward of a recognized layer on fused operators."""
 
-    __slots__ = ("methods", "run")
+    __slots__ = ("methods", "module", "run")
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self.methods, self.run = methods(module), run
+        self.module, self.methods, self.run = module, methods(module), run
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies and pickles are of the plain module
@@ -174,7 +174,7 @@ def _forward_fused(original: Callable[..., Any]) -> Callable[..., Any]:
         fused: _FusedForward | None = vars(self).get(_FUSED)
         if fused is None or self.training or _observed() or _wants_gradients(self, args, kwargs):
             return original(self, *args, **kwargs)
-        if methods(self) != fused.methods:  # somebody replaced one
+        if self is not fused.module or methods(self) != fused.methods:  # a replica, or somebody replaced one
             return original(self, *args, **kwargs)
         return fused.run(*args, **kwargs)
 

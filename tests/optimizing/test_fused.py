@@ -174,3 +174,35 @@ def test_group_norms_take_images_in_channels_last_where_the_kernels_run(monkeypa
         assert "group_norm" not in sg.optimize(model, x, skip=[skipped]).changed
     handle = sg.optimize(model)  # no class of it is known to take any format
     assert "group_norm" not in handle.changed
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half", "eager_attention_forward"])
+def test_functions_that_are_replaced_in_a_library_s_module_afterwards_are_called(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    model, x = small(), torch.randn(2, 3, 64)
+    for layer in model.layers:
+        layer.self_attn.config._attn_implementation = "eager"
+    sg.optimize(model)
+    original, answer = getattr(modeling_llama, name), model(x)
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        return (2 * result[0], *result[1:]) if isinstance(result, tuple) else 2 * result
+
+    monkeypatch.setattr(modeling_llama, name, doubled)
+    expected = copy.deepcopy(model)(x)
+    assert not torch.allclose(expected, answer, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_of_a_layer_have_weights_of_their_own() -> None:
+    model = small()
+    sg.optimize(model)
+    norm = model.norm
+    replica = norm._replicate_for_data_parallel()
+    replica.weight = 5 * norm.weight.detach()
+    x = torch.randn(1, 3, len(norm.weight))
+    torch.testing.assert_close(replica(x), 5 * norm(x), rtol=1e-4, atol=1e-5)

@@ -1,7 +1,8 @@
 """Rotary embeddings of queries and keys together: one kernel on a GPU, six operators elsewhere, instead of ten.
 
 Models define the embedding as a function in the module of their attention, and most are copies of one source. The
-attention's forward is copied with another function under that name; the original keeps its own.
+attention's forward is copied with another function under that name; the original keeps its own, and runs where somebody
+gave another of its global names another value since.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
-from simplegraph.fused.layers.texts import known_name, with_names
+from simplegraph.fused.layers.texts import GlobalNames, known_name, with_names
 from simplegraph.fused.operators import DTYPES, KernelTrial, Operators
 
 _NAME = "apply_rotary_pos_emb"
@@ -34,7 +35,13 @@ def _layer(module: Any) -> Layer:
 
 
 def _make(module: Any, operators: Operators, original: Forward) -> Callable[..., Any]:
-    return functools.partial(_with_rotate(original.func, operators), module)
+    written: Any = original.func
+    fused, names = _with_rotate(written, operators), GlobalNames(written, written.__globals__[_NAME])
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return fused(module, *args, **kwargs) if names.are_still() else original(*args, **kwargs)
+
+    return forward
 
 
 def _with_rotate(forward: Any, operators: Operators) -> FunctionType:

@@ -146,3 +146,21 @@ def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType
     changed = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__
     return changed
+
+
+class GlobalNames:
+    """The global names of functions, and what they mean.
+
+    Args:
+        *functions: of Python.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self, *functions: FunctionType) -> None:
+        read = [(each.__globals__, name) for each in functions for name in each.__code__.co_names]
+        self._known = [(names, name, names[name]) for names, name in read if name in names]
+
+    def are_still(self) -> bool:
+        """True if none means something else by now."""
+        return all(names.get(name) is value for names, name, value in self._known)
