@@ -321,3 +321,19 @@ def test_settings_of_an_attention_that_change_afterwards_count(kernels):
         for name, value in change.items():
             setattr(module, name, value)
         close(module(x, x, x, need_weights=False)[0], copy.deepcopy(module)(x, x, x, need_weights=False)[0])
+
+
+def stronger(block, args):
+    args[1].mul_(1.5)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_embedding_that_a_hook_writes_to_is_computed_again(inference, kernels):
+    module, inner, inputs = served("unet")
+    plain = copy.deepcopy(module)
+    sg.optimize(inner)
+    for each in (module, plain):
+        blocks = [block for block in each.modules() if type(block).__name__ == "ResnetBlock2D"]
+        blocks[2].register_forward_pre_hook(stronger)
+    with torch.inference_mode(inference):
+        close(module(*inputs), plain(*inputs))

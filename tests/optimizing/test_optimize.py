@@ -916,3 +916,10 @@ def test_a_decorated_forward_is_folded(monkeypatch):
     module, x = settle(Net()), torch.randn(SHAPE)
     sg.optimize(module, x)
     assert norms_run(module, x) == 0
+
+
+def test_an_empty_shortcut_is_no_error():
+    module, x = settle(nn.Sequential(*stack(), nn.Sequential())), torch.randn(SHAPE)
+    expected = module(x)
+    sg.optimize(module)
+    close(module(x), expected)

@@ -169,5 +169,5 @@ def _embed(module: Any, timestep: Any, class_labels: Any, dtype: Any) -> tuple[A
     """Embed timesteps and labels."""
     project = module.time_proj
     settings = project.num_channels, project.flip_sin_to_cos, project.downscale_freq_shift, project.scale
-    projected = shared(timestep, (dtype, *settings), lambda: project(timestep).to(dtype=dtype))
+    projected = shared(module, timestep, (dtype, *settings), lambda: project(timestep).to(dtype=dtype))
     return module.timestep_embedder(projected), module.class_embedder(class_labels)

@@ -122,7 +122,7 @@ def _residual(module: Any, operators: Operators, original: Forward) -> Callable[
         x, embedding = args
         added = None
         if module.time_emb_proj is not None:
-            given = embedding if module.skip_time_act else shared(embedding, "silu", lambda: active(embedding))
+            given = embedding if module.skip_time_act else shared(module, embedding, "silu", lambda: active(embedding))
             added = module.time_emb_proj(given)
         elif embedding is not None:
             return original(*args)

@@ -56,7 +56,7 @@ def _follow(
     for child in owner.children():
         listed = list(child) if isinstance(child, _LISTS) else [child]
         firsts = [*(_first(each, known) for each in listed[1:]), after]
-        for each, norm in zip(listed, firsts, strict=True):
+        for each, norm in zip(listed, firsts, strict=False):  # a list can be empty
             if each in known:
                 following.setdefault(each, norm)
             else:

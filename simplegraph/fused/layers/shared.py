@@ -1,4 +1,4 @@
-"""Shares what several layers of a running model compute alike from one tensor, which no layer writes to."""
+"""Shares what several layers of a running model compute alike from one tensor, until somebody writes to that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor, nn
+
 from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.written import hooked
 from simplegraph.fused.operators import Operators
 
 TIMESTEPS = "timesteps"
@@ -15,7 +18,7 @@ TIMESTEPS = "timesteps"
 class _SharedValues(threading.local):
     """The values of this thread's running model, by what they are computed from; None in no model."""
 
-    found: dict[Any, tuple[Any, Any]] | None = None
+    found: dict[Any, tuple[Any, int | None, Any]] | None = None
 
 
 _RUNNING = _SharedValues()
@@ -37,10 +40,11 @@ def _share(operators: Operators, original: Forward) -> Callable[..., Any]:
     return forward
 
 
-def shared(source: Any, key: Any, compute: Callable[[], Any]) -> Any:
+def shared(layer: nn.Module, source: Any, key: Any, compute: Callable[[], Any]) -> Any:
     """Return what is computed from a tensor: once in a call of a model, each time outside of one.
 
     Args:
+        layer: computes it; again if it is hooked and gets an inference tensor, which does not count a hook's writes.
         source: the tensor.
         key: what else the value depends on.
         compute: computes it.
@@ -48,6 +52,9 @@ def shared(source: Any, key: Any, compute: Callable[[], Any]) -> Any:
     found = _RUNNING.found
     if found is None:
         return compute()
-    if (id(source), key) not in found:
-        found[id(source), key] = source, compute()  # the tensor, too: no other can get its id meanwhile
-    return found[id(source), key][1]
+    version = source._version if isinstance(source, Tensor) and not source.is_inference() else None
+    kept = found.get((id(source), key))
+    if kept is None or kept[1] != version or (version is None and hooked(layer)):
+        kept = source, version, compute()  # the tensor, too: no other can get its id meanwhile
+        found[id(source), key] = kept
+    return kept[2]
