@@ -923,3 +923,22 @@ def test_an_empty_shortcut_is_no_error():
     expected = module(x)
     sg.optimize(module)
     close(module(x), expected)
+
+
+def test_numbers_by_the_name_of_a_library_s_method_are_no_methods():
+    class Scaled(Block):
+        def __init__(self):
+            super().__init__(3)
+            self._scale = torch.ones(3)
+
+    class Listed(nn.Sequential):
+        pass
+
+    Scaled.gelu = Listed.gelu = [1.0]
+    x = torch.randn(SHAPE)
+    for module in (settle(Scaled()), settle(Listed(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))):
+        expected = module(x)
+        sg.optimize(module, x)
+        module._scale = torch.zeros(3)
+        close(module(x), expected)
+        assert norms_run(module, x) == 0

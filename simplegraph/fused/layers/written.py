@@ -20,7 +20,8 @@ def plain_class(module: Any) -> Any:
 def methods(module: Any) -> tuple[Any, ...]:
     """List what a forward of the module runs of its class, and what was set for this module instead."""
     kind, attributes = plain_class(module), vars(module)
-    return (kind.forward, *(getattr(kind, name, None) for name in _INNER), *map(attributes.get, _INNER))
+    found = (*(getattr(kind, name, None) for name in _INNER), *map(attributes.get, _INNER))
+    return kind.forward, *(each if callable(each) else None for each in found)  # others have such names for numbers
 
 
 def runs_as_written(module: Any) -> bool:
