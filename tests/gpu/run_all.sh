@@ -10,7 +10,10 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 python=${PYTHON:-python3}
 gpus=$(nvidia-smi --list-gpus | wc -l)
 cores=$(nproc)
-workers=${WORKERS:-$((cores * 3 / 4 < 24 ? cores * 3 / 4 : 24))}
+# A worker's process takes 1 GiB for its context and libraries, and some tests take up to 10 more.
+gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | awk 'NR == 1 { print int($1 / 1024) }')
+most=$((gib / 6 < 24 ? gib / 6 : 24))
+workers=${WORKERS:-$((cores * 3 / 4 < most ? cores * 3 / 4 : most))}
 tests=("$python" -m pytest -q -p no:cacheprovider)
 
 # part NAME GPU SECONDS COMMAND...: one part on a GPU, counted from 0 and around.

@@ -81,9 +81,10 @@ def inventory(model: Any) -> Inventory:
 
 
 def refusal(model: Any) -> str:
-    (message,) = model.graph_stats.failures.values()
+    failures = list(model.graph_stats.failures.values())
+    assert len(failures) == 1, model.graph_report(pointers=True)
     assert not model.graph_stats.graphs
-    return str(message)
+    return str(failures[0])
 
 
 def test_a_freed_workspace_is_found_before_a_replay(kept: list[Tensor]) -> None:

@@ -60,11 +60,9 @@ def test_workspaces_that_are_cleared_between_steps_leave_graphs_and_others_alone
     """Matrix products of the backward have workspaces of the thread of backwards, which anybody may clear."""
 
     def wide():
-        return nn.Sequential(nn.Linear(16, 4096), nn.Linear(4096, 8))
+        return nn.Sequential(nn.Linear(6, 4096), nn.Linear(4096, 512), nn.Linear(512, 3))
 
-    twins = twins_of(
-        classifying(functools.partial(OPTIMIZERS["sgd fused"], lr=RATE), wide, "cuda", cast=torch.bfloat16)
-    )
+    twins = twins_of(making("sgd fused", wide, autocast=torch.bfloat16))
     for number in range(10):
         twins.run(*on_gpu(number))
         if number >= 5:
