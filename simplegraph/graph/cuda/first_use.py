@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from simplegraph.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("simplegraph")
 _running: set[Preload] = set()
+_KINDS = ("cuda", "cpu", "mps", "xpu", "meta")  # of devices of torch; all but GPUs have nothing to load
 
 
 def preload(
@@ -35,6 +38,9 @@ def preload(
         device: the GPU; the first one by default. Ranks on several GPUs each name their own.
         dtype: of the model, for cuBLAS; bfloat16 by default.
         then: called last, in the thread, for example to run one layer of the model's shape. It must not capture.
+
+    Raises:
+        ConfigError: torch has no such device.
 
     Example:
         >>> import simplegraph as sg
@@ -68,8 +74,10 @@ class Preload:
 
     def start(self) -> None:
         """Start the thread, and import torch beside it."""
-        _running.add(self)
         self._thread.start()
+        _running.add(self)
+        if self.done:  # before it was added
+            _running.discard(self)
         collects = gc.isenabled()
         gc.disable()  # a tenth of the import: it makes a million objects, and hardly any garbage
         try:
@@ -117,7 +125,7 @@ class Preload:
             if self._then is not None:
                 self._then()
                 self._mark("then")
-        except Exception as error:
+        except BaseException as error:  # to leave the program, too, is for the thread that waits
             _log.warning("what preload was to call raised %s: %s", type(error).__name__, error)
             self._error = error
         finally:
@@ -130,8 +138,11 @@ class Preload:
         """Start torch's CUDA; False if it has none, and then nothing else is loaded."""
         import torch
 
-        self._on_gpu = torch.cuda.is_available() and self._index < torch.cuda.device_count()
+        self._on_gpu = torch.cuda.is_available()
         if self._on_gpu:
+            if self._index >= (count := torch.cuda.device_count()):
+                self._on_gpu = False
+                raise ConfigError(f"there is no GPU {self._index}, only {count}; name one of them.")
             torch.zeros(1, device=f"cuda:{self._index}")
             torch.cuda.synchronize(self._index)
         return self._on_gpu
@@ -152,13 +163,15 @@ def wait_for_preloads() -> None:
     """Wait until what is being loaded is loaded: nothing may begin to use a GPU beside a capture."""
     for loading in tuple(_running):
         loading.join()
+        if loading.done:
+            _running.discard(loading)
 
 
 def _ordinal(device: torch.device | str | int | None) -> tuple[bool, int]:
-    """Return whether a device may be a GPU, and its index; imports no torch."""
-    if isinstance(device, int):
-        return True, device
-    kind, _, index = str(device if device is not None else "cuda").partition(":")
+    """Return whether a device may be a GPU, and its index; imports no torch. Raises ConfigError."""
+    kind, _, index = (f"cuda:{device}" if isinstance(device, int) else str(device or "cuda")).partition(":")
+    if kind not in _KINDS or not (index.isdecimal() or index == ""):
+        raise ConfigError(f"preload was given the device {device!r}; pass 'cuda', 'cuda:1', 1 or 'cpu'.")
     return kind == "cuda", int(index or 0)
 
 

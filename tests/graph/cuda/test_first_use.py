@@ -190,8 +190,48 @@ def test_a_machine_without_a_driver_has_no_context(monkeypatch: pytest.MonkeyPat
         ("cuda:1", (True, 1)),
         (torch.device("cuda", 3), (True, 3)),
         ("cpu", (False, 0)),
+        ("mps", (False, 0)),
         (torch.device("cpu"), (False, 0)),
     ],
 )
 def test_a_device_is_read_without_torch(device: Any, place: tuple[bool, int]) -> None:
     assert first_use._ordinal(device) == place
+
+
+@pytest.mark.parametrize("device", ["gpu", "gpu:0", "cuda:x", "cuda:-1", -1, True, 1.5])
+def test_a_device_that_is_none_is_refused_at_once(device: Any) -> None:
+    with pytest.raises(sg.ConfigError, match="preload was given the device"):
+        sg.preload(device)
+
+
+def test_a_gpu_that_is_not_there_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(first_use, "_create_context", lambda index: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    loading = sg.preload("cuda:2")
+    loading.wait()
+    assert list(loading.seconds) == ["torch"]
+    assert (
+        "preload stopped at device, which is loaded at its first use instead: there is no GPU 2, only 2" in caplog.text
+    )
+
+
+def test_what_would_leave_the_program_is_raised_where_it_is_waited_for() -> None:
+    with pytest.raises(SystemExit, match="no checkpoint"):
+        sg.preload("cpu", then=lambda: sys.exit("no checkpoint")).wait()
+
+
+def test_captures_go_on_where_no_thread_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            sg.preload("cpu")
+    model = sg.wrap(torch.nn.Linear(2, 2).eval(), capture_sizes=[1])
+    with torch.no_grad():
+        model.capture_graphs(torch.ones(1, 2))
+    assert model.graph_stats.captures == 1
