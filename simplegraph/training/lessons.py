@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +48,8 @@ class Lessons:
         outputs: how the outputs of the last call looked.
         seen: the outputs that they gave gradients to, by their number; None before the first.
         twice: True if one shall be differentiated itself.
-        needs: (True if one kept what it reads for another, the dtype of autocast around the last one): graphs of
-            backwards differ by these.
+        needs: (True if one has to keep what it reads, the dtype of autocast around the last one): graphs of backwards
+            differ by these.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -61,7 +61,7 @@ class Lessons:
 
     @property
     def retained(self) -> bool:
-        """True if a backward kept what it reads for another."""
+        """True if a backward has to keep what it reads for another."""
         return self.needs[0]
 
     @property
@@ -76,21 +76,26 @@ class Lessons:
         for number, output in enumerate(outputs):
             if output.grad_fn is not None:
                 nodes.setdefault(id(output.grad_fn), (output.grad_fn, []))[1].append((output.output_nr, number))
+        backwards: set[int] = set()  # of this call
         for node, places in nodes.values():
-            node.register_prehook(lambda grads, places=places: self._look(grads, places))
+            node.register_prehook(lambda grads, places=places: self._look(grads, places, backwards))
 
-    def _look(self, grads: Sequence[Tensor | None], places: Sequence[tuple[int, int]]) -> None:
+    def _look(self, grads: Sequence[Tensor | None], places: Sequence[tuple[int, int]], backwards: set[int]) -> None:
+        backwards.add(_number_of_backward())
         self.twice = self.twice or torch.is_grad_enabled()
-        self.note({number for at, number in places if grads[at] is not None})
+        self.note({number for at, number in places if grads[at] is not None}, again=len(backwards) > 1)
 
-    def note(self, outputs: Set[int]) -> None:
-        """Note, from inside of a backward, that it was given gradients of these outputs."""
-        if self.seen is None or not outputs <= self.seen:
-            self.seen = (self.seen or set()) | outputs
-        needs = self.needs[0] or keeps_graph(), autocast_dtype(self.device_type) if ANY_AUTOCAST() else None
+    def note(self, outputs: Iterable[int], *, again: bool) -> None:
+        """Note, from inside of a backward, that it was given gradients of these outputs; `again` if one ran before."""
+        if self.seen is None or not self.seen.issuperset(outputs):
+            self.seen = (self.seen or set()).union(outputs)
+        retained = again or self.needs[0] or keeps_graph()
+        needs = retained, autocast_dtype(self.device_type) if ANY_AUTOCAST() else None
         if needs != self.needs:
             self.needs = needs
 
 
 # True if the backward that runs now keeps what it reads. Private to torch; where it is absent, each may.
 keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+# Tells the backward that runs now from others. Private to torch, too; where it is absent, they look like one.
+_number_of_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)

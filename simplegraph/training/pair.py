@@ -276,7 +276,7 @@ class Ticket:
 
     Attributes:
         serial: the number of the forward in its lane.
-        done: a backward ran; released: one ran that kept nothing for another.
+        done: a backward ran; released: the outputs of which one ran that kept nothing for another.
     """
 
     __slots__ = ("__weakref__", "_copies", "_keeps", "_lessons", "_versions", "done", "pair", "released", "serial")
@@ -284,7 +284,7 @@ class Ticket:
     def __init__(self, pair: GraphPair, lessons: Lessons, copies: Copies) -> None:
         self.pair, self._lessons, self._copies = pair, lessons, copies
         self.serial = 0
-        self.done = self.released = False
+        self.done, self.released = False, frozenset[int]()
         self._keeps = pair.retains
 
     def forward(self) -> list[Tensor]:
@@ -341,6 +341,7 @@ class Ticket:
             self._lessons.twice = True
             raise ReplayError(_DOUBLE)
         if self.done and not self._keeps:
+            self._lessons.note((), again=True)
             raise ReplayError(
                 "a second backward of a forward that ran as a graph, whose first one wrote over what it reads. The "
                 "calls after this one keep it: training graphs are captured again for retain_graph=True."
@@ -354,10 +355,12 @@ class Ticket:
                 "it. Run the backward before the optimizer's step, as eager asks for, too."
             )
 
-    def finish(self, given: Set[int]) -> None:
+    def finish(self, given: frozenset[int]) -> None:
         """Note that a backward ran, and of which outputs it was given gradients."""
+        self._lessons.note(given, again=self.done)
         self.done = True
-        self._lessons.note(given)
+        if not keeps_graph():
+            self.released |= given
 
 
 class GraphedCall(torch.autograd.Function):
@@ -380,7 +383,7 @@ class GraphedCall(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the ticket's backward."""
         ticket: Ticket = ctx.ticket
-        if ticket.released:
+        if ticket.released and any(grads[number] is not None for number in ticket.released):
             raise RuntimeError(_RELEASED)
         for grad in grads:
             if grad is not None:
@@ -388,7 +391,6 @@ class GraphedCall(torch.autograd.Function):
                 break
         else:  # what follows needs none of them, nor does eager make any then
             found = [None] * len(ticket.pair.leaves)
-        ticket.released = not keeps_graph()
         return None, *found
 
 

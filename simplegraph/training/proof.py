@@ -118,9 +118,8 @@ class ProvenTicket(Ticket):
                     proof.close()
             graph.counters.proof_seconds += time.perf_counter() - started
         if not keeps_graph():
-            self._eager = [], []
-            self._forward = None
-        self.finish({number for number, grad in enumerate(grads) if grad is not None})
+            self._forward = None  # but the eager run stays: outputs that share nothing have backwards one by one
+        self.finish(frozenset(number for number, grad in enumerate(grads) if grad is not None))
         return found
 
     # The eager runs.

@@ -972,3 +972,45 @@ def test_gradients_to_some_leaves_alone_are_eagers(device):
         each(x).pow(2).sum().backward(inputs=[each.weight])
     assert_same(model, plain)
     assert model.bias.grad is None
+
+
+class Heads(nn.Module):
+    """Two layers that share nothing, as an actor and its critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x), self.critic(x)
+
+
+@pytest.mark.parametrize("proofs", [False, pytest.param(True, marks=pytest.mark.proofs)])
+def test_outputs_that_share_nothing_may_have_backwards_one_by_one(device, proofs):
+    plain, model = twins(Heads, device)
+    for x, _ in batches(6, device):
+        for each in (plain, model):
+            each.zero_grad()
+            for out in each(x):
+                out.square().sum().backward()
+        assert_same(model, plain)
+    assert model.graph_stats.replays == (12 if proofs else 15)
+
+
+def test_backwards_that_come_one_by_one_later_are_captured_again(device):
+    plain, model = twins(Heads, device)
+    for x, _ in batches(3, device):
+        sum(out.sum() for out in model(x)).backward()
+    one, other = model(x)
+    one.sum().backward()
+    with pytest.raises(sg.ReplayError, match="The calls after this one keep it"):
+        other.sum().backward()
+    del one, other
+    for each in (plain, model):
+        each.zero_grad()
+    for x, _ in batches(4, device):
+        for each in (plain, model):
+            for out in each(x):
+                out.square().sum().backward()
+        assert_same(model, plain)
+    assert reasons(model) == {"first_call": 1}
