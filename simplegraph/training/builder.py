@@ -56,7 +56,7 @@ class PairBuilder:
         leaves: tensors of the module that may want gradients.
     """
 
-    def __init__(self, module: nn.Module, reader: CallReader, lanes: Sequence[Lane]) -> None:
+    def __init__(self, module: nn.Module, reader: CallReader, lanes: list[Lane]) -> None:
         self.reader, self.lanes = reader, lanes
         self.state: CapturedState | None = None
         self.seen = MemoryInUse()

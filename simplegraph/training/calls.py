@@ -104,8 +104,7 @@ class Generation:
         """Drop the graphs, but for those that a backward still needs: these go with it."""
         self.known.clear()
         self.last = None
-        for lane in self.builder.lanes:
-            lane.drop()
+        self.builder.lanes[:] = [lane.drop() for lane in self.builder.lanes]
 
 
 class TrainingCalls:

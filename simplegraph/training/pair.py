@@ -70,15 +70,16 @@ class Lane:
         """Keeps the graphs; made at the first use, since most loops need one lane."""
         return self._new_manager()
 
-    def drop(self) -> None:
-        """Drop the graphs, unless a backward needs them: then they go with it."""
-        if "manager" not in vars(self):
-            return
-        if self.vacate():
+    def drop(self) -> Lane:
+        """Drop the graphs, unless a backward needs them: then they go with it. Return what serves from now on."""
+        if "manager" in vars(self):
+            if not self.vacate():
+                self.manager.stats.dropped(self.manager.table.graphs)
+                self.manager.table.graphs.clear()
+                return Lane(self._new_manager, self.number, self.handing_out)
             self.lent = self.handed = None
             self.manager.reset()
-        else:
-            self.manager.stats.dropped(self.manager.table.graphs)
+        return self
 
     def vacate(self) -> bool:
         """Make the lane free for a forward if that can be; gradients that only `.grad` has get memory of their own.
@@ -283,8 +284,7 @@ class Ticket:
 
     def __init__(self, pair: GraphPair, lessons: Lessons, copies: Copies) -> None:
         self.pair, self._lessons, self._copies = pair, lessons, copies
-        self.serial = 0
-        self.done, self.released = False, frozenset[int]()
+        self.serial, self.done, self.released = 0, False, frozenset[int]()
         self._keeps = pair.retains
 
     def forward(self) -> list[Tensor]:

@@ -1014,3 +1014,21 @@ def test_backwards_that_come_one_by_one_later_are_captured_again(device):
                 out.square().sum().backward()
         assert_same(model, plain)
     assert reasons(model) == {"first_call": 1}
+
+
+def test_flushed_graphs_of_a_forward_that_waits_stay_its_own(device):
+    """The next ones get memory of their own, and can be flushed while the first ones live."""
+    plain, model = twins(linear, device, max_signatures=1, on_too_many_signatures="flush")
+    for x, _ in batches(3, device):
+        model(x).pow(2).sum().backward(retain_graph=True)
+    waiting = [each(x).sum() for each in (plain, model)]
+    for rows, count in ((ROWS + 1, 1), (ROWS, 1), (ROWS, 3), (ROWS + 1, 3)):
+        for x, _ in batches(count, device, rows):
+            for each in (plain, model):
+                each.zero_grad()
+                each(x).pow(2).sum().backward()
+            assert_same(model, plain)
+        for each, loss in zip((plain, model), waiting if count > 1 or rows == ROWS else (), strict=False):
+            each.zero_grad()
+            loss.backward(retain_graph=True)
+        assert_same(model, plain)
