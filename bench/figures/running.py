@@ -27,7 +27,7 @@ BAD = (CUT, FAILED, LACKS)
 
 
 class Outcome(NamedTuple):
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
         job: which.

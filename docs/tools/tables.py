@@ -289,7 +289,7 @@ def _training_pairs() -> str:
 
 
 def _modes() -> str:
-    """Which mode each one becomes with attention of each support level, as the dispatcher resolves it."""
+    """Show the mode that each one becomes with attention of each support level, as the dispatcher resolves it."""
     backends = {
         AttentionCGSupport.ALWAYS: "FlashAttention-3, SDPA",
         AttentionCGSupport.UNIFORM_BATCH: "FlashInfer, FlashAttention-2, Triton decode",

@@ -1,4 +1,4 @@
-"""What a kernel's name in the driver tells: who launches it, how to show it, and which of its arguments it writes."""
+"""Tell by a kernel's name in the driver who launches it, how to show it, and which of its arguments it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver tells of captured graphs: whose memory kernels touch that no operator of torch's has named."""
+"""The driver tells whose memory kernels of captured graphs touch that no operator of torch's has named."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_side_write_of_triton_is_in_the_report() -> None:
 
 
 class Block(nn.Module):
-    """What models are made of."""
+    """A block as models have it."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the names of kernels tell; all but Triton's and those made up here were met on an H100."""
+"""Names of kernels tell who launched them; all but Triton's and those made up here were met on an H100."""
 
 from __future__ import annotations
 

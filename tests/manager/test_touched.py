@@ -1,4 +1,4 @@
-"""What becomes of graphs for what the driver says that they touch; here a test says it."""
+"""Graphs are kept or refused for what the driver says that they touch; here a test says it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.sweeps.sweep import CALLS, sweep
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What became of a forward.
+    """The verdict on a forward.
 
     Attributes:
         verdict: "replayed"; "eager", where a capture was refused or not tried; "raised", where eager itself raises;

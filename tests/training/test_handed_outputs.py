@@ -162,7 +162,7 @@ def test_an_output_outlives_the_graphs(device: torch.device) -> None:
 
 @pytest.mark.parametrize("lent", [True, False], ids=["outputs", "gradients alone"])
 def test_graphs_serve_again_after_all_were_flushed(device: torch.device, lent: bool) -> None:
-    """What was handed out of a graph that is gone holds no set of graphs for ever."""
+    """Outputs and gradients of a graph that is gone hold no set of graphs for ever."""
     plain, model = twins(mlp, device, max_signatures=1, on_too_many_signatures="flush")
     for rows in (4, 5, 4, 5):
         kept = []

@@ -54,7 +54,7 @@ def preload(
 
 
 class Preload:
-    """What `preload` loads.
+    """A loading in the background, as `preload` begins it.
 
     Attributes:
         seconds: from the call of `preload` until each part was there: "context", "torch", "device", "cublas", "triton",

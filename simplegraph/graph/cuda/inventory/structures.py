@@ -1,4 +1,4 @@
-"""What CUDA's driver fills in about a node of a graph, with room for what a later driver may add."""
+"""Structures that CUDA's driver fills in about a node of a graph, with room for what a later driver may add."""
 
 from __future__ import annotations
 
