@@ -183,11 +183,18 @@ def test_the_end_of_a_tensor_is_not_the_freed_memory_behind_it() -> None:
     assert [place for _, place, *_ in seen(taken(Kernel("sum", pointer(end))))] == [MemoryKind.FREED]
 
 
-@pytest.mark.parametrize(("output", "freed"), [(0x000, True), (0x1800, False)])
+_AT_THE_END = ((0x200, LIVE), (0x1600, FREE), (0x800, LIVE))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "output", "freed"),
+    [(_AT_THE_END, 0x000, True), (_AT_THE_END, 0x1800, False), ([(0x2000, FREE)], 0x000, True)],
+    ids=["a tensor in front", "one that ends there", "one that was given back since"],
+)
 def test_freed_memory_right_behind_the_pool_is_only_the_end_of_a_tensor_that_ends_there(
-    output: int, freed: bool
+    blocks: Sequence[tuple[int, str]], output: int, freed: bool
 ) -> None:
-    segments = [segment(0, POOL, (0x200, LIVE), (0x1600, FREE), (0x800, LIVE)), segment(0x2000, (0, 0), (0x800, FREE))]
+    segments = [segment(0, POOL, *blocks), segment(0x2000, (0, 0), (0x800, FREE))]
     kernel = Kernel("scale", pointer(BASE + 0x2000), pointer(BASE + output))
     found = read_inventory(Driver([kernel]), [1], lambda: Places(segments, [POOL]))
     assert (MemoryKind.FREED in [touch.place for touch in found.touches]) is freed

@@ -126,7 +126,8 @@ def _blocks(segment: dict[str, Any], own: Collection[PoolId], workspaces: Collec
     pool, start = tuple(segment["segment_pool_id"]), segment["address"]
     if pool in own or pool in workspaces:  # what is free in there is the graph's, too, or the library's
         kind, end = MemoryKind.POOL if pool in own else MemoryKind.WORKSPACE, start + segment["total_size"]
-        return [Block(start, end, kind, last=end - segment["blocks"][-1]["size"])]
+        last = segment["blocks"][-1]  # what was given back is joined, so nobody can tell what ended there
+        return [Block(start, end, kind, last=end - (0 if last["state"] == "inactive" else last["size"]))]
     found = []
     for block in segment["blocks"]:
         end = start + block["size"]
