@@ -139,6 +139,17 @@ def _adapt(operators: Operators, numbers: _Numbers, columns: int, *given: str) -
     return [normed, *([total] if "residual" in given else [])]
 
 
+def _linear(operators: Operators, numbers: _Numbers, inputs: int, biased: int) -> Sequence[Tensor]:
+    weight, bias = numbers(5, inputs, phase=1) / inputs, numbers(5, phase=2)
+    return [operators.linear(numbers(1, 1, inputs), weight, bias if biased else None)]
+
+
+def _attend(operators: Operators, numbers: _Numbers, group: int, elements: int, masked: int) -> Sequence[Tensor]:
+    q, k, v = (numbers(2, heads, keys, elements, phase=heads) for heads, keys in ((2 * group, 1), (2, 300), (2, 300)))
+    mask = (numbers(2, 1, 1, 300) > 0) if masked else None
+    return [operators.attend(q, k, v, mask, None, 0.5)]  # of few keys: the mean of many is nearly zero
+
+
 def _linear_gelu(operators: Operators, numbers: _Numbers, inputs: int, outputs: int) -> Sequence[Tensor]:
     weight, bias = numbers(outputs, inputs, phase=1) / inputs, numbers(outputs, phase=2)
     return [operators.linear_gelu(numbers(2, 3, inputs), weight, bias)]
@@ -197,6 +208,8 @@ _TRIALS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], bool, str]] = {
     "group_norm": (_group_norm, False, "the norm's results differ from torch's"),
     "activated_group_norm": (_activated_group_norm, False, "the norm's results differ from torch's"),
     "adapt": (_adapt, False, "the norm's results differ from torch's"),
+    "linear": (_linear, False, "a linear layer of one row differs from torch's"),
+    "attend": (_attend, False, "attention of one query differs from torch's"),
     "linear_gelu": (_linear_gelu, False, "the activation's results differ from torch's"),
     "finish": (_finish, False, "a biased and activated image differs from torch's"),
     "pointwise": (_pointwise, False, "a convolution of pixels differs from torch's"),

@@ -152,6 +152,37 @@ class Operators:
         """
         return self.finish(F.conv2d(x, weight), bias, None, kind)
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return a linear layer.
+
+        Args:
+            x: (..., inputs).
+            weight: (outputs, inputs).
+            bias: (outputs,); None for nothing.
+        """
+        return F.linear(x, weight, bias)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
+        """Attend with one query per row.
+
+        Args:
+            q: (rows, heads, 1, elements).
+            k: (rows, kv_heads, keys, elements); `heads` is a multiple of `kv_heads`.
+            v: as `k`.
+            mask: (rows or 1, 1, 1, keys) bool, True for keys that are seen; None for all.
+            bias: (rows or 1, heads or 1, 1, keys), added to the scores; None for nothing.
+            scale: of the scores.
+
+        Returns:
+            (rows, 1, heads, elements).
+        """
+        group = q.shape[1] // k.shape[1]
+        keys, values = (each.repeat_interleave(group, 1) for each in (k, v))
+        if bias is not None and mask is not None:
+            mask = bias.masked_fill(mask.logical_not(), float("-inf"))
+        seen = bias if mask is None else mask
+        return F.scaled_dot_product_attention(q, keys, values, seen, scale=scale).transpose(1, 2)
+
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the GELU, approximated by tanh, of a linear layer.
 

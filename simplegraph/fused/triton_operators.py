@@ -24,13 +24,21 @@ class TritonOperators(Operators):
     triton = True
 
     def __init__(self) -> None:
-        from simplegraph.fused import adaptive_kernels, cache_kernels, group_kernels, image_kernels, row_kernels
+        from simplegraph.fused import (
+            adaptive_kernels,
+            cache_kernels,
+            group_kernels,
+            image_kernels,
+            one_row_kernels,
+            row_kernels,
+        )
 
         self._rows: Any = row_kernels
         self._cache: Any = cache_kernels
         self._groups: Any = group_kernels
         self._adaptive: Any = adaptive_kernels
         self._images: Any = image_kernels
+        self._one_row: Any = one_row_kernels
 
     def _takes(self, *tensors: Tensor | None) -> bool:
         """True for tensors on a GPU, of one dtype that the kernels know, without gradients and with elements."""
@@ -114,6 +122,19 @@ class TritonOperators(Operators):
         rows, matrix = x.permute(0, 2, 3, 1), weight.flatten(1)
         out = F.linear(rows, matrix, bias) if kind == "" else self._activated(rows, matrix, bias, use_gelu=False)
         return out.permute(0, 3, 1, 2)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        fits = x.numel() == x.shape[-1] == weight.shape[-1] and weight.stride(-1) == 1
+        if not fits or (bias is not None and not bias.is_contiguous()) or not self._takes(x, weight, bias):
+            return super().linear(x, weight, bias)
+        return self._one_row.linear(x, weight, bias)  # type: ignore[no-any-return]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
+        fits = q.shape[-1] == v.shape[-1] <= self._one_row.MAX_ELEMENTS
+        fits = fits and all(each.stride(-1) == 1 for each in (q, k, v))
+        if not fits or not self._takes(q, k, v, bias):
+            return super().attend(q, k, v, mask, bias, scale)
+        return self._one_row.attend(q, k, v, mask, bias, scale)  # type: ignore[no-any-return]
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if bias is None or not self._ends_products(x, weight, bias):

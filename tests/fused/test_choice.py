@@ -26,6 +26,8 @@ TRIALS = {
     "adapt": (64, "gate", "residual", "scale", "shift"),
     "finish": ("silu", 1),
     "excite": (32, 8, "relu"),
+    "linear": (100, 1),
+    "attend": (2, 16, 1),
     "gated": (64, "gelu_tanh"),
     "rotate": (64,),
     "rotate_and_write": (4, 2, 16, 8, 1),
@@ -36,7 +38,7 @@ TRIALS = {
 class Kernels:
     """Stands in for Triton's kernels, by torch's operators."""
 
-    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = 64
+    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = MAX_ELEMENTS = 64
     torch = Operators()
 
     def norm(
@@ -67,6 +69,12 @@ class Kernels:
     def excite(self, means: Tensor, narrow: Any, wide: Any, kind: str) -> Tensor:
         return self.torch.excite(means, narrow, wide, kind)
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.torch.linear(x, weight, bias)
+
+    def attend(self, *given: Any) -> Tensor:
+        return self.torch.attend(*given)
+
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         return (ACTIVATIONS[kind](gate.float()) * up).to(gate.dtype)
 
@@ -84,6 +92,12 @@ class Kernels:
 class WrongKernels(Kernels):
     def norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Any, eps: float, **settings: Any) -> Any:
         return super().norm(x, residual, weight, bias, 0.1, **settings)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().linear(x, weight, None)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> Tensor:
+        return super().attend(q, k, v, mask.logical_not(), *rest)
 
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         return super().gated(gate, up, "silu")
@@ -115,7 +129,7 @@ class WrongKernels(Kernels):
 
 
 class Uncompiled:
-    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = 64
+    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = MAX_ELEMENTS = 64
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("Failed to find C compiler")

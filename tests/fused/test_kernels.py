@@ -357,3 +357,66 @@ def test_what_the_kernels_do_not_take_is_for_torch(case: str, device: torch.devi
 def test_tensors_that_were_moved_to_a_cpu_are_for_torch() -> None:
     x, weight = torch.randn(3, 8), torch.randn(8)
     assert torch.equal(triton().rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+
+
+@every
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (37, 100), (5, 2500)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_linear_layer_of_one_row(
+    make: Callable[[], Operators], dtype: torch.dtype, outputs: int, inputs: int, biased: bool, device: torch.device
+) -> None:
+    x, wide = (numbers(*shape, dtype=dtype, device=device) for shape in ((1, 1, inputs), (outputs, inputs + 3)))
+    weight = wide[:, :inputs]  # rows of a larger matrix
+    bias = numbers(outputs, dtype=dtype, device=device) if biased else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    found = make().linear(x, weight, bias)
+    assert found.shape == (1, 1, outputs)
+    sizes = F.linear(x.double().abs(), weight.double().abs())  # what float32 rounds is of these
+    error = (found.double() - exact).abs()
+    assert (error <= 0.51 * torch.finfo(dtype).eps * exact.abs() + 1e-5 * sizes).all()
+
+
+@every
+@pytest.mark.parametrize(("heads", "kv_heads", "elements", "keys"), [(4, 2, 8, 10), (4, 4, 40, 300), (40, 2, 24, 1100)])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_attention_of_one_query(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    elements: int,
+    keys: int,
+    masked: bool,
+    biased: bool,
+    device: torch.device,
+) -> None:
+    rows, made = 2, {"dtype": dtype, "device": device}
+    q = numbers(rows, heads, 1, elements, scale=1.0, **made)
+    cache = numbers(2, rows, kv_heads, keys + 7, elements, scale=1.0, **made)
+    k, v = cache[:, :, :, :keys]
+    mask = torch.rand(rows, 1, 1, keys, device=device) > 0.3 if masked else None
+    if mask is not None:  # what nobody has written yet
+        v.masked_fill_(mask.logical_not().transpose(2, 3), float("nan"))
+    bias = numbers(1, heads, 1, keys, **made) if biased else None
+    if masked and make is Operators:
+        v.nan_to_num_()
+    found = make().attend(q, k, v, mask, bias, 0.3)
+    group = heads // kv_heads
+    wide = [each.double().nan_to_num().repeat_interleave(group, 1) for each in (k, v)]
+    scores = 0.3 * q.double() @ wide[0].transpose(2, 3) + (0 if bias is None else bias.double())
+    scores = scores if mask is None else scores.masked_fill(mask.logical_not(), float("-inf"))
+    exact = (scores.softmax(-1) @ wide[1]).transpose(1, 2)
+    assert found.shape == (rows, 1, heads, elements)
+    assert (found.double() - exact).abs().max() <= max(2 * torch.finfo(dtype).eps, 1e-5) * exact.abs().max()
+
+
+@every
+def test_a_query_that_sees_no_key_is_no_reason_to_be_wrong_for_others(
+    make: Callable[[], Operators], dtype: torch.dtype, device: torch.device
+) -> None:
+    q, k, v = (numbers(2, 2, keys, 16, dtype=dtype, device=device, scale=1.0) for keys in (1, 600, 600))
+    mask = torch.zeros(2, 1, 1, 600, dtype=torch.bool, device=device)
+    mask[0, ..., 5] = True
+    found = make().attend(q, k, v, mask, None, 1.0)
+    assert torch.equal(found[0, 0], v[0, :, 5])

@@ -17,6 +17,7 @@ from simplegraph.fused.layers.gates import activation_layers, gate_layers
 from simplegraph.fused.layers.groups import group_layers
 from simplegraph.fused.layers.images import IMAGE_BLOCK, image_layers
 from simplegraph.fused.layers.layer import Layer
+from simplegraph.fused.layers.linears import LINEAR, linear_layers
 from simplegraph.fused.layers.norms import norm_layer, rms_norms, sum_norms
 from simplegraph.fused.layers.residuals import residual_layers
 from simplegraph.fused.layers.rotary import rotary_layers
@@ -24,7 +25,7 @@ from simplegraph.fused.layers.shared import TIMESTEPS
 from simplegraph.fused.operators import KernelTrial, Operators
 
 RMS_NORM, RESIDUAL, GATED, ACTIVATION, ROTARY = "rms_norm", "residual", "gated", "activation", "rotary"
-GROUP_NORM = "group_norm"
+GROUP_NORM, ONE_QUERY = "group_norm", "one_query"
 _SHOWN = 4  # names in a line
 KINDS: Mapping[str, str] = MappingProxyType(
     {
@@ -39,6 +40,13 @@ KINDS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# For steps of a token per row.
+TOKEN_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        LINEAR: "linear layer of one row, which leaves no part of the GPU idle",
+        ONE_QUERY: "attention of one query per row to a fixed cache",
+    }
+)
 
 # For images in channels_last, and results that have that format, too.
 IMAGE_KINDS: Mapping[str, str] = MappingProxyType(
@@ -49,13 +57,16 @@ IMAGE_KINDS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def find_layers(model: nn.Module, skip: Collection[str] = (), *, images: bool = False) -> dict[nn.Module, Layer]:
+def find_layers(
+    model: nn.Module, skip: Collection[str] = (), *, images: bool = False, tokens: bool = False
+) -> dict[nn.Module, Layer]:
     """Map the modules of a model that are recognized to their layers.
 
     Args:
         model: any module.
         skip: names of kinds to leave out.
         images: True adds `IMAGE_KINDS`.
+        tokens: True adds those of `TOKEN_KINDS` that are layers.
     """
     found: dict[nn.Module, Layer] = {}
     alone = {} if RMS_NORM in skip else rms_norms(model)
@@ -71,6 +82,7 @@ def find_layers(model: nn.Module, skip: Collection[str] = (), *, images: bool = 
         ROTARY: rotary_layers,
         ATTENTION: attention_layers,
         **({GROUP_NORM: group_layers, IMAGE_BLOCK: image_layers} if images else {}),
+        **({LINEAR: linear_layers} if tokens else {}),
     }
     for kind, find in finders.items():
         if kind not in skip:
@@ -115,4 +127,4 @@ def names_by_kind(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> dict[s
     for name, module in model.named_modules():
         if module in layers:
             names.setdefault(layers[module].kind, []).append(name or type(module).__name__)
-    return {kind: names[kind] for kind in (*KINDS, *IMAGE_KINDS) if kind in names}
+    return {kind: names[kind] for kind in (*KINDS, *TOKEN_KINDS, *IMAGE_KINDS) if kind in names}

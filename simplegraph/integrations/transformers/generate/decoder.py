@@ -257,7 +257,11 @@ class FixedCacheDecoder:
         """Return the operators of steps on a cache; torch's if nothing of the model is to be fused."""
         if not self._step.fuses:
             return Operators()
-        return operators_of(self._step.fused_layers(), device, dtype, KernelTrial("write_pages", (elements, "HND")))
+        text = self.model.config.get_text_config(decoder=True)
+        heads = getattr(text, "num_attention_heads", None) or 1
+        group = max(1, heads // (getattr(text, "num_key_value_heads", None) or heads))
+        trials = KernelTrial("write_pages", (elements, "HND")), KernelTrial("attend", (group, elements, 1))
+        return operators_of(self._step.fused_layers(), device, dtype, *trials)
 
     def _store_for(self, layout: CacheLayout) -> CacheStore:
         step = self._step

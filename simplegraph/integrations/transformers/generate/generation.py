@@ -12,7 +12,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from simplegraph.errors import ConfigError, did_you_mean
-from simplegraph.fused.layers.table import KINDS, listed, names_by_kind
+from simplegraph.fused.layers.table import KINDS, TOKEN_KINDS, listed, names_by_kind
 from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.generate.ahead import may_run_late, with_late_check
 from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
@@ -215,8 +215,8 @@ def graph_generation(
         fused_kernels: True runs layers of the model that are recognized on fused kernels in captured steps; `report`
             names them. Rotary embeddings and writes to the cache are exact to the bit; norms and gated activations
             round once, where the model's code in half precision rounds two or three times. False runs the model's own
-            code; names choose among "rms_norm", "residual" (sums with the norm after them), "gated", "activation" and
-            "rotary".
+            code; names choose among "rms_norm", "residual" (sums with the norm after them), "gated", "activation",
+            "rotary", "linear" (linear layers of a single row) and "one_query" (attention of one query per row).
         tokens_per_launch: tokens of greedy decoding or sampling that one graph makes, up to 64, so that a slow or busy
             host is waited for less often. Results are the same, and a streamer gets as many tokens at once. Where
             something must happen after each token (see `Reason.ONE_TOKEN`), graphs of one token serve the generation.
@@ -247,15 +247,16 @@ def graph_generation(
 
 def _not_fused(chosen: bool | Collection[str]) -> set[str]:
     """Return the names of layers that are not to be fused."""
+    kinds = {**KINDS, **TOKEN_KINDS}
     if isinstance(chosen, bool):
-        return set() if chosen else set(KINDS)
-    unknown = sorted({chosen} if isinstance(chosen, str) else {*chosen} - KINDS.keys())
+        return set() if chosen else set(kinds)
+    unknown = sorted({chosen} if isinstance(chosen, str) else {*chosen} - kinds.keys())
     if unknown:
         raise ConfigError(
-            f"fused_kernels has {', '.join(unknown)}{did_you_mean(unknown, KINDS)}; expected True, False, or a "
-            f"collection of {', '.join(KINDS)}."
+            f"fused_kernels has {', '.join(unknown)}{did_you_mean(unknown, kinds)}; expected True, False, or a "
+            f"collection of {', '.join(kinds)}."
         )
-    return {*KINDS} - {*chosen}
+    return {*kinds} - {*chosen}
 
 
 def _check_generator(model: Any, **sizes: int) -> None:

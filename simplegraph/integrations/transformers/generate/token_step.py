@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from simplegraph.config import BatchDim
 from simplegraph.fused.layers.layer import Layer
-from simplegraph.fused.layers.table import KINDS, find_layers, fused_forwards
+from simplegraph.fused.layers.table import KINDS, ONE_QUERY, TOKEN_KINDS, find_layers, fused_forwards
 from simplegraph.fused.operators import Operators
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.known_length import KnownLength
@@ -41,7 +41,7 @@ class TokenStep(ModelStep):
 
     Args:
         model: the model.
-        not_fused: names in `KINDS` of layers that run as the model has them.
+        not_fused: names in `KINDS` and `TOKEN_KINDS` of layers that run as the model has them.
 
     Attributes:
         operators: the fused operators, chosen with the store; fuses: False if nothing is to be fused.
@@ -58,7 +58,7 @@ class TokenStep(ModelStep):
         self.store: CacheStore | None = None
         self.operators = Operators()
         self._not_fused = frozenset(not_fused)
-        self.fuses = bool(KINDS.keys() - self._not_fused)
+        self.fuses = bool({*KINDS, *TOKEN_KINDS} - self._not_fused)
         self.ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
         self._masks = _masks_taken(model)
         self.cache_name = _cache_name(model)
@@ -68,7 +68,7 @@ class TokenStep(ModelStep):
 
     def fused_layers(self) -> dict[nn.Module, Layer]:
         """Map the model's layers that run on fused operators to what is known of them."""
-        return find_layers(self.model, self._not_fused)
+        return find_layers(self.model, self._not_fused, tokens=True)
 
     def forward(
         self,
@@ -126,7 +126,8 @@ class TokenStep(ModelStep):
             inputs |= {"encoder_outputs": encoded} if self._encodes else {"encoder_hidden_states": encoded[0]}
         forwards = masked_forwards(self._unmasked, store.position, span)
         short, length = dict.fromkeys(self.shortening, _same_mask), KnownLength(store.seen, 1, max(1, span - 1))
-        with grouped_heads(), override_forwards(forwards), override_forwards(short, SHORTEN_MASK), length:
+        attending = Operators() if ONE_QUERY in self._not_fused else self.operators
+        with grouped_heads(attending), override_forwards(forwards), override_forwards(short, SHORTEN_MASK), length:
             outputs = self.run_model(**(inputs | {self.cache_name: view.cache, "return_dict": True}))
         store.check_states(view)
         logits: Tensor = outputs.logits

@@ -1,0 +1,242 @@
+"""Triton kernels for one token per row: a linear layer of a single row, and attention of one query per row.
+
+Imported only if Triton is installed. cuBLAS's smallest tiles leave most of a GPU idle for a single row, and fused
+attention's most of it for a single query, where only the reading of weights, keys and values counts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_ELEMENTS = 256  # of a head
+_LOG2E = 1.4426950408889634
+_OUTPUTS = 2  # of one program of `linear`
+_KEPT = 8192  # elements of keys, and of values, that a program of `attend` holds at a time
+_LEAST = 256  # keys in a part
+_PROGRAMS = 264  # two for each multiprocessor
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _linear(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    outputs,
+    weight_row,
+    BIASED: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply some rows of a weight with a vector in each program, in float32."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < outputs
+    start = weight_ptr + row.to(tl.int64)[:, None] * weight_row
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for begin in tl.static_range(0, INPUTS, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < INPUTS
+        x = tl.load(x_ptr + column, inside, 0.0).to(tl.float32)
+        weight = tl.load(start + column[None, :], exists[:, None] & inside[None, :], 0.0).to(tl.float32)
+        total += weight * x[None, :]
+    result = tl.sum(total, 1)
+    if BIASED:
+        result += tl.load(bias_ptr + row, exists, 0.0).to(tl.float32)
+    tl.store(out_ptr + row, result.to(out_ptr.dtype.element_ty), exists)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a linear layer of a single row, in float32 and rounded once.
+
+    Args:
+        x: (..., inputs), of one row; float32, bfloat16 or float16.
+        weight: (outputs, inputs), the dtype of `x`; its rows are contiguous.
+        bias: (outputs,), contiguous, the dtype of `x`; None for nothing.
+
+    Returns:
+        (..., outputs).
+    """
+    outputs, inputs = weight.shape
+    out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    block = min(triton.next_power_of_2(inputs), 1024 if inputs <= 1536 else 2048)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
+        _linear[(triton.cdiv(outputs, _OUTPUTS),)](
+            x.contiguous(),
+            weight,
+            weight if bias is None else bias,
+            out,
+            outputs,
+            weight.stride(0),
+            BIASED=bias is not None,
+            INPUTS=inputs,
+            ROWS=_OUTPUTS,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["keys", "part"])  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    bias_ptr,
+    out_ptr,
+    scale,
+    keys,
+    part,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    k_key,
+    v_row,
+    v_head,
+    v_key,
+    mask_row,
+    mask_key,
+    bias_row,
+    bias_head,
+    bias_key,
+    MASKED: tl.constexpr,
+    BIASED: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Attend to a part of the keys of one head, for the queries that share it; parts are (COLUMNS + 2) float32 each."""
+    head, row, index = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    query, column = tl.arange(0, QUERIES), tl.arange(0, COLUMNS)
+    inside, exists = (column < ELEMENTS)[None, :], query < GROUP
+    q_index = head * GROUP + query
+    used = exists[:, None] & inside
+    q = tl.load(q_ptr + row * q_row + q_index[:, None] * q_head + column[None, :], used, 0.0)
+    k_start = k_ptr + row * k_row + head * k_head + column[None, :]
+    v_start = v_ptr + row * v_row + head * v_head + column[None, :]
+    top = tl.full((QUERIES,), -1e30, tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    result = tl.zeros((QUERIES, COLUMNS), tl.float32)
+    for begin in range(index * part, tl.minimum(index * part + part, keys), KEYS):
+        key = begin + tl.arange(0, KEYS)
+        seen = key < keys
+        loaded = seen[:, None] & inside
+        place = key.to(tl.int64)[:, None]
+        k = tl.load(k_start + place * k_key, loaded, 0.0)
+        v = tl.load(v_start + place * v_key, loaded, 0.0)
+        if MASKED:
+            seen = seen & (tl.load(mask_ptr + row * mask_row + key * mask_key, seen, 0) != 0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if BIASED:
+            place = row * bias_row + q_index[:, None] * bias_head + key[None, :] * bias_key
+            bias = tl.load(bias_ptr + place, exists[:, None] & seen[None, :], 0.0)
+            score += bias.to(tl.float32) * 1.4426950408889634
+        score = tl.where(seen[None, :], score, -1e30)
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.where(seen[None, :], tl.exp2(score - higher[:, None]), 0.0)
+        faded = tl.exp2(top - higher)
+        total = total * faded + tl.sum(weight, 1)
+        v = tl.where(seen[:, None], v, 0.0).to(v.dtype)  # what nobody wrote may be no number
+        result = result * faded[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        top = higher
+    place = row * (tl.num_programs(0) * GROUP) + q_index
+    if IN_PARTS:
+        own = out_ptr + (place * tl.num_programs(2) + index) * (COLUMNS + 2)
+        tl.store(own[:, None] + column[None, :], result, exists[:, None])
+        tl.store(own + COLUMNS, top, exists)
+        tl.store(own + COLUMNS + 1, total, exists)
+    else:
+        result /= tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out_ptr + place[:, None] * ELEMENTS + column[None, :], result.to(out_ptr.dtype.element_ty), used)
+
+
+@triton.jit(do_not_specialize=["parts"])  # type: ignore[untyped-decorator]
+def _sum_parts(  # type: ignore[no-untyped-def]
+    parts_ptr, out_ptr, parts, ELEMENTS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+):
+    """Add up the parts of one query."""
+    query, column, part = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS), tl.arange(0, PARTS)
+    exists = part < parts
+    own = parts_ptr + (query * parts + part) * (COLUMNS + 2)
+    top = tl.load(own + COLUMNS, exists, -1e30)
+    total = tl.load(own + COLUMNS + 1, exists, 0.0)
+    result = tl.load(own[:, None] + column[None, :], exists[:, None], 0.0)
+    weight = tl.exp2(top - tl.max(top, 0))
+    total = tl.sum(total * weight, 0)
+    result = tl.sum(result * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + query * ELEMENTS + column, result.to(out_ptr.dtype.element_ty), column < ELEMENTS)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
+    """Attend with one query per row, in float32 and rounded once.
+
+    Args:
+        q: (rows, heads, 1, elements), at most `MAX_ELEMENTS`, the last dimension contiguous; float32, bfloat16 or
+            float16.
+        k: (rows, kv_heads, keys, elements), the last dimension contiguous; `heads` is a multiple of `kv_heads`.
+        v: as `k`.
+        mask: (rows or 1, 1, 1, keys) bool, True for keys that are seen; None for all.
+        bias: (rows or 1, heads or 1, 1, keys), added to the scores; None for nothing.
+        scale: of the scores.
+
+    Returns:
+        (rows, 1, heads, elements); zeros for rows that see no key.
+    """
+    rows, heads, _, elements = q.shape
+    kv_heads, keys = k.shape[1:3]
+    group, columns = heads // kv_heads, triton.next_power_of_2(elements)
+    block = max(16, min(_KEPT // columns, triton.next_power_of_2(keys)))
+    parts = min(triton.cdiv(keys, _LEAST), max(1, _PROGRAMS // (rows * kv_heads)))
+    part = triton.cdiv(triton.cdiv(keys, parts), block) * block
+    parts = triton.cdiv(keys, part)
+    out = torch.empty((rows, 1, heads, elements), dtype=q.dtype, device=q.device)
+    target = out if parts == 1 else torch.empty(rows * heads * parts * (columns + 2), device=q.device)
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        _attend[(kv_heads, rows, parts)](
+            q,
+            k,
+            v,
+            q if mask is None else mask,
+            q if bias is None else bias,
+            target,
+            scale * _LOG2E,
+            keys,
+            part,
+            *q.stride()[:2],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *((0, 0) if mask is None else (_stride(mask, 0), mask.stride(3))),
+            *((0, 0, 0) if bias is None else (_stride(bias, 0), _stride(bias, 1), bias.stride(3))),
+            MASKED=mask is not None,
+            BIASED=bias is not None,
+            IN_PARTS=parts > 1,
+            GROUP=group,
+            QUERIES=max(16, triton.next_power_of_2(group)),
+            ELEMENTS=elements,
+            COLUMNS=columns,
+            KEYS=block,
+            num_warps=4,
+        )
+        if parts > 1:
+            _sum_parts[(rows * heads,)](
+                target,
+                out,
+                parts,
+                ELEMENTS=elements,
+                COLUMNS=columns,
+                PARTS=triton.next_power_of_2(parts),
+                num_warps=2,
+            )
+    return out
+
+
+def _stride(tensor: Tensor, dim: int) -> int:
+    return tensor.stride(dim) if tensor.shape[dim] > 1 else 0
