@@ -139,9 +139,10 @@ def _adapt(operators: Operators, numbers: _Numbers, columns: int, *given: str) -
     return [normed, *([total] if "residual" in given else [])]
 
 
-def _linear(operators: Operators, numbers: _Numbers, inputs: int, biased: int) -> Sequence[Tensor]:
-    weight, bias = numbers(5, inputs, phase=1) / inputs, numbers(5, phase=2)
-    return [operators.linear(numbers(1, 1, inputs), weight, bias if biased else None)]
+def _linears(operators: Operators, numbers: _Numbers, inputs: int, count: int, biased: int) -> Sequence[Tensor]:
+    weights = [numbers(4 + layer, inputs, phase=1 + layer) / inputs for layer in range(count)]
+    biases = [numbers(len(weight), phase=2) if biased else None for weight in weights]
+    return operators.linears(numbers(1, 1, inputs), weights, biases)
 
 
 def _attend(operators: Operators, numbers: _Numbers, group: int, elements: int, masked: int) -> Sequence[Tensor]:
@@ -208,7 +209,7 @@ _TRIALS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], bool, str]] = {
     "group_norm": (_group_norm, False, "the norm's results differ from torch's"),
     "activated_group_norm": (_activated_group_norm, False, "the norm's results differ from torch's"),
     "adapt": (_adapt, False, "the norm's results differ from torch's"),
-    "linear": (_linear, False, "a linear layer of one row differs from torch's"),
+    "linears": (_linears, False, "linear layers of one row differ from torch's"),
     "attend": (_attend, False, "attention of one query differs from torch's"),
     "linear_gelu": (_linear_gelu, False, "the activation's results differ from torch's"),
     "finish": (_finish, False, "a biased and activated image differs from torch's"),

@@ -6,25 +6,29 @@ attention's most of it for a single query, where only the reading of weights, ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 MAX_ELEMENTS = 256  # of a head
+MOST_TOGETHER = 3  # linear layers of one launch
 _LOG2E = 1.4426950408889634
-_OUTPUTS = 2  # of one program of `linear`
-_KEPT = 8192  # elements of keys, and of values, that a program of `attend` holds at a time
-_LEAST = 256  # keys in a part
-_PROGRAMS = 264  # two for each multiprocessor
+_LONG = 4096  # inputs from which on a program computes one output
+_KEPT = 16384  # bytes of keys, and of values, that a program of `attend` holds at a time
+_MOST_KEYS = 128
+_PROGRAMS = 528  # four for each multiprocessor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _linear(  # type: ignore[no-untyped-def]
+def _multiply(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
+    index,
     outputs,
     weight_row,
     BIASED: tl.constexpr,
@@ -32,8 +36,8 @@ def _linear(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply some rows of a weight with a vector in each program, in float32."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Multiply some rows of a weight with a vector, in float32."""
+    row = index * ROWS + tl.arange(0, ROWS)
     exists = row < outputs
     start = weight_ptr + row.to(tl.int64)[:, None] * weight_row
     total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -49,35 +53,76 @@ def _linear(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row, result.to(out_ptr.dtype.element_ty), exists)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a linear layer of a single row, in float32 and rounded once.
+@triton.jit  # type: ignore[untyped-decorator]
+def _linear(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    weight_ptr_1,
+    weight_ptr_2,
+    bias_ptr,
+    bias_ptr_1,
+    bias_ptr_2,
+    out_ptr,
+    out_ptr_1,
+    out_ptr_2,
+    outputs,
+    outputs_1,
+    outputs_2,
+    weight_row,
+    COUNT: tl.constexpr,
+    BIASED: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute some outputs in each program: of the first layer, then of the second and the third."""
+    index = tl.program_id(0)
+    first = tl.cdiv(outputs, ROWS)
+    second = first + tl.cdiv(outputs_1, ROWS)
+    if COUNT == 1 or index < first:
+        _multiply(x_ptr, weight_ptr, bias_ptr, out_ptr, index, outputs, weight_row, BIASED, INPUTS, ROWS, BLOCK)
+    elif COUNT == 2 or index < second:
+        index -= first
+        _multiply(x_ptr, weight_ptr_1, bias_ptr_1, out_ptr_1, index, outputs_1, weight_row, BIASED, INPUTS, ROWS, BLOCK)
+    else:
+        index -= second
+        _multiply(x_ptr, weight_ptr_2, bias_ptr_2, out_ptr_2, index, outputs_2, weight_row, BIASED, INPUTS, ROWS, BLOCK)
+
+
+def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """Compute linear layers of a single row, in float32 and rounded once.
 
     Args:
         x: (..., inputs), of one row; float32, bfloat16 or float16.
-        weight: (outputs, inputs), the dtype of `x`; its rows are contiguous.
-        bias: (outputs,), contiguous, the dtype of `x`; None for nothing.
+        weights: (outputs, inputs) of each layer, at most `MOST_TOGETHER`, the dtype of `x`; their rows are contiguous,
+            and equally far apart.
+        biases: (outputs,) of each, contiguous, the dtype of `x`; None for nothing, in all or none.
 
     Returns:
-        (..., outputs).
+        (..., outputs) of each.
     """
-    outputs, inputs = weight.shape
-    out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    inputs, count = weights[0].shape[1], len(weights)
+    outs = [torch.empty((*x.shape[:-1], len(each)), dtype=x.dtype, device=x.device) for each in weights]
     block = min(triton.next_power_of_2(inputs), 1024 if inputs <= 1536 else 2048)
+    rows = 1 if inputs >= _LONG else 2
+    added = [weight if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
+    sizes, missing = [len(weight) for weight in weights], MOST_TOGETHER - count
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
-        _linear[(triton.cdiv(outputs, _OUTPUTS),)](
+        _linear[(sum(triton.cdiv(size, rows) for size in sizes),)](
             x.contiguous(),
-            weight,
-            weight if bias is None else bias,
-            out,
-            outputs,
-            weight.stride(0),
-            BIASED=bias is not None,
+            *(*weights, *[weights[0]] * missing),
+            *(*added, *added[:1] * missing),
+            *(*outs, *outs[:1] * missing),
+            *(*sizes, *sizes[:1] * missing),
+            weights[0].stride(0),
+            COUNT=count,
+            BIASED=biases[0] is not None,
             INPUTS=inputs,
-            ROWS=_OUTPUTS,
+            ROWS=rows,
             BLOCK=block,
             num_warps=4,
         )
-    return out
+    return outs
 
 
 @triton.jit(do_not_specialize=["keys", "part"])  # type: ignore[untyped-decorator]
@@ -192,9 +237,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
     """
     rows, heads, _, elements = q.shape
     kv_heads, keys = k.shape[1:3]
-    group, columns = heads // kv_heads, triton.next_power_of_2(elements)
-    block = max(16, min(_KEPT // columns, triton.next_power_of_2(keys)))
-    parts = min(triton.cdiv(keys, _LEAST), max(1, _PROGRAMS // (rows * kv_heads)))
+    group, columns = heads // kv_heads, max(16, triton.next_power_of_2(elements))
+    block = max(16, min(_KEPT // (columns * k.element_size()), _MOST_KEYS))
+    # Reading two blocks takes as long as adding up parts of one.
+    parts = 1 if keys <= 2 * block else min(triton.cdiv(keys, block), max(1, _PROGRAMS // (rows * kv_heads)))
     part = triton.cdiv(triton.cdiv(keys, parts), block) * block
     parts = triton.cdiv(keys, part)
     out = torch.empty((rows, 1, heads, elements), dtype=q.dtype, device=q.device)
@@ -233,7 +279,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
                 ELEMENTS=elements,
                 COLUMNS=columns,
                 PARTS=triton.next_power_of_2(parts),
-                num_warps=2,
+                num_warps=4,
             )
     return out
 

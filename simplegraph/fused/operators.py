@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -152,15 +152,15 @@ class Operators:
         """
         return self.finish(F.conv2d(x, weight), bias, None, kind)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return a linear layer.
+    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return linear layers of one input.
 
         Args:
             x: (..., inputs).
-            weight: (outputs, inputs).
-            bias: (outputs,); None for nothing.
+            weights: (outputs, inputs) of each layer.
+            biases: (outputs,) of each; None for nothing.
         """
-        return F.linear(x, weight, bias)
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
         """Attend with one query per row.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -123,11 +124,15 @@ class TritonOperators(Operators):
         out = F.linear(rows, matrix, bias) if kind == "" else self._activated(rows, matrix, bias, use_gelu=False)
         return out.permute(0, 3, 1, 2)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        fits = x.numel() == x.shape[-1] == weight.shape[-1] and weight.stride(-1) == 1
-        if not fits or (bias is not None and not bias.is_contiguous()) or not self._takes(x, weight, bias):
-            return super().linear(x, weight, bias)
-        return self._one_row.linear(x, weight, bias)  # type: ignore[no-any-return]
+    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        inputs, rows = x.shape[-1], weights[0].stride(0)
+        fits = x.numel() == inputs and len(weights) <= self._one_row.MOST_TOGETHER
+        fits = fits and all(each.stride() == (rows, 1) and each.shape[1] == inputs for each in weights)
+        alike = len({bias is None for bias in biases}) == 1
+        fits = fits and alike and all(each is None or each.is_contiguous() for each in biases)
+        if not fits or not self._takes(x, *weights, *biases):
+            return super().linears(x, weights, biases)
+        return self._one_row.linear(x, weights, biases)  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
         fits = q.shape[-1] == v.shape[-1] <= self._one_row.MAX_ELEMENTS

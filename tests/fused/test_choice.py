@@ -26,7 +26,7 @@ TRIALS = {
     "adapt": (64, "gate", "residual", "scale", "shift"),
     "finish": ("silu", 1),
     "excite": (32, 8, "relu"),
-    "linear": (100, 1),
+    "linears": (100, 3, 1),
     "attend": (2, 16, 1),
     "gated": (64, "gelu_tanh"),
     "rotate": (64,),
@@ -39,6 +39,7 @@ class Kernels:
     """Stands in for Triton's kernels, by torch's operators."""
 
     MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = MAX_ELEMENTS = 64
+    MOST_TOGETHER = 3
     torch = Operators()
 
     def norm(
@@ -69,8 +70,8 @@ class Kernels:
     def excite(self, means: Tensor, narrow: Any, wide: Any, kind: str) -> Tensor:
         return self.torch.excite(means, narrow, wide, kind)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.torch.linear(x, weight, bias)
+    def linear(self, *given: Any) -> list[Tensor]:
+        return self.torch.linears(*given)
 
     def attend(self, *given: Any) -> Tensor:
         return self.torch.attend(*given)
@@ -93,8 +94,8 @@ class WrongKernels(Kernels):
     def norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Any, eps: float, **settings: Any) -> Any:
         return super().norm(x, residual, weight, bias, 0.1, **settings)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super().linear(x, weight, None)
+    def linear(self, x: Tensor, weights: Any, biases: Any) -> list[Tensor]:
+        return super().linear(x, weights, [biases[0], *(None for _ in biases[1:])])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> Tensor:
         return super().attend(q, k, v, mask.logical_not(), *rest)

@@ -360,20 +360,27 @@ def test_tensors_that_were_moved_to_a_cpu_are_for_torch() -> None:
 
 
 @every
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (37, 100), (5, 2500)])
+@pytest.mark.parametrize(("outputs", "inputs"), [((1,), 1), ((37, 5), 100), ((2, 9, 3), 2500), ((5,), 4100)])
 @pytest.mark.parametrize("biased", [True, False])
-def test_a_linear_layer_of_one_row(
-    make: Callable[[], Operators], dtype: torch.dtype, outputs: int, inputs: int, biased: bool, device: torch.device
+def test_linear_layers_of_one_row(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    outputs: tuple[int, ...],
+    inputs: int,
+    biased: bool,
+    device: torch.device,
 ) -> None:
-    x, wide = (numbers(*shape, dtype=dtype, device=device) for shape in ((1, 1, inputs), (outputs, inputs + 3)))
-    weight = wide[:, :inputs]  # rows of a larger matrix
-    bias = numbers(outputs, dtype=dtype, device=device) if biased else None
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    found = make().linear(x, weight, bias)
-    assert found.shape == (1, 1, outputs)
-    sizes = F.linear(x.double().abs(), weight.double().abs())  # what float32 rounds is of these
-    error = (found.double() - exact).abs()
-    assert (error <= 0.51 * torch.finfo(dtype).eps * exact.abs() + 1e-5 * sizes).all()
+    x = numbers(1, 1, inputs, dtype=dtype, device=device)
+    # Rows of larger matrices.
+    weights = [numbers(size, inputs + 3, dtype=dtype, device=device)[:, :inputs] for size in outputs]
+    biases = [numbers(size, dtype=dtype, device=device) if biased else None for size in outputs]
+    found = make().linears(x, weights, biases)
+    for one, weight, bias in zip(found, weights, biases, strict=True):
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        assert one.shape == exact.shape
+        sizes = F.linear(x.double().abs(), weight.double().abs())  # what float32 rounds is of these
+        error = (one.double() - exact).abs()
+        assert (error <= 0.51 * torch.finfo(dtype).eps * exact.abs() + 1e-5 * sizes).all()
 
 
 @every

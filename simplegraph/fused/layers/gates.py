@@ -59,6 +59,12 @@ def gate_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     return found
 
 
+def gated_projections(model: nn.Module) -> list[list[Any]]:
+    """List the projections of each gated layer of a model that has two: to the gate, and to what it multiplies."""
+    known = recognize(model, _GATES).items()
+    return [[getattr(module, gate.gate), getattr(module, gate.up)] for module, gate in known if gate.up]
+
+
 def _trials(module: Any, gate: Gate, kind: str) -> tuple[KernelTrial, ...]:
     columns = getattr(getattr(module, gate.down), "in_features", None)
     return () if columns is None else (KernelTrial("gated", (columns, kind)),)

@@ -1,38 +1,78 @@
-"""Linear layers, which a step of one token in one row runs with a single row."""
+"""Linear layers, which a step of one token in one row runs with a single row; those of one input run together."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.layers.gates import gated_projections
 from simplegraph.fused.layers.layer import Forward, Layer
+from simplegraph.fused.layers.rotary import rotary_layers
+from simplegraph.fused.layers.written import hooked
 from simplegraph.fused.operators import KernelTrial, Operators
 
 LINEAR = "linear"
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def linear_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     """Map torch's linear layers of a model, and none of a subclass, to their layers."""
-    return {module: _layer(module) for module in model.modules() if type(module) is nn.Linear}
+    found: dict[nn.Module, _Together] = {
+        module: _Together([module]) for module in model.modules() if type(module) is nn.Linear
+    }
+    of_one_input: list[list[Any]] = [
+        [getattr(each, name, None) for name in _PROJECTIONS] for each in rotary_layers(model)
+    ]
+    for layers in (*of_one_input, *gated_projections(model)):
+        alike = all(layer in found for layer in layers) and not hooked(*layers)
+        if alike and len({(each.in_features, each.bias is None) for each in layers}) == 1:
+            found |= dict.fromkeys(layers, _Together(layers))
+    return {module: _layer(module, together) for module, together in found.items()}
 
 
-def _layer(module: nn.Linear) -> Layer:
-    trial = KernelTrial(LINEAR, (module.in_features, int(module.bias is not None)))
-    return Layer(LINEAR, (trial,), functools.partial(_linear, module))
+class _Together:
+    """Linear layers that a model calls with one input, one after the other: the first call computes all.
+
+    Args:
+        layers: of equally many inputs.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = layers
+        self._x: Tensor | None = None
+        self._version: int | None = None
+        self._found: dict[nn.Linear, Tensor] = {}
+
+    def compute(self, layer: nn.Linear, x: Tensor, operators: Operators) -> Tensor:
+        version = None if x.is_inference() else x._version
+        if x is not self._x or version != self._version or layer not in self._found:
+            weights, biases = [each.weight for each in self.layers], [each.bias for each in self.layers]
+            self._x, self._version = x, version
+            self._found = dict(zip(self.layers, operators.linears(x, weights, biases), strict=True))
+        result = self._found.pop(layer)
+        self._x = self._x if self._found else None
+        return result
+
+    def are_plain(self) -> bool:
+        """True if no weight is of a subclass, such as a quantized one, which multiplies in its own way."""
+        return all(type(each.weight) in (Tensor, nn.Parameter) for each in self.layers)
 
 
-def _linear(module: nn.Linear, operators: Operators, original: Forward) -> Callable[..., Any]:
+def _layer(module: Any, together: _Together) -> Layer:
+    sizes = module.in_features, len(together.layers), int(module.bias is not None)
+    return Layer(LINEAR, (KernelTrial("linears", sizes),), functools.partial(_linear, module, together))
+
+
+def _linear(module: Any, together: _Together, operators: Operators, original: Forward) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if len(args) == 1 and not kwargs else None
-        weight = module.weight
-        # A tensor of a subclass, such as a quantized weight, multiplies in its own way.
-        plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter)
-        if not plain or x.numel() != weight.shape[-1] or torch.is_autocast_enabled(x.device.type):
+        one_row = type(x) is Tensor and x.numel() == module.in_features == x.shape[-1]
+        if not one_row or not together.are_plain() or torch.is_autocast_enabled(x.device.type):
             return original(*args, **kwargs)
-        return operators.linear(x, weight, module.bias)
+        return together.compute(module, x, operators)
 
     return forward

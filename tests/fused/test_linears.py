@@ -1,0 +1,131 @@
+"""Linear layers that get one input run together, and each gives what it would give alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from simplegraph.fused.layers import linears
+from simplegraph.fused.layers.linears import linear_layers
+from simplegraph.fused.layers.table import fused_forwards
+from simplegraph.fused.operators import Operators
+
+
+class Attention(nn.Module):
+    """Projections as a model's attention has them."""
+
+    def __init__(self, biased: bool = False) -> None:
+        super().__init__()
+        for name, outputs in (("q_proj", 8), ("k_proj", 4), ("v_proj", 4)):
+            setattr(self, name, nn.Linear(6, outputs, bias=biased))
+        self.between: Callable[[Tensor], object] = id
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x)
+        self.between(x)
+        return torch.cat((q, self.k_proj(x), self.v_proj(x)), dim=-1)
+
+
+class Counted(Operators):
+    """Torch's operators, that count how many layers each call has."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def linears(self, x: Tensor, weights: Any, biases: Any) -> list[Tensor]:
+        self.counts.append(len(weights))
+        return super().linears(x, weights, biases)
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def known(model: nn.Module) -> list[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, Attention)]
+
+    monkeypatch.setattr(linears, "rotary_layers", known)
+
+
+def run(model: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
+    """Run the model with its linear layers fused; return its answer, and how many layers each launch had."""
+    operators = Counted()
+    with torch.no_grad():
+        forwards = fused_forwards(linear_layers(model), operators)
+        vars_of = [vars(module) for module in forwards]
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward
+        try:
+            return model(x), operators.counts
+        finally:
+            for attributes in vars_of:
+                del attributes["forward"]
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_projections_of_one_row_are_computed_together(biased: bool) -> None:
+    model, x = Attention(biased), torch.randn(1, 1, 6)
+    found, counts = run(model, x)
+    assert torch.equal(found, model(x))
+    assert counts == [3]
+
+
+def test_several_rows_are_for_torch() -> None:
+    model, x = Attention(), torch.randn(2, 1, 6)
+    found, counts = run(model, x)
+    assert torch.equal(found, model(x))
+    assert counts == []
+
+
+def test_what_is_written_to_the_input_between_two_projections_counts() -> None:
+    model, x = Attention(), torch.randn(1, 1, 6)
+    model.between = lambda given: given.add_(1)
+    expected = model(x.clone())
+    found, counts = run(model, x.clone())
+    assert torch.equal(found, expected)
+    assert counts == [3, 3]
+
+
+def test_hooked_projections_and_those_of_unlike_inputs_run_alone() -> None:
+    model, x = Attention(), torch.randn(1, 1, 6)
+    model.k_proj.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    expected = model(x)
+    found, counts = run(model, x)
+    assert torch.equal(found, expected)
+    assert counts == [1, 1, 1]
+    model = Attention()
+    model.v_proj = nn.Linear(6, 4, bias=True)
+    assert run(model, x)[1] == [1, 1, 1]
+
+
+def test_a_projection_that_is_called_again_is_computed_again() -> None:
+    model, x = Attention(), torch.randn(1, 1, 6)
+    model.between = lambda given: model.q_proj(given)
+    found, _ = run(model, x)
+    assert torch.equal(found, model(x))
+
+
+def test_subclasses_and_weights_of_subclasses_are_left_alone() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    class Quantized(Tensor):
+        pass
+
+    model = nn.Sequential(Scaled(6, 6), nn.Linear(6, 6, bias=False))
+    model[1].weight = nn.Parameter(torch.randn(6, 6).as_subclass(Quantized), requires_grad=False)
+    x = torch.randn(1, 6)
+    found, counts = run(model, x)
+    assert torch.equal(found, model(x))
+    assert counts == []
+
+
+def test_autocast_is_for_torch() -> None:
+    model, x = Attention(), torch.randn(1, 1, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, counts = run(model, x)
+        assert torch.equal(found, model(x))
+    assert counts == []
