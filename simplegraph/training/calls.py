@@ -34,7 +34,8 @@ from simplegraph.training.builder import PairBuilder
 from simplegraph.training.handed import HandingOut
 from simplegraph.training.leaves import refuse_hooks, requires_grad, saved_tensors_hooks
 from simplegraph.training.lessons import Lessons
-from simplegraph.training.pair import GraphPair, Lane, Ticket, apply
+from simplegraph.training.node import apply
+from simplegraph.training.pair import GraphPair, Lane, Ticket
 from simplegraph.training.proof import ProvenTicket
 
 logger = logging.getLogger("simplegraph")

@@ -1,4 +1,4 @@
-"""A pair of graphs: a module's forward and its backward, as one node of the caller's autograd graph."""
+"""A pair of graphs: a module's forward and its backward, and a call that they serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +30,6 @@ _grad_enabled = torch.is_grad_enabled  # looked up once
 _DOUBLE = (
     "this module's forward ran as a graph, whose backward is a graph, too, and has no backward of its own: "
     "create_graph=True is not possible. Call it inside simplegraph.eager(), or wrap it without training=True."
-)
-
-# As torch says it of a node that saves tensors, which would cost more than to remember it.
-_RELEASED = (
-    "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
-    "been freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). "
-    "Specify retain_graph=True if you need to backward through the graph a second time or if you need to access saved "
-    "tensors after calling backward."
 )
 
 
@@ -361,40 +353,3 @@ class Ticket:
         self.done = True
         if not keeps_graph():
             self.released |= given
-
-
-class GraphedCall(torch.autograd.Function):
-    """The node that stands in the caller's autograd graph for a module whose forward and backward are graphs."""
-
-    @staticmethod
-    def forward(ctx: Any, ticket: Ticket, *leaves: Tensor) -> tuple[Any, ...]:
-        """Run a ticket's forward; `leaves` are what its gradients flow to. None if one wants none any more."""
-        if ctx.needs_input_grad != ticket.pair.needs:
-            return (None,)
-        outputs = ticket.forward()
-        ctx.ticket = ticket
-        ctx.materialize_grads = False  # what `set_materialize_grads` sets
-        constant = ticket.pair.constant
-        if constant:
-            ctx.mark_non_differentiable(*(outputs[number] for number in constant))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the ticket's backward."""
-        ticket: Ticket = ctx.ticket
-        if ticket.released and any(grads[number] is not None for number in ticket.released):
-            raise RuntimeError(_RELEASED)
-        for grad in grads:
-            if grad is not None:
-                found = ticket.backward(grads)
-                break
-        else:  # what follows needs none of them, nor does eager make any then
-            found = [None] * len(ticket.pair.leaves)
-        return None, *found
-
-
-# Past the Python of `Function.apply`, which looks at each argument for functorch: no such call comes here.
-apply: Callable[..., Any] = super(torch.autograd.Function, GraphedCall).apply
-# Likewise past the Python that looks for the way in which a function of any kind is written.
-cast(Any, GraphedCall)._backward_cls.apply = GraphedCall.backward
