@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.operators import Grouped, KernelTrial, Operators
 
 Call = Callable[[], Any]
 PAGE_SIZE, PAGES = 16, 64
@@ -97,7 +97,8 @@ def ours(operators: Operators, name: str, given: Inputs) -> Call:
     if name == "rotate_and_write":
         return lambda: operators.rotate_and_write(**given)
     if name == "group_norm":
-        return lambda: operators.group_norm(**given, eps=1e-5)
+        norm = Grouped(given["groups"], 1e-5, given["weight"], given["bias"])
+        return lambda: operators.group_norm(given["x"], norm)
     gate, up = given["both"].chunk(2, dim=-1)
     return lambda: operators.gated(gate, up, "silu" if name == "silu_and_mul" else "gelu_tanh")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from simplegraph.fused.operators import DTYPES, Adapted, KernelTrial, Operators
+from simplegraph.fused.operators import DTYPES, Adapted, Grouped, KernelTrial, Operators
 
 _log = logging.getLogger("simplegraph")
 
@@ -120,15 +120,14 @@ def _add_layer_norm(operators: Operators, numbers: _Numbers, columns: int, biase
 def _group_norm(operators: Operators, numbers: _Numbers, channels: int, groups: int) -> Sequence[Tensor]:
     x = numbers(2, channels, 3, 2).contiguous(memory_format=torch.channels_last)
     weight, bias = numbers(channels, phase=1), numbers(channels, phase=2)
-    return [operators.group_norm(x, groups, weight, bias, 1e-5)]
+    return [operators.group_norm(x, Grouped(groups, 1e-5, weight, bias))]
 
 
 def _activated_group_norm(operators: Operators, numbers: _Numbers, channels: int, groups: int) -> Sequence[Tensor]:
     x = numbers(2, channels, 3, 2).contiguous(memory_format=torch.channels_last)
     weight, bias, row = (numbers(channels, phase=phase) for phase in (1, 2, 3))
-    added = numbers(2, channels, phase=4)
-    given = x, groups, weight, bias, 1e-5
-    return [operators.group_norm(*given, kind="silu"), operators.group_norm(*given, row, added, "silu")]
+    norm = Grouped(groups, 1e-5, weight, bias, row, numbers(2, channels, phase=4), "silu")
+    return [operators.group_norm(x, each) for each in (norm._replace(row=None, added=None), norm)]
 
 
 def _adapt(operators: Operators, numbers: _Numbers, columns: int, *given: str) -> Sequence[Tensor]:

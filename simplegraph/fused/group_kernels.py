@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplegraph.fused.operators import Grouped
+
 MAX_SIZE = 512  # channels of a group
 _PROGRAMS = 264  # enough to fill a large GPU
 _MAX_PARTS = 64  # of an image
@@ -124,34 +126,19 @@ def _apply_scales(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask)
 
 
-def group_norm(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    row: Tensor | None = None,
-    added: Tensor | None = None,
-    kind: str = "",
-) -> Tensor:
+def group_norm(x: Tensor, norm: Grouped) -> Tensor:
     """Compute the activation of a group norm of images in channels_last, in float32 and rounded once.
 
     Args:
         x: (images, channels, height, width), contiguous in channels_last, at most `MAX_SIZE` channels a group; float32,
             bfloat16 or float16.
-        groups: of channels.
-        weight: (channels,), the dtype of `x`; None for none.
-        bias: as `weight`; both or neither.
-        eps: added to the variance.
-        row: (channels,), the dtype of `x`, added before the norm; None for nothing.
-        added: (images, channels), as `row`.
-        kind: "silu", or "" for no activation.
+        norm: what is computed; its tensors have the dtype of `x`, its activation is "silu" or none.
 
     Returns:
         As `x`, in channels_last.
     """
     images, channels, height, width = x.shape
-    pixels, size, blocks = height * width, channels // groups, triton.cdiv(channels, _CHANNELS)
+    pixels, size, blocks = height * width, channels // norm.groups, triton.cdiv(channels, _CHANNELS)
     parts = max(1, min(_MAX_PARTS, _PROGRAMS // (images * blocks), triton.cdiv(pixels, _PIXELS)))
     part = triton.cdiv(triton.cdiv(pixels, parts), _PIXELS) * _PIXELS
     parts = triton.cdiv(pixels, part)
@@ -159,22 +146,22 @@ def group_norm(
     scales = torch.empty(images, 2, channels, dtype=torch.float32, device=x.device)
     out = torch.empty_like(x)  # in channels_last as well
     tile = {"CHANNELS": _CHANNELS, "PIXELS": _PIXELS, "num_warps": 4}
-    affine = weight is not None and bias is not None
+    affine = norm.weight is not None and norm.bias is not None
     block = max(128, triton.next_power_of_2(size))
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
         _sum_channels[(images, parts, blocks)](x, sums, channels, pixels, part, **tile)
-        _scale_channels[(images, groups)](
-            *(x, sums, weight if affine else x, bias if affine else x),
-            *(x if row is None else row, x if added is None else added, scales),
-            *(channels, size, pixels, parts, 0 if added is None else added.stride(0), eps),
+        _scale_channels[(images, norm.groups)](
+            *(x, sums, norm.weight if affine else x, norm.bias if affine else x),
+            *(x if norm.row is None else norm.row, x if norm.added is None else norm.added, scales),
+            *(channels, size, pixels, parts, 0 if norm.added is None else norm.added.stride(0), norm.eps),
             AFFINE=affine,
-            ROW=row is not None,
-            ADDED=added is not None,
+            ROW=norm.row is not None,
+            ADDED=norm.added is not None,
             BLOCK=block,
             PARTS=4096 // block,
             num_warps=4,
         )
         _apply_scales[(images, triton.cdiv(pixels, _PIXELS), blocks)](
-            *(x, scales, out, channels, pixels), KIND=kind, **tile
+            *(x, scales, out, channels, pixels), KIND=norm.kind, **tile
         )
     return out

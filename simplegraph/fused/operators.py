@@ -32,6 +32,27 @@ class KernelTrial(NamedTuple):
     sizes: tuple[int | str, ...]
 
 
+class Grouped(NamedTuple):
+    """A group norm of images, what is added before it, and its activation; None for nothing.
+
+    Attributes:
+        groups: of channels.
+        eps: added to the variance.
+        weight: (channels,); bias: as `weight`; both or neither.
+        row: (channels,), added to the input, which is (images, channels, height, width).
+        added: (images, channels), added to the input, too.
+        kind: a name in `FINISHES`.
+    """
+
+    groups: int
+    eps: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    row: Tensor | None = None
+    added: Tensor | None = None
+    kind: str = ""
+
+
 class Adapted(NamedTuple):
     """A layer norm whose scale and shift depend on the image, and what is added before it; None for nothing.
 
@@ -84,32 +105,16 @@ class Operators:
         total = x + residual
         return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
-    def group_norm(
-        self,
-        x: Tensor,
-        groups: int,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        row: Tensor | None = None,
-        added: Tensor | None = None,
-        kind: str = "",
-    ) -> Tensor:
-        """Normalize groups of channels of a sum, and activate.
+    def group_norm(self, x: Tensor, norm: Grouped) -> Tensor:
+        """Return the activation of the group norm of ``x + row + added``; see `Grouped`.
 
         Args:
             x: (images, channels, height, width).
-            groups: of channels.
-            weight: (channels,); None for none.
-            bias: as `weight`; both or neither.
-            eps: added to the variance.
-            row: (channels,), added to `x`; None for nothing.
-            added: (images, channels), added to `x`; None for nothing.
-            kind: a name in `FINISHES`.
+            norm: what is computed.
         """
-        x = x if row is None else x + row.view(-1, 1, 1)
-        x = x if added is None else x + added[:, :, None, None]
-        return FINISHES[kind](F.group_norm(x, groups, weight, bias, eps))
+        x = x if norm.row is None else x + norm.row.view(-1, 1, 1)
+        x = x if norm.added is None else x + norm.added[:, :, None, None]
+        return FINISHES[norm.kind](F.group_norm(x, norm.groups, norm.weight, norm.bias, norm.eps))
 
     def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
         """Return the layer norm of ``residual + gate * (x + row)``, scaled and shifted; see `Adapted`.

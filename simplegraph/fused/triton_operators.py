@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simplegraph.fused.operators import DTYPES, Adapted, Operators
+from simplegraph.fused.operators import DTYPES, Adapted, Grouped, Operators
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run on a CPU
 
@@ -81,23 +81,14 @@ class TritonOperators(Operators):
             return super().add_layer_norm(x, residual, weight, bias, eps)
         return self._rows.norm(x, residual, weight, bias, eps, centered=True)  # type: ignore[no-any-return]
 
-    def group_norm(
-        self,
-        x: Tensor,
-        groups: int,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        row: Tensor | None = None,
-        added: Tensor | None = None,
-        kind: str = "",
-    ) -> Tensor:
+    def group_norm(self, x: Tensor, norm: Grouped) -> Tensor:
         channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        fits = channels_last and x.shape[1] <= groups * self._groups.MAX_SIZE and kind in ("", "silu")
-        fits = fits and (weight is None) == (bias is None) and (added is None or added.stride(-1) == 1)
-        if not fits or not self._takes(x, weight, bias, row, added):
-            return super().group_norm(x, groups, weight, bias, eps, row, added, kind)
-        return self._groups.group_norm(x, groups, weight, bias, eps, row, added, kind)  # type: ignore[no-any-return]
+        fits = channels_last and x.shape[1] <= norm.groups * self._groups.MAX_SIZE and norm.kind in ("", "silu")
+        fits = fits and (norm.weight is None) == (norm.bias is None)
+        fits = fits and (norm.added is None or norm.added.stride(-1) == 1)
+        if not fits or not self._takes(x, norm.weight, norm.bias, norm.row, norm.added):
+            return super().group_norm(x, norm)
+        return self._groups.group_norm(x, norm)  # type: ignore[no-any-return]
 
     def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
         fits = x.dim() == 3 and x.shape[-1] <= self._rows.MAX_COLUMNS and (norm.scale is None) == (norm.shift is None)

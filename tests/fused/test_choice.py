@@ -15,7 +15,7 @@ from torch import Tensor
 
 from simplegraph.fused import choice
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import ACTIVATIONS, Adapted, KernelTrial, Operators
+from simplegraph.fused.operators import ACTIVATIONS, Adapted, Grouped, KernelTrial, Operators
 
 TRIALS = {
     "rms_norm": (64, 1),
@@ -58,8 +58,8 @@ class Kernels:
             return F.layer_norm(total, weight.shape, weight, bias, eps), total
         return F.rms_norm(total.float(), weight.shape, weight.float() + offset, eps).type_as(x), total
 
-    def group_norm(self, x: Tensor, groups: int, *rest: Any) -> Tensor:
-        return self.torch.group_norm(x, groups, *rest)
+    def group_norm(self, x: Tensor, norm: Grouped) -> Tensor:
+        return self.torch.group_norm(x, norm)
 
     def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
         return self.torch.adapt(x, norm)
@@ -103,8 +103,8 @@ class WrongKernels(Kernels):
     def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         return super().gated(gate, up, "silu")
 
-    def group_norm(self, x: Tensor, groups: int, *rest: Any) -> Tensor:
-        return super().group_norm(x, 1, *rest)
+    def group_norm(self, x: Tensor, norm: Grouped) -> Tensor:
+        return super().group_norm(x, norm._replace(groups=1))
 
     def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
         return super().adapt(x, norm._replace(shift=norm.scale))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from interpreted import EXACT_DTYPES, INTERPRETED, needs_triton
 from torch import Tensor
 
-from simplegraph.fused.operators import ACTIVATIONS, DTYPES, FINISHES, Adapted, Operators
+from simplegraph.fused.operators import ACTIVATIONS, DTYPES, FINISHES, Adapted, Grouped, Operators
 
 
 def triton() -> Operators:
@@ -112,7 +112,7 @@ def test_a_group_norm_of_images_in_channels_last(
     x = numbers(images, channels, height, width, dtype=dtype, device=device) + (300 if dtype is torch.float32 else 5)
     x = x.contiguous(memory_format=torch.channels_last)
     weight, bias = (numbers(channels, dtype=dtype, device=device) if affine else None for _ in range(2))
-    found = triton().group_norm(x, groups, weight, bias, 1e-5)
+    found = triton().group_norm(x, Grouped(groups, 1e-5, weight, bias))
     wide = [None if each is None else each.double() for each in (weight, bias)]
     exact = F.group_norm(x.double(), groups, *wide, 1e-5)
     assert found.is_contiguous(memory_format=torch.channels_last)
@@ -135,9 +135,10 @@ def test_a_group_norm_of_a_sum_and_its_activation(
     weight, bias = (numbers(channels, dtype=dtype, device=device) for _ in range(2))
     row = numbers(channels, dtype=dtype, device=device) + 300 if given in ("row", "both") else None
     added = numbers(3, 2 * channels, dtype=dtype, device=device)[:, channels:] if given in ("added", "both") else None
-    found = triton().group_norm(x, groups, weight, bias, 1e-5, row, added, "silu")
-    wide = [None if each is None else each.double() for each in (weight, bias, row, added)]
-    exact = Operators().group_norm(x.double(), groups, *wide[:2], 1e-5, *wide[2:], "silu")
+    tensors = weight, bias, row, added
+    found = triton().group_norm(x, Grouped(groups, 1e-5, *tensors, "silu"))
+    wide = [None if each is None else each.double() for each in tensors]
+    exact = Operators().group_norm(x.double(), Grouped(groups, 1e-5, *wide, "silu"))
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert found.dtype is dtype
     slack = (5e-4 if row is not None and dtype is torch.float32 else 4e-6) * exact.abs().max()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.written import runs_as_written
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.operators import Grouped, KernelTrial, Operators
 
 
 def group_layers(model: nn.Module) -> dict[nn.Module, Layer]:
@@ -28,6 +28,7 @@ def _make(module: Any, operators: Operators, original: Forward) -> Callable[...,
     def forward(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1 or type(args[0]) is not Tensor or torch.is_autocast_enabled(args[0].device.type):
             return original(*args, **kwargs)
-        return operators.group_norm(args[0], module.num_groups, module.weight, module.bias, module.eps)
+        norm = Grouped(module.num_groups, module.eps, module.weight, module.bias)
+        return operators.group_norm(args[0], norm)
 
     return forward

@@ -15,7 +15,7 @@ from simplegraph.fused.layers.classes import Bypassed, class_name, is_plain, is_
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.shared import shared
 from simplegraph.fused.layers.written import hooked
-from simplegraph.fused.operators import Adapted, KernelTrial, Operators
+from simplegraph.fused.operators import Adapted, Grouped, KernelTrial, Operators
 
 IMAGE_BLOCK = "image_block"
 _DEPTH, _PERMUTE = "torchvision.ops.stochastic_depth.StochasticDepth", "torchvision.ops.misc.Permute"
@@ -113,7 +113,8 @@ def _residual(module: Any, operators: Operators, original: Forward) -> Callable[
     parts = Bypassed(module, "norm1", "norm2", "conv1", "conv2", "nonlinearity")
 
     def normalize(norm: Any, x: Any, row: Any = None, added: Any = None) -> Any:
-        return operators.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, row, added, "silu")
+        given = Grouped(norm.num_groups, norm.eps, norm.weight, norm.bias, row, added, "silu")
+        return operators.group_norm(x, given)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 2 or not is_plain(args[0], 4) or not parts.are_plain():
