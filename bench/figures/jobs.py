@@ -57,6 +57,7 @@ def all_jobs() -> list[Job]:
         *_one_gpu(),
         *_serving(),
         *_layer_kinds(),
+        *_optimized(),
         *_training(),
         *_several_gpus(),
         *_families(),
@@ -77,14 +78,16 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 
 def _one_gpu() -> list[Job]:
     startup = _command("bench", "--rounds", "2", "--timeout", "150")  # it writes what it has after every arm
-    first_token = _suite("serve/test_agreement", "startup/test_first_token")
+    engine = _suite("serve/test_agreement", "startup/test_first_token")
+    first_token = _command("bench.startup.first_token", "--rounds", "2")
     generate = _suite("transformers_generate/test_transformers_generate")
     return [
         Job("h200_startup", startup, ("startup", "readme")),
         Job("h200_piecewise", _suite("piecewise/test_piecewise"), ("mixed",)),
         Job("h200_attention", _suite("serve/test_attention_steps"), ("attention",)),
         Job("h200_engine_steps", _suite("serve/test_decode_steps"), ("decode", "generation")),
-        Job("h200_engine", first_token, ("first-token",)),
+        Job("h200_engine", engine, ("first-token",)),
+        Job("h200_first_token", first_token, ("first-token-process",)),
         Job("h200_transformers", generate, ("generate",), variables={"BENCH_FAMILIES": "llama"}),
         Job("h200_spec_decode", _suite("spec_decode/test_rounds"), ("speculative",)),
         Job("h200_host_overhead", _suite("host_overhead/test_host_overhead"), ("host",), seconds=300),
@@ -120,6 +123,14 @@ def _layer_kinds() -> list[Job]:
     ]
 
 
+def _optimized() -> list[Job]:
+    models = _command("bench.optimized", "--at-once", "8", "--total", "300")  # a process begun then has 240 s more
+    return [
+        Job("h200_optimized", models, ("optimized",)),
+        Job("h200_fused_operators", _command("bench.fused_operators"), ("fused-operators",)),
+    ]
+
+
 def _training() -> list[Job]:
     compiled = _training_command((), tuple(TRAINING_ARMS))
     first = _training_command(("mlp", "dqn"), ("eager", "train-step", "compiled-reduce-overhead"))
@@ -149,6 +160,7 @@ def _several_gpus() -> list[Job]:
         _ranks("h200x2_tp2", 2, ("two-gpus",), "--rounds", "1"),
         _ranks("h200x2_tp2_compiled", 2, ("two-gpus",), "--arms", compiled),
         _ranks("h200x2_dtensor", 2, ("dtensor",), "--rounds", "1", *dtensor),
+        _ranks("h200x2_two_batch", 2, ("two-batch",), module="bench.two_batch"),
         _ranks("h200x4_tp4_70b", 4, ("four-gpus",), "--model", "70b", "--rounds", "1", "--arms", "simplegraph,eager"),
         _ranks("h200x4_tp4_70b_compiled", 4, ("four-gpus",), "--model", "70b", "--arms", compiled),
         _ranks(
@@ -163,10 +175,11 @@ def _several_gpus() -> list[Job]:
     ]
 
 
-def _ranks(file: str, ranks: int, tables: tuple[str, ...], *options: str) -> Job:
-    """Return the startup benchmark with tensor parallelism."""
-    line = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "bench", "--tp", str(ranks))
-    return Job(file, (*line, *options, "--json", JSON), tables, gpus=ranks, variables=_NO_MULTICAST)
+def _ranks(file: str, ranks: int, tables: tuple[str, ...], *options: str, module: str = "bench") -> Job:
+    """Return a benchmark, that of the startup by default, with tensor parallelism."""
+    launched = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks))
+    line = (*launched, *_command(module, "--tp", str(ranks), *options))
+    return Job(file, line, tables, gpus=ranks, variables=_NO_MULTICAST)
 
 
 def _families() -> list[Job]:
@@ -204,5 +217,5 @@ def _beside_the_tables() -> list[Job]:
     memory = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
     return [
         Job("h200_training_memory", _command("bench.training", *memory)),
-        Job("h200_fused_operators", _command("bench.fused_operators")),
+        Job("h200_training_phases", _command("bench.training.phases"), seconds=300),
     ]

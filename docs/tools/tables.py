@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from bench.training.requirements import beyond_eager
-from docs.tools import model_table, several_gpus
+from docs.tools import model_table, optimized, several_gpus
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, extra, load, startup
@@ -28,11 +28,15 @@ _PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re
 
 def fill(text: str) -> str:
     """Return a page's text with every table in it written again."""
+    return _PLACE.sub(lambda place: f"{place[1]}\n{make(place['name'])}\n\n{place[3]}", text)
 
-    def table(place: re.Match[str]) -> str:
-        return f"{place[1]}\n{TABLES[place['name']]()}\n\n{place[3]}"
 
-    return _PLACE.sub(table, text)
+def make(name: str) -> str:
+    """Return a table, or that it was not measured, if a file that it is made from is not there."""
+    try:
+        return TABLES[name]()
+    except FileNotFoundError as error:
+        return f"**Not measured yet**: `bench/results` has no `{Path(error.filename).name}`."
 
 
 def write(page: Path) -> None:
@@ -124,9 +128,9 @@ def _generation() -> str:
     return grid(["token to token, ms", "batch 1", "8", "64", "256"], rows)
 
 
-def _first_token() -> str:
+def _first_token(results: Iterable[Any]) -> str:
     found: dict[str, dict[str, Any]] = {}
-    for row in extra("h200_engine", "test_first_token")["results"]:
+    for row in results:
         found.setdefault(row["arm"], {})[row["cache"]] = row["seconds"]
     names = {
         "eager": "eager, plain layers",
@@ -139,7 +143,7 @@ def _first_token() -> str:
         return " / ".join(f"{seconds(runs[cache]):.2f}" for cache in ("cold", "warm"))
 
     rows = []
-    for key, text in names.items():
+    for key, text in ((key, text) for key, text in names.items() if key in found):
         ready = "" if key == "eager" else both(found[key], lambda s: s["ready"])
         after = both(found[key], lambda s: s["first_token"] - s["weights"])
         rows.append([text, both(found[key], lambda s: s["first_token"]), ready, after])
@@ -315,7 +319,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": _attention,
     "decode": _decode,
     "generation": _generation,
-    "first-token": _first_token,
+    "first-token": lambda: _first_token(extra("h200_engine", "test_first_token")["results"]),
+    "first-token-process": lambda: _first_token(load("h200_first_token")["results"]),
     "serving": _serving,
     "serving-speculation": speculation,
     "kinds-equal": kinds_equal,
@@ -330,8 +335,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "eight-gpus": several_gpus.eight_gpus,
     "eight-gpus-parts": several_gpus.eight_gpus_parts,
     "dtensor": several_gpus.dtensor,
+    "two-batch": several_gpus.two_batch,
     "consensus": several_gpus.consensus,
     "host": _host,
+    "optimized": optimized.models,
+    "fused-operators": optimized.fused_operators,
     "training": _training,
     "training-start": _training_start,
     "training-pairs": _training_pairs,

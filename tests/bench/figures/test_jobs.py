@@ -12,7 +12,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from bench.figures import __main__ as command
 from bench.figures.jobs import JSON, all_jobs
-from docs.tools import layer_kinds, model_table, raw, several_gpus, tables
+from docs.tools import layer_kinds, model_table, optimized, raw, several_gpus, tables
 
 COMPUTED = {"modes"}  # not measured
 
@@ -36,10 +36,10 @@ def test_a_tables_jobs_write_the_files_that_it_is_written_from(table: str, monke
         return known(name)
 
     known = raw.load
-    for module in (raw, tables, layer_kinds, model_table, several_gpus):
+    for module in (raw, tables, layer_kinds, model_table, optimized, several_gpus):
         monkeypatch.setattr(module, "load", load)
     model_table.rows.cache_clear()
-    tables.TABLES[table]()
+    tables.make(table)
     assert read
     assert read <= {job.file for job in all_jobs() if table in job.tables}
 
@@ -69,8 +69,8 @@ def test_parts_are_chosen_by_table_or_file(capsys: pytest.CaptureFixture[str]) -
     assert all("generate" in file or "timm" in file or file == "h200_serve" for file in chosen)
     assert command.main(["folder", "--list"]) == 0
     every = capsys.readouterr().out
-    assert "h200_fused_operators" not in every  # has no table: only if it is named
-    assert command.main(["folder", "--list", "--only", "h200_fused_operators"]) == 0
+    assert "h200_training_phases" not in every  # has no table: only if it is named
+    assert command.main(["folder", "--list", "--only", "h200_training_phases"]) == 0
     with pytest.raises(SystemExit):
         command.main(["folder", "--only", "nothing"])
     assert "no table and no file is named nothing" in capsys.readouterr().err
@@ -81,11 +81,13 @@ def test_every_jobs_options_are_those_of_its_command() -> None:
     import bench.accuracy.__main__
     import bench.serve.__main__
     import bench.startup.__main__
+    import bench.two_batch.__main__
 
     parsers = {
         "bench": bench.startup.__main__._parser(),
         "bench.serve": bench.serve.__main__._parser(),
         "bench.accuracy": bench.accuracy.__main__._parser(),
+        "bench.two_batch": bench.two_batch.__main__._parser(),
     }
     checked = 0
     for job in all_jobs():

@@ -1,0 +1,54 @@
+"""Tables of optimized modules beside the compiler, and of fused operators beside those of other libraries."""
+
+from __future__ import annotations
+
+from docs.tools.grids import grid
+from docs.tools.raw import load
+
+MODELS = {
+    "resnet18": "ResNet-18",
+    "resnet50": "ResNet-50",
+    "convnext": "ConvNeXt-T",
+    "efficientnet": "EfficientNet-B0",
+    "vit": "ViT-B/16",
+    "bert": "BERT",
+    "unet": "UNet of Stable Diffusion 1.5",
+    "dit": "DiT",
+}
+_ARMS = ("eager", "graph", "optimized", "compiled")
+_OPERATORS = {
+    "add_rms_norm": "a sum and its RMS norm",
+    "add_layer_norm": "a sum and its layer norm",
+    "silu_and_mul": "SiLU and product",
+    "gelu_and_mul": "GELU and product",
+    "rotate_and_write": "rotary embedding and cache write",
+    "group_norm": "group norm of images in channels_last",
+}
+
+
+def models() -> str:
+    """Return the milliseconds of a call and the seconds of the first one, by model and batch."""
+    found = load("h200_optimized")["rows"]
+    rows = []
+    for model, text in MODELS.items():
+        for batch in (1, 8):
+            arms = found[f"{model} {batch}"]["arms"]
+            ratio = arms["optimized"]["ms"] / arms["compiled"]["ms"]
+            times = [f"{arms[arm]['ms']:.2f}" for arm in _ARMS]
+            first = [f"{arms[arm]['first_seconds']:.1f}" for arm in ("optimized", "compiled")]
+            rows.append([text, str(batch), *times, f"{ratio:.2f}", " / ".join(first)])
+    head = ["model", "batch", "eager, ms", "a graph, ms", "optimized, ms", "compiled, ms"]
+    return grid([*head, "optimized over compiled", "first call, optimized / compiled, s"], rows)
+
+
+def fused_operators() -> str:
+    """Return the microseconds of an operator in a graph, and the seconds of its first use, by library."""
+    rows, batches = [], ("1", "8", "64", "256")
+    results = [each for each in load("h200_fused_operators")["results"] if "operators" in each]
+    for operator, text in _OPERATORS.items():
+        for each in results:
+            found = each["operators"][operator]
+            if "us" in found:
+                times = [f"{found['us'][batch]:.1f}" for batch in batches]
+                rows.append([f"{text}: {each['library']}", *times, f"{found['first_s']:.2f}"])
+    return grid(["us", "1 row", *batches[1:], "first use, s"], rows)
