@@ -13,7 +13,7 @@ MODELS = {
     "vit": "ViT-B/16",
     "bert": "BERT",
     "unet": "UNet of Stable Diffusion 1.5",
-    "dit": "DiT",
+    "dit": "DiT-XL/2",
 }
 _ARMS = ("eager", "graph", "optimized", "compiled")
 _OPERATORS = {
