@@ -28,7 +28,7 @@ class GraphReport:
         device: where the graphs are.
         emulated: True if these are imitated graphs, without speed.
         optimizations: what `optimize` did to the module.
-        pointers: show what the kernels of the largest and the smallest graph touch.
+        pointers: show what the kernels of those graphs touch that the driver was asked about.
         names: names for memory in there.
     """
 

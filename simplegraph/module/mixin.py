@@ -139,8 +139,8 @@ class CudaGraphWrapper(Graphed):
         """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``.
 
         Args:
-            pointers: show what the kernels of the largest and the smallest graph read and write, by module, as the CUDA
-                driver tells it now.
+            pointers: show what the kernels of graphs read and write, by module, as the CUDA driver tells it now: of the
+                largest and the smallest graph of each capture, and of others that were replayed.
         """
         modules: Any = self
         kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]

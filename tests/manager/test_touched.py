@@ -277,6 +277,15 @@ def test_the_report_shows_what_kernels_touch_where_it_is_asked_to(monkeypatch: p
     assert [each["place"] for each in graph["inventory"]["touches"]] == ["known", "pool", "foreign"]
 
 
+def test_the_report_shows_what_a_size_in_between_touches_once_it_was_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(monkeypatch, lambda count: [touch(MemoryKind.POOL)])
+    model = captured([1, 2, 4])
+    text = str(model.graph_report(pointers=True))
+    assert [size for size in (1, 2, 4) if f"FULL {size} touches" in text] == [1, 4]
+    model(torch.ones(2, 4))
+    assert "FULL 2 touches, as 3 nodes tell" in str(model.graph_report(pointers=True))
+
+
 def test_the_report_shows_kernels_by_module_and_what_they_read_and_write(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     scale = "_ZN2my5scaleIfEEvPT_PKS1_S4_RKiPKcm"  # my::scale<float>(float*, float const*, float const*, ...)
