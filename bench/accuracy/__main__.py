@@ -51,10 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.accuracy", description=__doc__)
-    told = f"{TRAINED}, or a folder with a checkpoint of transformers: config.json, safetensors, tokenizer"
-    parser.add_argument("--model", type=folder_or("model", TRAINED), default=TRAINED, help=told)
-    told = f"{listed(KINDS)}, trained for --model {TRAINED} only; or a folder with a checkpoint"
-    parser.add_argument("--draft", type=folder_or("draft", *KINDS), default=KINDS[-1], help=told)
+    help_text = f"{TRAINED}, or a folder with a checkpoint of transformers: config.json, safetensors, tokenizer"
+    parser.add_argument("--model", type=folder_or("model", TRAINED), default=TRAINED, help=help_text)
+    help_text = f"{listed(KINDS)}, trained for --model {TRAINED} only; or a folder with a checkpoint"
+    parser.add_argument("--draft", type=folder_or("draft", *KINDS), default=KINDS[-1], help=help_text)
     parser.add_argument("--k", type=count, dest="num_draft_tokens", help="tokens drafted a round; 5 by default")
     add_names(parser, "--ways", WAYS, "all by default", default=WAYS)
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; float32, for a checkpoint on a GPU its own")

@@ -15,8 +15,8 @@ from bench.tools.tables import grid
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(prog="python -m bench.host_overhead", description=__doc__)
-    told = f"batch sizes to capture, such as 1,2,8; {calls.SIZE} is always among them, and alone by default"
-    parser.add_argument("--sizes", type=numbers, default=(), help=told)
+    help_text = f"batch sizes to capture, such as 1,2,8; {calls.SIZE} is always among them, and alone by default"
+    parser.add_argument("--sizes", type=numbers, default=(), help=help_text)
     parser.add_argument("--rounds", type=count, help="medians are taken over so many blocks; 50 on a GPU, else 3")
     add_device(parser)
     add_json(parser)

@@ -235,10 +235,10 @@ class Row:
         """True if tokens differ only from where eager found two of them equally likely, but for rounding."""
         if self.entry.integration != GENERATION or self.device.type != "cuda":
             return False
-        told: Any = {"return_dict_in_generate": True, "output_logits": True}
-        found = self._run(lambda *args, **kwargs: served.call(*args, **kwargs, **told), call)
+        more: Any = {"return_dict_in_generate": True, "output_logits": True}
+        found = self._run(lambda *args, **kwargs: served.call(*args, **kwargs, **more), call)
         with eager():
-            plain = self._run(lambda *args, **kwargs: served.call(*args, **kwargs, **told), call)
+            plain = self._run(lambda *args, **kwargs: served.call(*args, **kwargs, **more), call)
         rows = zip(
             found.sequences[:, -NEW_TOKENS:],
             plain.sequences[:, -NEW_TOKENS:],

@@ -102,7 +102,7 @@ class _Measurement:
         left = self._plan.total - self._seconds()
         for name, found in SideBySide(workers=workers, gpus=gpus, seconds=self._plan.seconds, total=left).run(tasks):
             row = _failed(found) if isinstance(found, Exception) else found
-            say(f"{self._seconds():.0f} s, {name}: {row['column']}{_because(row)}{_told(row)}")
+            say(f"{self._seconds():.0f} s, {name}: {row['column']}{_because(row)}{_times(row)}")
             self._todo = {other: entry for other, entry in self._todo.items() if other != name}
             entry = BY_NAME[name]
             self._keep(name, {"category": entry.category, "integration": entry.integration} | row)
@@ -135,7 +135,7 @@ def _failed(error: Exception) -> Figures:
     return {"column": FAILED, "reason": str(error)}
 
 
-def _told(row: Figures) -> str:
+def _times(row: Figures) -> str:
     return f", {row['ms']:.3f} ms, {row['ms'] / row['eager_ms']:.2f} times eager" if "ms" in row else ""
 
 

@@ -142,7 +142,7 @@ def measure(plan: FirstCallPlan, device: torch.device) -> Figures:
     for model, arm in itertools.product(plan.models, plan.arms):
         say(f"{model}, {arm} ...")
         found = models[model][arm] = _measure_arm(plan, model, arm, device)
-        say(f"{model}, {arm}: {_told(found)}")
+        say(f"{model}, {arm}: {_in_a_line(found)}")
     return {"plan": dataclasses.asdict(plan), "device": device.type, "models": models}
 
 
@@ -161,7 +161,7 @@ def _measure_arm(plan: FirstCallPlan, model: str, arm: str, device: torch.device
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]} | {"runs": runs}
 
 
-def _told(found: Figures) -> str:
+def _in_a_line(found: Figures) -> str:
     """The figures of an arm in a line, or why there are none."""
     if "ms" not in found:
         return str(found.get("skipped") or "failed: " + found["failed"].splitlines()[-1])
@@ -199,7 +199,7 @@ def render(figures: Figures) -> str:
 
 def _cells(found: Figures, arms: Figures) -> str:
     if "ms" not in found:
-        return f"    {_told(found)}"
+        return f"    {_in_a_line(found)}"
     forms = {"difference": ".2g", "busy_share": ".0%"}
     cells = [cell(found, name, forms.get(name, ".3f")) for name in _COLUMNS]
     cells.append(ratio(found, arms.get("eager", {}), "ms", ".3f"))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from bench.arms.base import NotAvailable, require_cuda
-from bench.optimized.shapes import MODELS, Served
+from bench.optimized.shapes import MODELS, ComparedModel
 from bench.tools.measure import Figures, Timeline, in_turn, kernels_by_name
 from bench.tools.turns import Turn
 
@@ -51,35 +51,35 @@ class OptimizedArm:
         ours: True if it must work.
     """
 
-    make: Callable[[Served, nn.Module, int], Step]
+    make: Callable[[ComparedModel, nn.Module, int], Step]
     compiles: bool = False
     ours: bool = True
 
 
-def _eager(served: Served, module: nn.Module, rows: int) -> Step:
+def _eager(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
     return module
 
 
-def _graph(served: Served, module: nn.Module, rows: int) -> Step:
+def _graph(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
     return sg.wrap(module, capture_sizes=[rows], progress=False)
 
 
-def _optimized(served: Served, module: nn.Module, rows: int) -> Step:
-    sg.optimize(served.optimized(module))
+def _optimized(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
+    sg.optimize(entry.optimized(module))
     return sg.wrap(module, capture_sizes=[rows], progress=False)
 
 
-def _optimized_static(served: Served, module: nn.Module, rows: int) -> Step:
-    sg.optimize(served.optimized(module))
+def _optimized_static(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
+    sg.optimize(entry.optimized(module))
     return sg.wrap(module, capture_sizes=[rows], progress=False, outputs="static")
 
 
-def _compiled(served: Served, module: nn.Module, rows: int) -> Step:
+def _compiled(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
     compiled: Step = torch.compile(module, mode="reduce-overhead")
     return compiled
 
 
-def _compiled_default(served: Served, module: nn.Module, rows: int) -> Step:
+def _compiled_default(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
     compiled: Step = torch.compile(module)
     return compiled
 
@@ -106,18 +106,18 @@ def run_row(
         RuntimeError: an arm of ours never replayed.
     """
     with _empty_caches(), torch.no_grad():
-        served, dtype = MODELS[name], torch.bfloat16 if device.type == "cuda" else torch.float32
+        entry, dtype = MODELS[name], torch.bfloat16 if device.type == "cuda" else torch.float32
         torch.manual_seed(0)
         with device:
-            module = served.build(tiny).to(device, dtype).eval().requires_grad_(False)
-        batches = [_batch(served, rows, device, dtype, tiny) for _ in range(BATCHES)]
+            module = entry.build(tiny).to(device, dtype).eval().requires_grad_(False)
+        batches = [_batch(entry, rows, device, dtype, tiny) for _ in range(BATCHES)]
         steps: dict[str, Step] = {}
         figures: Figures = {"arms": {}, "dtype": str(dtype).removeprefix("torch.")}
         for arm in sorted(arms, key=list(ARMS).index):
             found = figures["arms"][arm] = {}
             try:
                 _load(arm, device)
-                steps[arm] = _first_calls(served, copy.deepcopy(module), arm, rows, batches, device, found)
+                steps[arm] = _first_calls(entry, copy.deepcopy(module), arm, rows, batches, device, found)
             except NotAvailable as reason:
                 found["skipped"] = str(reason)
             except Exception as error:
@@ -126,7 +126,7 @@ def run_row(
                 found["failed"] = f"{type(error).__name__}: {error}"
         with turn.timed() if turn else contextlib.nullcontext():
             _measure(figures["arms"], steps, batches, device)
-            wide = _in_float64(module, _batch(served, rows, device, dtype, tiny))
+            wide = _in_float64(module, _batch(entry, rows, device, dtype, tiny))
             for arm, step in steps.items():
                 figures["arms"][arm]["error"] = _error(step(*wide.inputs), wide.answer)
                 if arm in COMPARED and device.type == "cuda":
@@ -134,9 +134,9 @@ def run_row(
     return figures
 
 
-def _batch(served: Served, rows: int, device: torch.device, dtype: torch.dtype, tiny: bool) -> Inputs:
+def _batch(entry: ComparedModel, rows: int, device: torch.device, dtype: torch.dtype, tiny: bool) -> Inputs:
     return tuple(
-        each.to(device, dtype if each.is_floating_point() else each.dtype) for each in served.inputs(tiny, rows)
+        each.to(device, dtype if each.is_floating_point() else each.dtype) for each in entry.inputs(tiny, rows)
     )
 
 
@@ -152,7 +152,7 @@ def _load(arm: str, device: torch.device) -> None:
 
 
 def _first_calls(
-    served: Served,
+    entry: ComparedModel,
     module: nn.Module,
     arm: str,
     rows: int,
@@ -162,7 +162,7 @@ def _first_calls(
 ) -> Step:
     """Make the arm's step and call it until it is ready; notes the seconds, and what `optimize` did."""
     timeline = Timeline(device)
-    step = ARMS[arm].make(served, module, rows)
+    step = ARMS[arm].make(entry, module, rows)
     for _, batch in zip(range(READY_CALLS), itertools.cycle(batches), strict=False):
         step(*batch)
         timeline.mark("first")

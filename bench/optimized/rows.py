@@ -130,8 +130,8 @@ def _in_a_line(found: Figures) -> str:
 
 def failures(figures: Figures) -> list[str]:
     """List rows that failed, and those of ours that are not exact enough."""
-    failed = [f"{name}:\n{told}" for name, told in figures.get("failed", {}).items() if name not in figures["rows"]]
-    return failed + [
+    failed = {name: why for name, why in figures.get("failed", {}).items() if name not in figures["rows"]}
+    return [f"{name}:\n{why}" for name, why in failed.items()] + [
         f"{name}: {arm}'s error against float64 is {each['error']:.2e}, eager's {row['arms'][EAGER]['error']:.2e}"
         for name, row in figures["rows"].items()
         for arm, each in row["arms"].items()

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.models_first_call.zoo import ZOO, Sample, imports
+from bench.models_first_call.zoo import ZOO, Entry, Sample, imports
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
-    """One model.
+class ComparedModel(Entry):
+    """One model; see `Entry`.
 
     Attributes:
-        build: makes the model; called with True for the tiny shape.
-        inputs: makes a call's tensors on the CPU in float32, rows first; called with the same flag and the rows.
-        package: that must be installed.
         at_most: the limit of its time over the compiler's.
     """
 
-    build: Callable[[bool], nn.Module]
-    inputs: Callable[[bool, int], tuple[Tensor, ...]]
-    package: str
     at_most: float = 1.5
 
     def optimized(self, module: Any) -> nn.Module:
@@ -85,22 +78,22 @@ def _unet(tiny: bool) -> nn.Module:
     return Sample(model, "sample", "timestep", "encoder_hidden_states")
 
 
-def _zoo(name: str, at_most: float = 1.5) -> Served:
-    entry = ZOO[name]
-    return Served(entry.build, entry.inputs, str(entry.package), at_most)
+def _zoo(name: str, at_most: float = 1.5) -> ComparedModel:
+    return ComparedModel(**vars(ZOO[name]), at_most=at_most)
 
 
-def _of_torchvision(name: str, at_most: float = 1.5) -> Served:
-    return Served(functools.partial(_torchvision, name), _images, "torchvision", at_most)
+def _of_torchvision(name: str, at_most: float = 1.5) -> ComparedModel:
+    return ComparedModel(functools.partial(_torchvision, name), _images, "torchvision", at_most)
 
 
-MODELS: dict[str, Served] = {
-    "unet": Served(_unet, ZOO["diffusers unet"].inputs, "diffusers"),  # the slowest to compile come first, side by side
+# The slowest to compile come first, side by side.
+MODELS: dict[str, ComparedModel] = {
+    "unet": ComparedModel(_unet, ZOO["diffusers unet"].inputs, "diffusers"),
     "dit": _zoo("diffusers dit"),
     "efficientnet": _of_torchvision("efficientnet_b0"),
     "resnet50": _of_torchvision("resnet50"),
-    "convnext": Served(_convnext, _images, "torchvision"),
-    "vit": Served(_vit, _images, "torchvision", 1.15),
+    "convnext": ComparedModel(_convnext, _images, "torchvision"),
+    "vit": ComparedModel(_vit, _images, "torchvision", 1.15),
     "bert": _zoo("transformers bert", 1.15),
     "resnet18": _of_torchvision("resnet18", 1.15),
 }
@@ -108,4 +101,4 @@ MODELS: dict[str, Served] = {
 
 def available() -> list[str]:
     """List the names of models whose package is installed."""
-    return [name for name, served in MODELS.items() if imports(served.package)]
+    return [name for name, model in MODELS.items() if imports(str(model.package))]

@@ -117,8 +117,8 @@ def _parser() -> argparse.ArgumentParser:
         "--in-flight", type=numbers, default=(), help="loads with so many requests all the time: 2,8,32"
     )
     parser.add_argument("--seed", type=int, default=0, help="of arrival times and lengths")
-    told = f"{listed(KINDS)}, trained for --model {TRAINED} only; or a folder with a checkpoint"
-    parser.add_argument("--draft", type=folder_or("draft", *KINDS), default=KINDS[-1], help=told)
+    help_text = f"{listed(KINDS)}, trained for --model {TRAINED} only; or a folder with a checkpoint"
+    parser.add_argument("--draft", type=folder_or("draft", *KINDS), default=KINDS[-1], help=help_text)
     parser.add_argument("--k", type=count, default=5, help="tokens drafted a round")
     parser.add_argument("--mean-length", type=positive, help="tokens a round; by default 2.4 where weights are random")
     parser.add_argument("--limit", type=positive, default=float("inf"), help="seconds after which no other load begins")

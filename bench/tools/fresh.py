@@ -24,9 +24,9 @@ class ProcessFailed(RuntimeError):
         reason: the error in one line, without its traceback.
     """
 
-    def __init__(self, told: str, reason: str | None = None) -> None:
-        super().__init__(told)
-        self.reason = reason or told
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 def preload(module: str, device: str) -> None:

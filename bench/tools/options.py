@@ -75,9 +75,9 @@ def written(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
 
-def add_names(parser: argparse.ArgumentParser, option: str, known: Collection[str], told: str, **settings: Any) -> None:
+def add_names(parser: argparse.ArgumentParser, option: str, known: Collection[str], what: str, **settings: Any) -> None:
     """Add an option that takes some of these names, which its help lists."""
-    help_text = f"{told}; separated by commas, of {listed(map(written, known))}"
+    help_text = f"{what}; separated by commas, of {listed(map(written, known))}"
     parser.add_argument(option, type=names(known), metavar="NAME[,NAME]", help=help_text, **settings)
 
 
@@ -101,9 +101,9 @@ def model(*others: str) -> Callable[[str], str]:
 
 def add_model(parser: argparse.ArgumentParser, *others: str, **settings: Any) -> None:
     """Add ``--model``; without a default 8b on a GPU, else tiny."""
-    told = f"{listed((*others, *SHAPES))}, or a folder with a config.json"
-    told += "" if "default" in settings or settings.get("required") else "; 8b on a GPU, else tiny by default"
-    parser.add_argument("--model", type=model(*others), help=told, **settings)
+    help_text = f"{listed((*others, *SHAPES))}, or a folder with a config.json"
+    help_text += "" if "default" in settings or settings.get("required") else "; 8b on a GPU, else tiny by default"
+    parser.add_argument("--model", type=model(*others), help=help_text, **settings)
 
 
 def device(text: str) -> str:
@@ -124,14 +124,14 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_json(parser: argparse.ArgumentParser, default: Path | str | None = None, beside: str = "") -> None:
     """Add ``--json FILE``."""
-    told = f"file for the figures{beside}" + (f"; {default} by default" if default else "")
-    parser.add_argument("--json", type=Path, default=default, metavar="FILE", help=told)
+    help_text = f"file for the figures{beside}" + (f"; {default} by default" if default else "")
+    parser.add_argument("--json", type=Path, default=default, metavar="FILE", help=help_text)
 
 
 def add_preloaded(parser: argparse.ArgumentParser) -> None:
     """Add ``--preloaded``."""
-    told = "call simplegraph.preload before the clock, in every arm: what it loads is in no figure"
-    parser.add_argument("--preloaded", action="store_true", help=told)
+    help_text = "call simplegraph.preload before the clock, in every arm: what it loads is in no figure"
+    parser.add_argument("--preloaded", action="store_true", help=help_text)
 
 
 def changed(plan: P, given: dict[str, Any]) -> P:

@@ -137,7 +137,7 @@ def _measure_model(plan: GenerationPlan, name: str, device: torch.device) -> Fig
     for arm in plan.arms:
         say(f"{name}, {arm}, bfloat16 ...")
         arms[arm] = _measure_arm(plan, name, arm, device)
-        say(f"{name}, {arm}: {_told(arms[arm])}")
+        say(f"{name}, {arm}: {_in_a_line(arms[arm])}")
     return agreement | {"arms": arms}
 
 
@@ -167,11 +167,11 @@ def _answer(plan: GenerationPlan, function: Callable[..., Figures], *args: Any) 
 
 def failures(figures: Figures) -> list[str]:
     """List models whose tokens differ, and required arms that failed."""
-    told = []
+    failed = []
     for name, model in figures["models"].items():
         parts = {"the comparison of tokens": model} | model["arms"]
-        told += [f"{part} of {name}:\n{found['failed']}" for part, found in parts.items() if "failed" in found]
-    return told
+        failed += [f"{part} of {name}:\n{found['failed']}" for part, found in parts.items() if "failed" in found]
+    return failed
 
 
 _COLUMNS = ("ms a token", "x plain ms", "first s", "x sooner", "GPU busy")
@@ -193,7 +193,7 @@ def render(figures: Figures) -> str:
     return "\n".join(lines)
 
 
-def _told(found: Figures) -> str:
+def _in_a_line(found: Figures) -> str:
     """The figures of an arm in a line, or why there are none."""
     if "ms_per_token" not in found:
         return f"skipped: {found['skipped']}" if "skipped" in found else f"failed: {found['reason']}"
@@ -203,7 +203,7 @@ def _told(found: Figures) -> str:
 
 def _cells(found: Figures, arms: Figures) -> str:
     if "ms_per_token" not in found:
-        return f"    {_told(found)}"
+        return f"    {_in_a_line(found)}"
     plain, compiled = (arms.get(arm, {}) for arm in (PLAIN, COMPILED))
     cells = [
         cell(found, "ms_per_token", ".3f"),
@@ -242,6 +242,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
     add_names(parser, "--arms", ALL_ARMS, f"by default {', '.join(ARMS)}")
     parser.add_argument("--busy", action="store_true", help="generate with all other cores busy as well")
-    for name, told in _NUMBERS.items():
-        parser.add_argument(f"--{name}", type=count, help=told)
+    for name, help_text in _NUMBERS.items():
+        parser.add_argument(f"--{name}", type=count, help=help_text)
     command.run(parser, argv, default_plan, measure, render, failures)

@@ -76,6 +76,6 @@ def tokens_in_common(name: str, found: Tensor, expected: Tensor, logits: Tensor,
     difference = float((logits[: at + 1] - wanted[: at + 1]).abs().max())
     gap = float(wanted[at].max() - wanted[at, found[at]])
     if not (difference <= bound and gap <= bound):
-        told = f"logits differ by {difference:.3g}, plain ones of the two tokens by {gap:.3g}"
-        raise RuntimeError(f"{name}: token {at} differs from plain generate's: {told}, rounding is {bound:.3g}.")
+        how = f"logits differ by {difference:.3g}, plain ones of the two tokens by {gap:.3g}"
+        raise RuntimeError(f"{name}: token {at} differs from plain generate's: {how}, rounding is {bound:.3g}.")
     return at
