@@ -64,6 +64,23 @@ def wrap_parts(
         ConfigError: a setting is unknown or invalid, or `model` is no module.
         VerificationError: the model with graphs returned something else; nothing is changed.
     """
+    _check(model, settings)
+    runs = _Runs(model, call or model, [inputs, *others])
+    given = _DEFAULTS | {"exact_shapes": "capture_sizes" not in settings, "pool": pool or graph_pool(runs.device)}
+    graphs = GraphedParts(model)
+    try:
+        level, tried = _children("", model), set[nn.Module]()
+        while level:
+            level = _wrap_level(graphs, model, level, tried, given | settings)
+            level = _sift(graphs, level, runs.until_replayed(graphs, level), min_operators)
+        runs.compare(graphs)
+    except BaseException:
+        graphs.remove()
+        raise
+    return graphs
+
+
+def _check(model: Any, settings: dict[str, Any]) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"wrap_parts got a {type(model).__name__}; expected a torch.nn.Module.")
     check_settings(settings, "wrap_parts: ")
@@ -71,29 +88,6 @@ def wrap_parts(
     if model.training or wrapped is not None:
         found = "in training mode: call .eval() first" if model.training else f"with graphs already, in {wrapped!r}"
         raise InputError(f"wrap_parts got a {type(model).__name__} {found}.")
-    runs = _Runs(model, call or model, [inputs, *others])
-    pool = pool or graph_pool(runs.device)
-    given = _DEFAULTS | {"exact_shapes": "capture_sizes" not in settings} | settings
-    graphs = GraphedParts(model)
-    try:
-        level, tried = _children("", model), set[nn.Module]()
-        while level:
-            places = _places(model)
-            for name, part in level.items():
-                if part in tried:  # under another name
-                    continue
-                tried.add(part)
-                try:
-                    graphs.put(name, wrap(part, pool=pool, **given), places[part])
-                except ConfigError as error:  # TorchScript, or a setting that no part can have
-                    graphs.skipped[name] = str(error)
-            level = {name: part for name, part in level.items() if name in graphs.parts}
-            level = _sift(graphs, level, runs.until_replayed(graphs, level), min_operators)
-        runs.compare(graphs)
-    except BaseException:
-        graphs.remove()
-        raise
-    return graphs
 
 
 class _Runs:
@@ -146,6 +140,22 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+
+
+def _wrap_level(
+    graphs: GraphedParts, model: nn.Module, level: Mapping[str, nn.Module], tried: set[nn.Module], settings: Any
+) -> dict[str, nn.Module]:
+    """Wrap those parts of a level that were not tried under another name; return those that can be wrapped."""
+    places = _places(model)
+    for name, part in level.items():
+        if part in tried:
+            continue
+        tried.add(part)
+        try:
+            graphs.put(name, wrap(part, **settings), places[part])
+        except ConfigError as error:  # TorchScript, or a setting that no part can have
+            graphs.skipped[name] = str(error)
+    return {name: part for name, part in level.items() if name in graphs.parts}
 
 
 def _sift(
