@@ -25,7 +25,7 @@ from simplegraph.graph.generators import HostRandom, random_states
 from simplegraph.graph.modes import autocast_cache_off
 from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import is_wrapper, wait_collectives
-from simplegraph.nested import flatten
+from simplegraph.nested import TreeSpec, flatten
 
 logger = logging.getLogger("simplegraph")
 
@@ -123,11 +123,8 @@ class CaptureSession:
             result, steps = self._record(recorder, run)
             ended()
             seconds = time.perf_counter() - started
-            leaves, spec = flatten(result)
+            outputs, spec = self._borrowed(result)
             del result
-            held = {id(leaf): self._held(leaf) for leaf in leaves}  # one tensor returned twice stays one
-            outputs = [held[id(leaf)] for leaf in leaves]
-            leaves.clear()
             taken = max(0, free_before - self.device.free_memory())
             program = Program(self.device, steps, outputs, spec, seconds, taken, recorder.all_generators)
             # Outputs are borrowed by now, so that one which is kept elsewhere shows.
@@ -167,8 +164,13 @@ class CaptureSession:
             logger.debug("the memory that a failed capture left cannot be listed: %s", error)
             return set()
 
+    def _borrowed(self, result: Any) -> tuple[list[Any], TreeSpec]:
+        """Return outputs as the Program keeps them: pool memory is borrowed, so that smaller sizes reuse it."""
+        leaves, spec = flatten(result)
+        held = {id(leaf): self._held(leaf) for leaf in leaves}  # one tensor returned twice stays one
+        return [held[id(leaf)] for leaf in leaves], spec
+
     def _held(self, leaf: Any) -> Any:
-        """Return an output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""
         if isinstance(leaf, Tensor) and not is_wrapper(leaf) and self.device.in_pool(self.pool, leaf):
             return self.device.borrow(self.pool, leaf)
         return leaf
