@@ -14,6 +14,7 @@ from torch import Tensor
 
 from simplegraph.context import bypassed
 from simplegraph.errors import HostError
+from simplegraph.graph.modes import autocast_cache
 from simplegraph.graph.tensors import storage_key, wait_collectives
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.module.arguments import invoke_watched
@@ -138,6 +139,7 @@ class Recording:
         self.patterns: list[frozenset[int]] = []
         self.places: list[list[int]] = []
         self.written: list[int] = []
+        # With a cache, as in eager, gradients of a weight's casts are added in the lower precision.
         self._caches = torch.is_autocast_cache_enabled()
 
     def jobs(self, key: Hashable, number: int) -> list[CaptureJob]:
@@ -178,7 +180,7 @@ class Recording:
         with (
             call.binding.counted.captured_run(call.module, self._state_key, may_leave=False),
             self._leaves.replaced(arguments.held),
-            _casts_shared(self._caches),
+            autocast_cache(enabled=self._caches),
             _random_state_unread(),
             bypassed(Reason.NESTED),
             torch.enable_grad(),
@@ -201,7 +203,7 @@ class Recording:
         dtype = self._lessons.autocast
         around = torch.autocast(self._lessons.device_type, dtype, enabled=dtype is not None)
         try:
-            with around, _casts_shared(self._caches), bypassed(Reason.NESTED):
+            with around, autocast_cache(enabled=self._caches), bypassed(Reason.NESTED):
                 grads = torch.autograd.grad(
                     [tape.outputs[number] for number in numbers],
                     targets,
@@ -231,22 +233,6 @@ def _laid_as(leaf: Tensor, grad: Tensor) -> Tensor:
     if grad.stride() == torch.empty_like(leaf, device="meta").stride():
         return grad
     return torch.empty_like(leaf, dtype=grad.dtype).copy_(grad)
-
-
-@contextlib.contextmanager
-def _casts_shared(caches: bool) -> Iterator[None]:
-    """Let autocast cast each weight once, as eager does, since its gradients are then added in the lower precision.
-
-    The casts are memory of the capture: none is there before or after.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(caches)
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(before)
 
 
 @contextlib.contextmanager

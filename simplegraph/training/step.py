@@ -16,6 +16,7 @@ from torch.optim import optimizer as _optimizer
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import CALLS
 from simplegraph.errors import CaptureError, ConfigError, InputError
+from simplegraph.graph.modes import autocast_cache
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.select import graph_device
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
@@ -190,7 +191,7 @@ class StepModule(FunctionModule):
                 stack.enter_context(self.step.around_capture())
             else:
                 stack.enter_context(self.step.around_eager(observed=observed))
-            stack.enter_context(_fresh_autocast_cache())
+            stack.enter_context(autocast_cache(enabled=True))  # casts from outside are of weights before the step
             result = self._function(*args, **kwargs)
             if observed:
                 self.step.note_leaves(result, captured=captures)
@@ -367,19 +368,6 @@ def train_step(
     made = StepModule(step_fn, StepOptimizers(optimizers), scaler, list(modules or ()))
     made.proves_any_size = settings.get("verify", 0) > 0
     return TrainStep(step_fn, wrap(made, config))
-
-
-@contextlib.contextmanager
-def _fresh_autocast_cache() -> Iterator[None]:
-    """Let autocast keep the casts of this step, and no others: those from outside are of weights before a step."""
-    before = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(True)
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(before)
 
 
 def _detached(result: Any) -> Any:
