@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +16,10 @@ from bench.engine.engine import Engine
 from bench.engine.spec import SpecEngine
 from bench.engine.spec_config import SpecConfig
 from bench.models.eagle import Eagle, Eagle3
-from bench.models.llama import CacheShape, Llama, build_llama
+from bench.models.llama import Attention, CacheShape, Llama, build_llama
 from bench.models.serving import ServingLlama
 from simplegraph import BatchDescriptor, CudaGraphMode, RankGroup
-from simplegraph.attention import attending
+from simplegraph.attention import AttentionBackend, attending
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -81,8 +83,11 @@ def load_kernels(shape: LlamaConfig, config: EngineConfig, device: torch.device,
     for parameter in llama.parameters():
         parameter.zero_()
     (backend,) = config.backends([layer], weight)
-    model = ServingLlama(llama, backend, config.max_num_tokens, fused=config.fused)
     table = [list(range(1, 1 + pages))]
+    with ThreadPoolExecutor(1) as beside:  # attention's kernel is compiled beside the operators'
+        attended = beside.submit(_attend, backend, layer, prompt + 1, table)
+        model = ServingLlama(llama, backend, config.max_num_tokens, fused=config.fused)
+        attended.result()
     for length, rows in ((prompt, prompt), (prompt + 1, 1)):
         backend.metadata.set([rows], [length], table, num_tokens=rows, num_reqs=1)
         positions = torch.arange(length - rows, length, device=device)
@@ -92,3 +97,13 @@ def load_kernels(shape: LlamaConfig, config: EngineConfig, device: torch.device,
     del llama, model, backend
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def _attend(backend: AttentionBackend, layer: Attention, length: int, table: Sequence[Sequence[int]]) -> None:
+    """Run the attention of a decode step, on this thread's default stream."""
+    backend.metadata.set([1], [length], table, num_tokens=1, num_reqs=1)
+    cache = backend.cache
+    q = torch.zeros(1, layer.num_heads, layer.head_dim, dtype=cache.dtype, device=cache.device)
+    with attending(backend, CudaGraphMode.NONE, BatchDescriptor(1, 1)):
+        backend.run(layer.index, q, torch.zeros_like(q), backend.live)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simplegraph.fused.operators import DTYPES, Adapted, Grouped, KernelTrial, Operators
+from simplegraph.graph.cuda.triton_start import build_driver, read_compiler, triton_starts
 
 _log = logging.getLogger("simplegraph")
 
@@ -17,7 +20,7 @@ _log = logging.getLogger("simplegraph")
 def operators_for(device: torch.device, dtype: torch.dtype, trials: Collection[KernelTrial]) -> Operators:
     """Return Triton's operators if every trial compiles, runs and is correct; else torch's, and log why.
 
-    A trial takes 0.05 to 0.35 s the first time on a machine.
+    A trial takes 0.05 to 0.35 s the first time on a machine. Different kernels are compiled side by side.
 
     Args:
         device: of the tensors.
@@ -26,13 +29,22 @@ def operators_for(device: torch.device, dtype: torch.dtype, trials: Collection[K
     """
     if dtype not in DTYPES or not triton_runs(device):
         return Operators()
-    correct = all(_problem(device, dtype, trial) is None for trial in dict.fromkeys(trials))
+    trials = list(dict.fromkeys(trials))
+    _compile(device, dtype, trials)
+    correct = all(_problem(device, dtype, trial) is None for trial in trials)
     return _triton() if correct else Operators()
 
 
 def chosen_operators(*, triton: bool) -> Operators:
     """Return Triton's operators, or torch's."""
     return _triton() if triton else Operators()
+
+
+def starting_triton(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Start Triton in threads beside what runs in the context, if the module is on a GPU."""
+    weight = next(module.parameters(), None)
+    on_gpu = weight is not None and weight.device.type == "cuda"
+    return triton_starts() if on_gpu else contextlib.nullcontext()
 
 
 def triton_runs(device: torch.device) -> bool:
@@ -46,9 +58,11 @@ def triton_runs(device: torch.device) -> bool:
 @functools.cache
 def _has_launcher() -> bool:
     try:
-        from triton.runtime.driver import driver
+        with triton_starts():
+            build_driver()
+            from triton.runtime.driver import driver
 
-        return driver.active is not None
+            return driver.active is not None
     except ImportError:
         return False
     except Exception as error:
@@ -61,6 +75,40 @@ def _triton() -> Operators:
     from simplegraph.fused.triton_operators import TritonOperators
 
     return TritonOperators()
+
+
+def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTrial]) -> None:
+    """Run the kernels of trials that are new, each kernel's in a thread: so they are compiled side by side.
+
+    Trials of one kernel share what is compiled, so they follow one another. The trials themselves say what went wrong.
+    """
+    new: dict[str, list[KernelTrial]] = {}
+    for trial in trials:
+        kernel, known = _KERNELS.get(trial.operator), (device, dtype, trial)
+        if kernel is not None and known not in _compiled:
+            _compiled.add(known)
+            new.setdefault(kernel, []).append(trial)
+    if len(new) < 2:
+        return
+    read_compiler()  # else each of the threads does
+    operators, on_stream = _triton(), _this_stream(device)
+
+    def run(some: Sequence[KernelTrial]) -> None:
+        with on_stream(), torch.no_grad():
+            for trial in some:
+                _TRIALS[trial.operator][0](operators, functools.partial(_numbers, device, dtype), *trial.sizes)
+
+    threads = ThreadPoolExecutor(len(new), thread_name_prefix="simplegraph-compile")
+    with threads, contextlib.suppress(RuntimeError):  # of threads that cannot be started
+        for some in new.values():
+            threads.submit(run, some)
+
+
+def _this_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Return a context for threads that run what this thread reads."""
+    if not torch.cuda.is_available():
+        return contextlib.nullcontext
+    return functools.partial(torch.cuda.stream, torch.cuda.current_stream(device))
 
 
 @functools.cache
@@ -199,6 +247,14 @@ def _write_pages(operators: Operators, numbers: _Numbers, elements: int, layout:
     operators.write_pages(k, v, (pages[0], pages[1]), torch.tensor([1, -1], device=k.device), layout)
     return [pages[:, :1]]
 
+
+# The kernel that an operator's trial compiles; those of cuBLAS and cuDNN are not among them.
+_KERNELS: Mapping[str, str] = {
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "add_layer_norm"), "norm"),
+    **dict.fromkeys(("group_norm", "activated_group_norm"), "group_norm"),
+    **{name: name for name in ("adapt", "finish", "excite", "gated", "rotate", "rotate_and_write", "write_pages")},
+}
+_compiled: set[tuple[torch.device, torch.dtype, KernelTrial]] = set()
 
 # How an operator is tried, if its results must be torch's to the bit, and what is wrong if they are not as expected.
 _TRIALS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], bool, str]] = {

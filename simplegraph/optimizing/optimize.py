@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.errors import ConfigError, VerificationError, did_you_mean
+from simplegraph.fused.choice import starting_triton
 from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.layers.table import (
     IMAGE_KINDS,
@@ -165,6 +166,11 @@ def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[
         VerificationError: the error against float64 became too large or cannot be found. The module is as it was.
     """
     _check(module, skip)
+    with starting_triton(module):  # beside the search for what can be done
+        return _optimize(module, example_inputs, skip)
+
+
+def _optimize(module: nn.Module, example_inputs: Any, skip: Collection[str]) -> Optimization:
     _restore_all(module)
     if example_inputs is None:
         pairs = known_pairs(module)

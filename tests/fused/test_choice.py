@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from simplegraph.fused import choice
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.operators import ACTIVATIONS, Adapted, Grouped, KernelTrial, Operators
+from simplegraph.graph.cuda import triton_start
 
 TRIALS = {
     "rms_norm": (64, 1),
@@ -234,3 +236,71 @@ def test_a_trial_draws_no_random_numbers() -> None:
 def test_a_cpu_is_not_asked_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "find_error", lambda *args: pytest.fail("it was tried"))
     assert not operators_for(torch.device("cpu"), torch.float32, [KernelTrial("rms_norm", (8,))]).triton
+
+
+@pytest.fixture
+def stands_in(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    kernels = Kernels()
+    stand_in_kernels(monkeypatch, kernels)
+    return kernels
+
+
+def test_kernels_are_compiled_side_by_side_and_each_by_one_thread(
+    stands_in: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms = [KernelTrial("rms_norm", (64, 1)), KernelTrial("add_layer_norm", (64,))]
+    gates = [KernelTrial("gated", (64, kind)) for kind in ("silu", "gelu")]
+    threads: dict[str, list[Any]] = {"norm": [], "gated": []}
+    both = threading.Barrier(2, timeout=20)  # passed only if both kernels run at once
+    here = threading.current_thread()
+    for name, seen in threads.items():
+        kernel = getattr(stands_in, name)
+
+        def run(*args: Any, kernel: Any = kernel, seen: Any = seen, **settings: Any) -> Any:
+            if not seen:
+                both.wait()
+            seen.append(threading.current_thread())
+            return kernel(*args, **settings)
+
+        monkeypatch.setattr(stands_in, name, run, raising=False)
+    device, alive = Device(), threading.active_count()
+    for _ in range(2):  # the second time nothing is new
+        assert operators_for(device, torch.float16, [*norms, *gates, *norms]).triton
+    assert threading.active_count() == alive
+    compiled = {name: [each for each in seen if each is not here] for name, seen in threads.items()}
+    assert {name: (len(each), len(set(each))) for name, each in compiled.items()} == {"norm": (2, 1), "gated": (2, 1)}
+    assert set(compiled["norm"]).isdisjoint(compiled["gated"])
+
+
+def test_without_threads_kernels_are_tried_one_after_the_other(
+    stands_in: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    trials = [KernelTrial(*each) for each in TRIALS.items()]
+    assert operators_for(Device(), torch.float16, trials).triton
+
+
+def test_triton_starts_once_beside_other_work_and_a_failure_is_left_to_its_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[str] = []
+
+    def fail() -> None:
+        ran.append("driver")
+        raise RuntimeError("Failed to find C compiler")
+
+    release = threading.Event()
+
+    def read() -> None:
+        release.wait(20)
+        ran.append("compiler")
+
+    monkeypatch.setattr(triton_start, "build_driver", triton_start._Once(fail))
+    monkeypatch.setattr(triton_start, "read_compiler", triton_start._Once(read))
+    for _ in range(2):
+        with triton_start.triton_starts():
+            release.set()  # the threads run beside this
+        assert sorted(ran) == ["compiler", "driver"]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from simplegraph.errors import ConfigError
+from simplegraph.graph.cuda.triton_start import build_driver, read_compiler
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +116,9 @@ class Preload:
         try:
             if self._on_gpu and _create_context(self._index):
                 self._mark(part)
+                # Beside the import of torch, which they do not need.
+                build_driver()
+                read_compiler()
             self._imported.wait()
             for part, load in (("device", self._load_device), ("cublas", self._load_cublas), ("triton", _load_triton)):
                 if self._on_gpu and load():

@@ -174,6 +174,22 @@ def test_the_context_is_created_while_torch_is_imported(monkeypatch: pytest.Monk
     assert next(iter(loading.seconds)) == "context"
 
 
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_triton_is_read_while_torch_is_imported_if_there_is_a_gpu(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, read = [], threading.Event()
+    monkeypatch.setattr(first_use, "_create_context", lambda index: has_gpu)
+    monkeypatch.setattr(first_use, "build_driver", lambda: ran.append("driver"))
+    monkeypatch.setattr(first_use, "read_compiler", lambda: (ran.append("compiler"), read.set()))
+    loading = first_use.Preload("cuda:0", None, None)
+    loading._thread.start()  # without the import, which the rest waits for
+    assert read.wait(20 if has_gpu else 0.05) is has_gpu
+    loading._imported.set()
+    loading.wait()
+    assert ran == (["driver", "compiler"] if has_gpu else [])
+
+
 def test_a_machine_without_a_driver_has_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
