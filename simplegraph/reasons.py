@@ -72,7 +72,10 @@ class Reason(str, enum.Enum):
     ALLOCATOR = "allocator", "torch's CUDA allocator cannot tell what memory a capture made; use backend:native"
     # What the call passes and returns.
     AMBIGUOUS_BATCH_DIM = "ambiguous_batch_dim", "the batch dimension of an input is not clear; name it in batch_dims"
-    BATCH_MISMATCH = "batch_mismatch", "inputs disagree on the batch size; check batch_dims"
+    BATCH_MISMATCH = (
+        "batch_mismatch",
+        "inputs disagree on the batch size; check batch_dims, or use exact_shapes=True if their sizes are independent",
+    )
     ALIASED_INPUTS = "aliased_inputs", "inputs share memory that the forward writes to; pass tensors of their own"
     ALIASED_OUTPUTS = (
         "aliased_outputs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,34 @@ def test_bags_are_served_and_padded_only_where_that_adds_nothing(padding_idx: in
     assert model.graph_stats.replays >= 2
     assert (model.graph_stats.padded_tokens > 0) == (padding_idx is not None)
     assert ("padding_shows" in reasons(model)) == (padding_idx is None)
+
+
+class Tagged(nn.Module):
+    """Has bags of other numbers of tags inside: indices and offsets, whose sizes are not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(10, WIDTH, mode="sum"), nn.Linear(WIDTH, 3)
+
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bags(indices, offsets))  # type: ignore[no-any-return]
+
+
+def test_inputs_of_sizes_of_their_own_are_served_by_the_option_that_the_reason_names(device: torch.device) -> None:
+    calls = [
+        (torch.randint(10, (tags,), device=device), torch.arange(0, rows, device=device))
+        for _ in range(4)
+        for tags, rows in ((7, 4), (5, 2), (9, 4))
+    ]
+    plain = Tagged().to(device).eval()
+    model, exact = (sg.wrap(copy.deepcopy(plain), progress=False, exact_shapes=exact) for exact in (False, True))
+    for call in calls:
+        expected = plain(*call)
+        assert torch.equal(model(*call), expected)
+        assert torch.equal(exact(*call), expected)
+    assert model.graph_stats.eager[Reason.BATCH_MISMATCH] == 4
+    assert "exact_shapes=True" in str(model.graph_report())
+    assert exact.graph_stats.replays + exact.graph_stats.eager[Reason.PROOF] == 9  # all but the first of each kind
 
 
 @pytest.mark.proofs
