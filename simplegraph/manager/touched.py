@@ -162,8 +162,8 @@ def _read(table: ProgramTable, graph: CapturedGraph, known: Sequence[KnownMemory
 
 
 def _memory(tensor: Tensor) -> Iterator[KnownMemory]:
-    if tensor.layout is torch.strided and tensor.device.type == "cuda":
-        storage = tensor.untyped_storage()
+    # A fake tensor says that it is on the GPU, but has no memory; torch warns of asking where that is.
+    if tensor.layout is torch.strided and (storage := tensor.untyped_storage()).device.type == "cuda":
         start = storage.data_ptr()
         if not start:
             return

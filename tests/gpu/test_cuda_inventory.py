@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import simplegraph as sg
 from simplegraph.graph.inventory import Inventory, MemoryKind
@@ -140,6 +141,21 @@ def test_an_address_in_a_closure_is_kept_alive(kept: list[Tensor], caplog: pytes
     assert torch.equal(model(x), x + 1)
     assert model.graph_stats.replays == 1
     assert not [record for record in caplog.records if "no tensor" in record.message]
+
+
+def test_an_address_is_looked_up_beside_fake_tensors_without_a_warning(
+    kept: list[Tensor], recwarn: pytest.WarningsRecorder
+) -> None:
+    with FakeTensorMode():
+        fake = torch.empty(64, device="cuda")
+    assert fake.device.type == "cuda"
+    address = Address(kept[0])
+    model = captured(Adding(lambda: address))
+    kept.clear()
+    gc.collect()
+    x = torch.randn(4, 8, device="cuda")
+    assert torch.equal(model(x), x + 1)
+    assert not [each for each in recwarn if "FakeTensor" in str(each.message)]
 
 
 def test_a_block_of_another_graphs_pool_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

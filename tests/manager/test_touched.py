@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import simplegraph as sg
 from simplegraph.errors import StaleGraphError
@@ -257,6 +258,19 @@ def test_a_tensor_that_only_a_kernel_knows_is_kept_alive_and_known_next_time(
     assert [tensor.data_ptr() for tensor in table.foreign] == [address]
     table.clear()
     assert not table.foreign
+
+
+def test_fake_tensors_are_passed_over_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with FakeTensorMode():
+            fake = torch.empty(64, device="cuda")
+        assert fake.device.type == "cuda"
+        assert touched._tensors_at([GONE]) == []
+    finally:
+        torch.set_warn_always(always)
+    assert [str(each.message) for each in recwarn] == []
 
 
 def test_the_report_shows_what_kernels_touch_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
