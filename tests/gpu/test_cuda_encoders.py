@@ -48,6 +48,20 @@ def test_deberta_is_served_at_lengths_between_captured_ones(device: torch.device
         assert graphs.stats.replays >= 3
 
 
+def test_lengths_that_cannot_be_padded_get_graphs_of_their_own(device: torch.device) -> None:
+    config = transformers.ConvBertConfig(**tiny.BERT, embedding_size=64)
+    plain, model = (tiny.build(lambda: transformers.ConvBertModel(config), device) for _ in range(2))
+    with graph_encoder(model, lengths=[16, 32], capture_sizes=[4]) as graphs:
+        for turn in range(6):
+            for length in (10, 12, 27):
+                inputs = tokens(4, length, device, hide=bool(turn % 2))
+                found, expected = (one(**inputs).last_hidden_state for one in (model, plain))
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        assert not graphs.stats.failures
+        assert graphs.stats.eager[Reason.LENGTH_PADDING] == 3
+        assert graphs.stats.replays >= 4, graphs.report()
+
+
 def test_full_lengths_take_eagers_attention_kernels(device: torch.device) -> None:
     """A mask made in the capture would choose other, slower ones."""
 

@@ -81,7 +81,10 @@ class GraphedEncoder(GraphedModel):
             )
         if length > self._lengths[-1]:
             raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{length} tokens")
-        padded = self._lengths[bisect.bisect_left(self._lengths, length)]
+        values = tuple(sorted((name, repr(value)) for name, value in flags.items()))
+        rule = self._rules.get((tuple(inputs), False, values))
+        whole = rule is not None and rule.leaves_whole(length)
+        padded = length if whole else self._lengths[bisect.bisect_left(self._lengths, length)]
         mask = inputs.get("attention_mask")
         if mask is not None and mask.shape != (rows, length):  # not one of tokens
             mask = None
@@ -91,7 +94,7 @@ class GraphedEncoder(GraphedModel):
             del full["attention_mask"]
         elif padded == length:
             return self._step(**full, **flags)
-        key = (tuple(inputs), unmasked, tuple(sorted((name, repr(value)) for name, value in flags.items())))
+        key = (tuple(inputs), unmasked, values)
         rule = self._rules.get(key)
         if rule is None:
             outputs = forward(**given)
@@ -100,7 +103,7 @@ class GraphedEncoder(GraphedModel):
             self._rules[key] = rule
             self._keeps_masks |= unmasked and rule.refuses
             return outputs
-        rule.check()
+        rule.check(length)
         return rule.cut(self._step(**full, **flags), length)
 
 
@@ -115,9 +118,10 @@ def graph_encoder(
     """Run the encoder's calls through CUDA graphs from now on, one graph per padded batch size and length.
 
     Sequences are padded on the right with tokens that the attention mask hides, and outputs are cut to the real tokens.
-    The first padded call of a kind runs twice, unpadded and padded: if the results differ, such calls run eagerly. What
-    a model returns for tokens that the caller's own mask hides is not compared, and may differ. A batch of full lengths
-    runs without its mask where the model's own forward does.
+    The first padded call of a kind runs twice, unpadded and padded: if the results differ, such calls are not padded,
+    and a length gets graphs of its own when it comes again. What a model returns for tokens that the caller's own mask
+    hides is not compared, and may differ. A batch of full lengths runs without its mask where the model's own forward
+    does.
 
         with graph_encoder(model) as graphs:
             hidden = model(input_ids, attention_mask=mask).last_hidden_state

@@ -81,6 +81,7 @@ class LengthRule:
     def __init__(self, grown: list[tuple[int, int]], refusal: str = "", reason: Reason = Reason.LENGTH_PADDING) -> None:
         self._grown = grown
         self._refusal, self._reason = refusal, reason
+        self._refused: set[int] = set()  # lengths
 
     @classmethod
     def between(
@@ -117,13 +118,18 @@ class LengthRule:
         """True if such calls cannot be padded."""
         return bool(self._refusal)
 
-    def check(self) -> None:
-        """Refuse the call if padding would change its outputs.
+    def leaves_whole(self, length: int) -> bool:
+        """True if a call of this length was refused because padding changes its outputs: it is served as it is."""
+        return length in self._refused and self._reason is Reason.LENGTH_PADDING
+
+    def check(self, length: int) -> None:
+        """Refuse a call of this length if padding would change its outputs.
 
         Raises:
             CannotBind: padding changes them.
         """
         if self._refusal:
+            self._refused.add(length)
             raise CannotBind(self._reason, self._refusal)
 
     def cut(self, outputs: Any, length: int) -> Any:

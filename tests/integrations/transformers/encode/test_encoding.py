@@ -95,13 +95,16 @@ def test_a_batch_as_wide_as_the_model_is_not_cut_where_it_should_not_be(device: 
         assert graphs.stats.replays >= 2
 
 
-def test_a_model_that_counts_its_tokens_is_not_padded(device: torch.device) -> None:
-    class Counting(transformers.BertModel):
-        def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
-            outputs = super().forward(input_ids, attention_mask=attention_mask)
-            outputs.pooler_output = outputs.pooler_output + input_ids.shape[1]
-            return outputs
+class Counting(transformers.BertModel):
+    """Counts its tokens, padding included."""
 
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
+        outputs = super().forward(input_ids, attention_mask=attention_mask)
+        outputs.pooler_output = outputs.pooler_output + input_ids.shape[1]
+        return outputs
+
+
+def test_a_model_that_counts_its_tokens_is_not_padded(device: torch.device) -> None:
     plain, model = (tiny.build(lambda: Counting(transformers.BertConfig(**tiny.BERT)), device) for _ in range(2))
     with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.no_grad():
         for length in (10, 12, 14):
@@ -109,6 +112,21 @@ def test_a_model_that_counts_its_tokens_is_not_padded(device: torch.device) -> N
             assert_same(model(ids), plain(ids))
         assert graphs.stats.eager[Reason.LENGTH_PADDING] == 2
         assert graphs.stats.replays == 0
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_a_length_that_cannot_be_padded_gets_graphs_when_it_comes_again(hides: bool, device: torch.device) -> None:
+    plain, model = (tiny.build(lambda: Counting(transformers.BertConfig(**tiny.BERT)), device) for _ in range(2))
+    with graph_encoder(model, lengths=[16], capture_sizes=[4]) as graphs, torch.no_grad():
+        for number in range(18):
+            inputs = batch(4 - number % 2, (10, 12, 14)[number % 3], device)
+            del inputs["token_type_ids"]
+            if not hides:
+                inputs["attention_mask"].fill_(1)
+            assert_same(model(**inputs), plain(**inputs))
+        assert graphs.stats.eager[Reason.LENGTH_PADDING] == 3
+        assert graphs.stats.captures == 3
+        assert graphs.stats.replays >= 6
 
 
 def test_no_message_advises_a_setting_that_graph_encoder_does_not_have(
