@@ -12,6 +12,7 @@ from torch import Tensor
 from simplegraph.errors import HostError
 from simplegraph.graph.device import GraphDevice
 from simplegraph.graph.failures import BREAK, current_user_location
+from simplegraph.graph.launches import watch_launches
 from simplegraph.graph.operators import (
     OperatorMode,
     calls_eigensolver,
@@ -53,6 +54,7 @@ class MemoryObserver(OperatorMode):
         may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
         rounds_by_group: True if an operator multiplies rows in groups, whose sizes decide how it rounds.
         unseen: the kind of the device, if the capture recorded work of no operator, such as Triton's.
+        reads_anything: the same, if some of that work did not show which tensors it can touch.
         refused: why the run cannot be captured, if it uses an operator that a capture would break for good.
         left: storage key -> which eager break made that memory and did not return it.
         found: that break -> what the forward did with such memory nevertheless.
@@ -64,7 +66,7 @@ class MemoryObserver(OperatorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._last: tuple[int, int] | None = None
-        self.unseen = ""
+        self.unseen = self.reads_anything = ""
         self.external: dict[int, Tensor] = {}
         self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
@@ -141,16 +143,9 @@ class MemoryObserver(OperatorMode):
         own, inside, external = self._own, self._made_inside, self.external
         tensors = strided_tensors((*args, *kwargs.values()) if kwargs else args)
         given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
-        if self._follows:
-            self.given.update(given)
         if func is _LIFTED:  # Python data, which became a tensor before any operator saw it
             own.update(given)
-        if inside is None:
-            if self.left:
-                self.find(tensors, f"reads it ({func})")
-            for key, tensor in given.items():
-                if key not in own and key not in external:
-                    external[key] = tensor
+        self._note_given(given, func)
         for value in written_args(func, args, kwargs):
             self.written.update(key for key in map(storage_key, strided_tensors((value,))) if key not in own)
         if inside is None:
@@ -171,11 +166,45 @@ class MemoryObserver(OperatorMode):
                     inside.add(key)
         return defined(result)
 
-    def _look_for_unseen(self, device: GraphDevice) -> None:
-        """Note if more was recorded since the last operator, or since the segment began."""
-        now, last = device.recorded(), self._last
-        if now is not None and now[1] > (last[1] if last is not None and last[0] == now[0] else 0):
+    def _note_given(self, given: dict[int, Tensor], reader: Any) -> None:
+        """Note the tensors, by storage key, that something is passed."""
+        if self._follows:
+            self.given.update(given)
+        if self._made_inside is None:
+            if self.left:
+                self.find(list(given.values()), f"reads it ({reader})")
+            for key, tensor in given.items():
+                if key not in self._own and key not in self.external:
+                    self.external[key] = tensor
+
+    @contextlib.contextmanager
+    def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
+        """Surround a launch by Triton; see `watch_launches`. Which of the tensors it writes to is not known."""
+        device = self._device
+        if device is None or tensors is None:
+            yield
+            return
+        self._look_for_unseen(device)
+        self._note_given({storage_key(tensor): tensor for tensor in strided_tensors(tensors)}, "a kernel of Triton")
+        yield
+        if self._records_more(device):
             self.unseen = device.torch_device.type
+        self._last = device.recorded()
+
+    def _look_for_unseen(self, device: GraphDevice) -> None:
+        if self._records_more(device):
+            self.unseen = self.reads_anything = device.torch_device.type
+
+    def _records_more(self, device: GraphDevice) -> bool:
+        """True if more was recorded since the last operator, or since the segment began."""
+        now, last = device.recorded(), self._last
+        return now is not None and now[1] > (last[1] if last is not None and last[0] == now[0] else 0)
+
+    def __enter__(self) -> MemoryObserver:
+        if self._device is not None:
+            watch_launches()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]

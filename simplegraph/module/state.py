@@ -34,7 +34,7 @@ class MemoryRead:
 
     Attributes:
         keys: its storage keys.
-        unseen: the kind of device on which captures recorded work of no operator, which may read anything.
+        unseen: the kind of device on which captures recorded work that may read anything.
         elsewhere: by key, tensors that the module does not hold: of a closure, a global, a cache. They have no
             owner we know, so they are owned here. What the module holds is not: it may be replaced before any capture.
         values: CPU tensors whose values captures took, by their place in memory.
@@ -49,7 +49,7 @@ class MemoryRead:
         """Add what runs were seen to read; `inputs` are the keys of their inputs, `survey` is of their module."""
         held = {key for each in survey.tensors.values() for key in each.memory}
         for observer in observers:
-            self.unseen = self.unseen or observer.unseen
+            self.unseen = self.unseen or observer.reads_anything
             for key, tensor in (*observer.external.items(), *observer.passed.items()):
                 if key in inputs:
                     continue

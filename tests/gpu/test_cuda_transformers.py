@@ -200,6 +200,27 @@ def test_images_speech_and_lengths_by_replays(name: str) -> None:
             assert graphs.stats.replays == 4 * (TOKENS - 1) - sum(graphs.stats.eager.values()) > 2 * TOKENS
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_positions_that_each_prefill_stores_on_the_model_drop_no_graph(name: str, fused: bool) -> None:
+    make, batch_of = tiny_multimodal.MODELS[name]
+    plain, model = (tiny.build(make, CUDA) for _ in range(2))
+    kept, captures = [], 0
+    with graph_generation(model, max_batch_size=4, max_length=128, fused_kernels=fused) as graphs:
+        for turn, lengths in enumerate([[7, 4, 6], [5], [3, 8, 2, 9], [2, 2], [9, 1, 4]] * 2):
+            batch = batch_of(lengths, CUDA, turn)
+            churn()
+            found, expected = (one.generate(**batch, **GREEDY) for one in (model, plain))
+            assert torch.equal(found, expected)
+            kept.append(model.model.rope_deltas)
+            captures = graphs.stats.captures if turn < 5 else captures
+        assert ("fused operators by Triton" in str(graphs.report())) is fused
+        assert len({deltas.data_ptr() for deltas in kept}) == len(kept)
+        assert graphs.stats.recaptures == 0, graphs.report()
+        assert graphs.stats.captures == captures <= 3
+        assert graphs.stats.replays >= 9 * (TOKENS - 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_within_its_rounding(dtype: torch.dtype) -> None:
     plain, model = pair("llama", dtype)

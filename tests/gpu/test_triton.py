@@ -120,6 +120,19 @@ def test_an_attribute_that_only_a_kernel_of_triton_reads_is_watched_and_kept_ali
     assert model.graph_stats.replays >= 4
 
 
+def test_a_tensor_that_no_kernel_is_passed_may_be_replaced_after_every_call() -> None:
+    model = sg.wrap(Adds().eval(), capture_sizes=[4], progress=False)
+    kept = []
+    with torch.inference_mode():
+        for _ in range(8):
+            x = torch.randn(4, 32, device="cuda")
+            torch.testing.assert_close(model(x), x + model.table.view(4, 32))
+            model.last = torch.randn(4, device="cuda")
+            kept.append(model.last)
+    assert model.graph_stats.recaptures == 0
+    assert model.graph_stats.replays >= 4
+
+
 def test_attributes_that_nothing_reads_may_change_where_all_kernels_are_torchs() -> None:
     model = sg.wrap(nn.Sequential(nn.Linear(64, 64), nn.GELU()).to("cuda").eval(), capture_sizes=[4], progress=False)
     with torch.inference_mode():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from unseen_kernel import launch
+from unseen_kernel import JITFunction, launch, stand_in_triton
 
 import simplegraph as sg
 from simplegraph import Reason
@@ -151,3 +153,98 @@ def test_attributes_are_watched_only_where_such_a_kernel_runs() -> None:
         torch.testing.assert_close(model(x), x * 2)
     assert model.graph_stats.recaptures == 0
     assert model.graph_stats.replays >= 3
+
+
+class Remembers(nn.Module):
+    """Adds a table by a kernel of Triton, and remembers its last answer, which no kernel reads.
+
+    Args:
+        kernels: Triton's class of kernels.
+        given: what else the kernel is passed.
+        more: what runs beside it.
+    """
+
+    def __init__(self, kernels: type[JITFunction], given: Any = None, more: Any = None) -> None:
+        super().__init__()
+        self.kernel, self.given, self.more = kernels(lambda y, table, *_: y.add_(table)), given, more
+        self.table, self.last = torch.randn(WIDTH), torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        self.kernel.run(y, self.table, self.given, grid=(4,), BLOCK=16)
+        if self.more is not None:
+            self.more(y)
+        return y
+
+
+def serve_remembering(model: Any) -> None:
+    x = torch.randn(4, WIDTH)
+    for _ in range(6):
+        found = model(x)
+        torch.testing.assert_close(found, x + model.table)
+        model.last = found
+
+
+def test_a_tensor_that_no_kernel_is_passed_may_be_replaced_after_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped(Remembers(stand_in_triton(monkeypatch), torch.zeros(2)), verify=0)
+    serve_remembering(model)
+    assert model.graph_stats.recaptures == 0
+    before = model.graph_stats.replays
+    assert before >= 4
+    model.table = torch.randn(WIDTH)  # which only the kernel is passed
+    gc.collect()
+    churned = [torch.full((WIDTH,), float("nan")) for _ in range(50)]
+    serve_remembering(model)
+    assert model.graph_stats.recaptures == 1
+    assert model.graph_stats.replays >= before + 4
+    del churned
+
+
+# What a kernel may be passed an address by, beside its tensors.
+ADDRESSES = {
+    "table of addresses": torch.zeros(2, dtype=torch.int64),
+    "bytes of a descriptor": torch.zeros(128, dtype=torch.uint8),
+    "a number": 0x7F00_0000_0000,
+    "an object": types.SimpleNamespace(base=None),
+}
+
+
+@pytest.mark.parametrize("given", ADDRESSES)
+def test_a_kernel_that_may_be_passed_an_address_may_read_every_tensor(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrapped(Remembers(stand_in_triton(monkeypatch), ADDRESSES[given]), verify=0)
+    serve_remembering(model)
+    assert model.graph_stats.recaptures >= 1
+    ours = stand_in_triton(monkeypatch)
+    monkeypatch.setattr(ours, "__init__", functools.partialmethod(JITFunction.__init__, module="simplegraph.fused"))
+    model = wrapped(Remembers(ours, ADDRESSES[given]), verify=0)
+    serve_remembering(model)
+    assert model.graph_stats.recaptures == 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_kernel_beside_those_of_triton_may_read_every_tensor(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def more(y: Tensor) -> None:
+        y.mul_(1) if first else None
+        launch(lambda y: y.add_(0), y)
+        None if first else y.mul_(1)
+
+    model = wrapped(Remembers(stand_in_triton(monkeypatch), more=more), verify=0)
+    serve_remembering(model)
+    assert model.graph_stats.recaptures >= 1
+
+
+def test_an_input_that_only_a_kernel_of_triton_writes_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = stand_in_triton(monkeypatch)
+
+    class WritesByTriton(nn.Module):
+        def forward(self, x: Tensor, counter: Tensor) -> Tensor:
+            y = x * 2
+            kernels(lambda counter, x: counter.add_(1).add_(x[:, :1])).run(counter, x, grid=(1,))
+            return y + counter
+
+    model = wrapped(WritesByTriton(), verify=0, batch_dims={"x": 0, "counter": 0})
+    serve(model, [4] * 6)
+    serve(model, [3, 2, 3, 2, 3])
+    assert model.graph_stats.replays >= 5, reasons(model)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from simplegraph.graph.emulator import emulator
@@ -21,3 +24,25 @@ def launch(kernel: Callable[..., Any], *tensors: Tensor) -> None:
         return
     with outside_modes():
         kernel(*tensors)
+
+
+class JITFunction:
+    """Stands in for Triton's class of that name: its kernels take no values but tensors.
+
+    Attributes:
+        module: where the kernel is written.
+    """
+
+    def __init__(self, kernel: Callable[..., Any], module: str = "__main__") -> None:
+        self.kernel, self.module = kernel, module
+
+    def run(self, *args: Any, grid: Any = None, **kwargs: Any) -> None:
+        launch(self.kernel, *(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)))
+
+
+def stand_in_triton(monkeypatch: pytest.MonkeyPatch) -> type[JITFunction]:
+    """Make `JITFunction` stand where Triton's class is when it is loaded; return the class for kernels of one test."""
+    kind: Any = type("JITFunction", (JITFunction,), {"run": JITFunction.run})
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", ModuleType("triton.runtime.jit"))
+    monkeypatch.setattr(sys.modules["triton.runtime.jit"], "JITFunction", kind, raising=False)
+    return kind  # type: ignore[no-any-return]

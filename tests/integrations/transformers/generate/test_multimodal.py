@@ -14,6 +14,9 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import tiny_models as tiny  # noqa: E402
 import tiny_multimodal  # noqa: E402
 from tiny_generation import GREEDY, TOKENS, graphed  # noqa: E402
+from unseen_kernel import stand_in_triton  # noqa: E402
+
+from simplegraph.fused.operators import Operators  # noqa: E402
 
 # Models whose `generate` calls that of a part, which is the one to be given graphs.
 PARTS = {"blip": "text_decoder", "blip2": "language_model"}
@@ -55,6 +58,48 @@ def test_an_image_s_positions_are_those_of_its_own_row(device: torch.device) -> 
         for batch in (mixed, text, mixed):
             assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
         assert graphs.stats.replays > 2 * TOKENS
+
+
+@pytest.fixture
+def norms_by_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute norms of captured steps as on a GPU: by kernels that no operator mode sees."""
+    if device.type == "cuda":
+        return
+    by_torch = Operators.rms_norm
+
+    def rms_norm(self: Operators, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Any:
+        def kernel(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+            out.copy_(by_torch(self, x, weight, eps, offset))
+
+        out = torch.empty_like(x)
+        kernels(kernel, module="simplegraph.fused.row_kernels").run(out, x, weight, eps, grid=(1,))
+        return out
+
+    kernels = stand_in_triton(monkeypatch)
+    monkeypatch.setattr(Operators, "rms_norm", rms_norm)
+
+
+@pytest.mark.usefixtures("norms_by_triton")
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_positions_that_each_prefill_stores_on_the_model_drop_no_graph(
+    name: str, beams: int, device: torch.device
+) -> None:
+    make, batch_of = tiny_multimodal.MODELS[name]
+    plain, model = (tiny.build(make, device) for _ in range(2))
+    kept = []  # so that a later tensor has another address
+    batches = [
+        batch_of(lengths, device, seed) for seed, lengths in enumerate(([7, 4, 6], [5, 1], [3, 8, 2, 9], [2, 2]))
+    ]
+    with graphed(model, max_batch_size=4 * beams, capture_sizes=[4 * beams]) as graphs:
+        for batch in (*batches, tiny.prompts([9, 3], device), *batches):
+            found, expected = (one.generate(**batch, **GREEDY, num_beams=beams) for one in (model, plain))
+            assert torch.equal(found, expected)
+            kept.append(model.model.rope_deltas)
+        assert len({deltas.data_ptr() for deltas in kept}) > 1
+        assert graphs.stats.captures == 2  # with and without images
+        assert graphs.stats.recaptures == 0
+        assert graphs.stats.replays == 9 * (TOKENS - 1) - sum(graphs.stats.eager.values()) > 8 * (TOKENS - 1)
 
 
 @pytest.mark.parametrize("name", ["speech2text", "moonshine"])
