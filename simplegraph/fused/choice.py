@@ -252,7 +252,8 @@ def _write_pages(operators: Operators, numbers: _Numbers, elements: int, layout:
 _KERNELS: Mapping[str, str] = {
     **dict.fromkeys(("rms_norm", "add_rms_norm", "add_layer_norm"), "norm"),
     **dict.fromkeys(("group_norm", "activated_group_norm"), "group_norm"),
-    **{name: name for name in ("adapt", "finish", "excite", "gated", "rotate", "rotate_and_write", "write_pages")},
+    **{name: name for name in ("adapt", "linears", "attend", "finish", "excite", "gated")},
+    **{name: name for name in ("rotate", "rotate_and_write", "write_pages")},
 }
 _compiled: set[tuple[torch.device, torch.dtype, KernelTrial]] = set()
 
