@@ -35,6 +35,10 @@ if importlib.util.find_spec("hypothesis"):  # optional here
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") and os.environ.get("SIMPLEGRAPH_TESTS_SPREAD"):
+        # One GPU for each worker, in turn, of those that are named.
+        named = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = named[int(config.workerinput["workerid"][2:]) % len(named)]
     if not torch.cuda.is_available():
         # Operators are small here: more threads only wait for each other, busily, and longest where cores are shared.
         torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 # Everything that needs a GPU, in one go: the tests, those of the whole GPU's memory by themselves, a stress test, torch's own
 # databases of operators, verdicts on captures, and random programs. What may run beside each other does, on all GPUs of the machine.
 # Usage: tests/gpu/run_all.sh FOLDER [pytest options]; logs go there, and a line for each part as it ends.
+# PARTS="tests distributed alone" runs these alone.
 set -uo pipefail
 out=$(mkdir -p "${1:?usage: tests/gpu/run_all.sh FOLDER [pytest options]}" && cd "$1" && pwd)
 shift
@@ -12,7 +13,8 @@ gpus=$(nvidia-smi --list-gpus | wc -l)
 cores=$(nproc)
 # A worker's process takes 1 GiB for its context and libraries, and some tests take up to 10 more.
 gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | awk 'NR == 1 { print int($1 / 1024) }')
-most=$((gib / 6 < 24 ? gib / 6 : 24))
+most=$((gpus * (gib / 6 < 24 ? gib / 6 : 24)))
+every=$(seq -s, 0 $((gpus - 1)))
 workers=${WORKERS:-$((cores * 3 / 4 < most ? cores * 3 / 4 : most))}
 tests=("$python" -m pytest -q -p no:cacheprovider)
 
@@ -20,6 +22,7 @@ tests=("$python" -m pytest -q -p no:cacheprovider)
 part() {
     local name=$1 gpu=$(($2 % gpus)) limit=$3
     shift 3
+    [[ -z ${PARTS:-} || " $PARTS " == *" ${name%_*} "* ]] || return 0
     CUDA_VISIBLE_DEVICES=${GPUS:-$gpu} timeout -s INT "$limit" "$@" >"$out/$name.log" 2>&1
     local status=$?
     printf '%5d s  %-14s status %d  %s\n' "$SECONDS" "$name" "$status" "$(tail -n 1 "$out/$name.log")"
@@ -30,7 +33,7 @@ part() {
 }
 
 rm -f "$out/failed" "$out/parity.json"
-part tests 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu -n "$workers" --ignore tests/gpu/test_cuda_distributed.py -m "not alone" "$@" &
+SIMPLEGRAPH_TESTS_SPREAD=1 GPUS=$every part tests 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu -n "$workers" --ignore tests/gpu/test_cuda_distributed.py -m "not alone" "$@" &
 if ((gpus > 1)); then
     GPUS=0,1 part distributed 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu/test_cuda_distributed.py -n 4 "$@" &
 fi
