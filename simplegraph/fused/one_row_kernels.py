@@ -77,16 +77,24 @@ def _linear(  # type: ignore[no-untyped-def]
 ):
     """Compute some outputs in each program: of the first layer, then of the second and the third."""
     index = tl.program_id(0)
-    first = tl.cdiv(outputs, ROWS)
-    second = first + tl.cdiv(outputs_1, ROWS)
-    if COUNT == 1 or index < first:
+    if COUNT == 1:
         _multiply(x_ptr, weight_ptr, bias_ptr, out_ptr, index, outputs, weight_row, BIASED, INPUTS, ROWS, BLOCK)
-    elif COUNT == 2 or index < second:
-        index -= first
-        _multiply(x_ptr, weight_ptr_1, bias_ptr_1, out_ptr_1, index, outputs_1, weight_row, BIASED, INPUTS, ROWS, BLOCK)
     else:
-        index -= second
-        _multiply(x_ptr, weight_ptr_2, bias_ptr_2, out_ptr_2, index, outputs_2, weight_row, BIASED, INPUTS, ROWS, BLOCK)
+        first, second = tl.cdiv(outputs, ROWS), tl.cdiv(outputs_1, ROWS)
+        if index < first:
+            _multiply(x_ptr, weight_ptr, bias_ptr, out_ptr, index, outputs, weight_row, BIASED, INPUTS, ROWS, BLOCK)
+        elif index < first + second:
+            place = index - first
+            _multiply(
+                *(x_ptr, weight_ptr_1, bias_ptr_1, out_ptr_1, place, outputs_1, weight_row),
+                *(BIASED, INPUTS, ROWS, BLOCK),
+            )
+        else:
+            place = index - first - second
+            _multiply(
+                *(x_ptr, weight_ptr_2, bias_ptr_2, out_ptr_2, place, outputs_2, weight_row),
+                *(BIASED, INPUTS, ROWS, BLOCK),
+            )
 
 
 def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
