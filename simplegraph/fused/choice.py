@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.fused.operators import DTYPES, Adapted, Grouped, KernelTrial, Operators
+from simplegraph.graph.cuda.first_use import without_collections
 from simplegraph.graph.cuda.triton_start import build_driver, read_compiler, triton_starts
 
 _log = logging.getLogger("simplegraph")
@@ -30,8 +31,9 @@ def operators_for(device: torch.device, dtype: torch.dtype, trials: Collection[K
     if dtype not in DTYPES or not triton_runs(device):
         return Operators()
     trials = list(dict.fromkeys(trials))
-    _compile(device, dtype, trials)
-    correct = all(_problem(device, dtype, trial) is None for trial in trials)
+    with without_collections():
+        _compile(device, dtype, trials)
+        correct = all(_problem(device, dtype, trial) is None for trial in trials)
     return _triton() if correct else Operators()
 
 
@@ -213,6 +215,12 @@ def _pointwise(operators: Operators, numbers: _Numbers, kind: str) -> Sequence[T
     return [operators.pointwise(x, numbers(32, 16, 1, 1, phase=1) / 16, numbers(32, phase=2), kind)]
 
 
+def _depthwise(operators: Operators, numbers: _Numbers, size: int) -> Sequence[Tensor]:
+    x = numbers(2, 16, size + 1, size).contiguous(memory_format=torch.channels_last)
+    weight, bias = numbers(size, size, 1, 16, phase=1).permute(3, 2, 0, 1) / size**2, numbers(16, phase=2)
+    return [operators.depthwise(x, weight, bias, stride, size // 2, kind) for stride, kind in ((1, "silu"), (2, ""))]
+
+
 def _excite(operators: Operators, numbers: _Numbers, channels: int, squeezed: int, kind: str) -> Sequence[Tensor]:
     narrow = numbers(squeezed, channels, phase=1) / channels, numbers(squeezed, phase=2)
     wide = numbers(channels, squeezed, phase=3), numbers(channels, phase=4)
@@ -252,7 +260,7 @@ def _write_pages(operators: Operators, numbers: _Numbers, elements: int, layout:
 _KERNELS: Mapping[str, str] = {
     **dict.fromkeys(("rms_norm", "add_rms_norm", "add_layer_norm"), "norm"),
     **dict.fromkeys(("group_norm", "activated_group_norm"), "group_norm"),
-    **{name: name for name in ("adapt", "linears", "attend", "finish", "excite", "gated")},
+    **{name: name for name in ("adapt", "linears", "attend", "finish", "depthwise", "excite", "gated")},
     **{name: name for name in ("rotate", "rotate_and_write", "write_pages")},
 }
 _compiled: set[tuple[torch.device, torch.dtype, KernelTrial]] = set()
@@ -270,6 +278,7 @@ _TRIALS: Mapping[str, tuple[Callable[..., Sequence[Tensor]], bool, str]] = {
     "linear_gelu": (_linear_gelu, False, "the activation's results differ from torch's"),
     "finish": (_finish, False, "a biased and activated image differs from torch's"),
     "pointwise": (_pointwise, False, "a convolution of pixels differs from torch's"),
+    "depthwise": (_depthwise, False, "a depthwise convolution differs from torch's"),
     "excite": (_excite, False, "the factors of channels differ from torch's"),
     "gated": (_gated, False, "the gated activation's results differ from torch's"),
     "rotate": (_rotate, True, "the rotary embedding's products are not rounded as torch's are"),

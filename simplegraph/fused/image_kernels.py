@@ -1,4 +1,4 @@
-"""Triton kernels of images in channels_last: what follows a convolution, and squeeze and excitation.
+"""Triton kernels of images in channels_last: depthwise convolutions, what follows others, squeeze and excitation.
 
 Imported only if Triton is installed.
 """
@@ -11,34 +11,44 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_SQUEEZED = 128  # channels
+MAX_WINDOW = 7  # pixels a side, of depthwise convolutions
 _BLOCK = 1024
+_PIXELS, _CHANNELS = 32, 32  # of a depthwise convolution that a program holds
+_KINDS = ("", "relu", "silu")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
+def _activate(x, kind):  # type: ignore[no-untyped-def]
+    """Compute an activation of float32 numbers, by its place in `_KINDS`."""
+    if kind == 1:
+        x = tl.where(x < 0.0, 0.0, x)  # keeps NaN
+    if kind == 2:
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+# What is added and the activation are arguments, so that one variant serves every convolution of a model.
+@triton.jit(do_not_specialize=["kind", "biased", "added"])  # type: ignore[untyped-decorator]
 def _finish(  # type: ignore[no-untyped-def]
     x_ptr,
     bias_ptr,
     residual_ptr,
     channels,
     count,
-    KIND: tl.constexpr,
-    BIASED: tl.constexpr,
-    ADDED: tl.constexpr,
+    kind,
+    biased,
+    added,
     BLOCK: tl.constexpr,
 ):
     """Add a bias and a residual and activate, in place and rounded once."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
-    if BIASED:
+    if biased:
         x += tl.load(bias_ptr + place % channels, inside, 0.0).to(tl.float32)
-    if ADDED:
+    if added:
         x += tl.load(residual_ptr + place, inside, 0.0).to(tl.float32)
-    if KIND == "relu":
-        x = tl.where(x < 0.0, 0.0, x)  # keeps NaN
-    if KIND == "silu":
-        x = x / (1.0 + tl.exp(-x))
-    tl.store(x_ptr + place, x.to(x_ptr.dtype.element_ty), inside)
+    tl.store(x_ptr + place, _activate(x, kind).to(x_ptr.dtype.element_ty), inside)
 
 
 def finish(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
@@ -58,13 +68,89 @@ def finish(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -
             x if residual is None else residual,
             x.shape[1],
             x.numel(),
-            KIND=kind,
-            BIASED=bias is not None,
-            ADDED=residual is not None,
+            _KINDS.index(kind),
+            int(bias is not None),
+            int(residual is not None),
             BLOCK=_BLOCK,
             num_warps=4,
         )
     return x
+
+
+# Sizes are arguments, so that one variant serves all depthwise convolutions of a model that have one size of kernel.
+@triton.jit(do_not_specialize=list(range(5, 13)))  # type: ignore[untyped-decorator]
+def _depthwise(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    count,
+    stride,
+    padding,
+    kind,
+    SIZE: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Sum the products of some pixels and channels, add a bias and activate, rounded once."""
+    place = (tl.program_id(0) * PIXELS + tl.arange(0, PIXELS))[:, None]
+    # Of all pixels: so the weights of a channel are read by the threads that use them.
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :] + tl.zeros((PIXELS, 1), tl.int32)
+    known = channel < channels
+    image, pixel = place // (out_height * out_width), place % (out_height * out_width)
+    top, left = pixel // out_width * stride - padding, pixel % out_width * stride - padding
+    first = x_ptr + ((image * height + top) * width + left) * channels + channel
+    weight = weight_ptr + channel
+    total = tl.zeros((PIXELS, CHANNELS), tl.float32)
+    for down in range(SIZE):
+        row = top + down
+        there = known & (place < count) & (row >= 0) & (row < height)
+        for right in tl.static_range(SIZE):
+            column = left + right
+            x = tl.load(first + right * channels, there & (column >= 0) & (column < width), 0.0).to(tl.float32)
+            total += x * tl.load(weight + right * channels, known, 0.0).to(tl.float32)
+        first += width * channels
+        weight += SIZE * channels
+    total += tl.load(bias_ptr + channel, known, 0.0).to(tl.float32)
+    written = known & (place < count)
+    tl.store(out_ptr + place * channels + channel, _activate(total, kind).to(out_ptr.dtype.element_ty), written)
+
+
+def depthwise(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int, kind: str) -> Tensor:
+    """Compute the activation of a depthwise convolution, in float32 and rounded once.
+
+    Args:
+        x: (images, channels, height, width), contiguous in channels_last, fewer than 2**31 elements; float32, bfloat16
+            or float16.
+        weight: (channels, 1, size, size), in memory (size, size, channels); size at most `MAX_WINDOW`.
+        bias: (channels,), the dtype of `x`.
+        stride: between the windows of neighbouring pixels.
+        padding: zeros on each side.
+        kind: "relu", "silu", or "" for no activation.
+
+    Returns:
+        As `x`, in channels_last.
+    """
+    images, channels, height, width = x.shape
+    size = weight.shape[2]
+    out_height, out_width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
+    out = torch.empty(images, out_height, out_width, channels, dtype=x.dtype, device=x.device).permute(0, 3, 1, 2)
+    count = images * out_height * out_width
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        _depthwise[(triton.cdiv(count, _PIXELS), triton.cdiv(channels, _CHANNELS))](
+            *(x, weight, bias, out, channels, height, width, out_height, out_width),
+            *(count, stride, padding, _KINDS.index(kind)),
+            SIZE=size,
+            PIXELS=_PIXELS,
+            CHANNELS=_CHANNELS,
+            num_warps=4,
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["squeezed"])  # type: ignore[untyped-decorator]

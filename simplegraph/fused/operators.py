@@ -188,6 +188,19 @@ class Operators:
         seen = bias if mask is None else mask
         return F.scaled_dot_product_attention(q, keys, values, seen, scale=scale).transpose(1, 2)
 
+    def depthwise(self, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int, kind: str) -> Tensor:
+        """Return the activation of a depthwise convolution.
+
+        Args:
+            x: (images, channels, height, width).
+            weight: (channels, 1, size, size).
+            bias: (channels,).
+            stride: between the windows of neighbouring pixels.
+            padding: zeros on each side.
+            kind: a name in `FINISHES`.
+        """
+        return self.finish(F.conv2d(x, weight, None, stride, padding, 1, len(weight)), bias, None, kind)
+
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the GELU, approximated by tanh, of a linear layer.
 

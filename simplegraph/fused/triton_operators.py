@@ -132,6 +132,17 @@ class TritonOperators(Operators):
             return super().attend(q, k, v, mask, bias, scale)
         return self._one_row.attend(q, k, v, mask, bias, scale)  # type: ignore[no-any-return]
 
+    def depthwise(self, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int, kind: str) -> Tensor:
+        size, channels = weight.shape[2], x.shape[1]
+        fits = x.is_contiguous(memory_format=torch.channels_last) and bias.is_contiguous()
+        fits = fits and weight.shape == (channels, 1, size, size) and size <= self._images.MAX_WINDOW
+        # So the result has at most the elements of the images.
+        fits = fits and 2 * padding < size <= min(x.shape[2:]) + 2 * padding
+        fits = fits and weight.permute(2, 3, 1, 0).is_contiguous()
+        if not fits or x.numel() >= 2**31 - 2**16 or not self._takes(x, weight, bias):
+            return super().depthwise(x, weight, bias, stride, padding, kind)
+        return self._images.depthwise(x, weight, bias, stride, padding, kind)  # type: ignore[no-any-return]
+
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if bias is None or not self._ends_products(x, weight, bias):
             return super().linear_gelu(x, weight, bias)

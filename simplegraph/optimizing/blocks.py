@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.layers.classes import is_pointwise
+from simplegraph.fused.layers.classes import is_depthwise, is_pointwise
 from simplegraph.fused.layers.written import hooked, plain_class
 from simplegraph.fused.operators import KernelTrial, Operators
 from simplegraph.optimizing.table import full_name, is_sequential, runs_own_forward
@@ -65,6 +65,8 @@ class BlockRun:
         weight, bias, _ = fold.weights
         if residual is None and is_pointwise(fold.layer):
             return self._operators.pointwise(x, weight, bias, kind)
+        if residual is None and is_depthwise(fold.layer):
+            return self._operators.depthwise(x, weight, bias, fold.layer.stride[0], fold.layer.padding[0], kind)
         return self._operators.finish(fold.layer._conv_forward(x, weight, None), bias, residual, kind)
 
     def _sequence(self, block: nn.Module, x: Any) -> Any:
@@ -163,4 +165,7 @@ def block_trials(root: nn.Module, blocks: Collection[nn.Module]) -> list[KernelT
     known = (_BLOCKS.get(full_name(each), (None, None)) for each in blocks)
     sums = dict.fromkeys(kind for _, kind in known if kind is not None)
     trials = [KernelTrial("finish", (kind, added)) for added, some in enumerate((kinds, sums)) for kind in some]
+    convolutions = (each for each in root.modules() if isinstance(each, nn.Conv2d))
+    windows = dict.fromkeys(each.kernel_size[0] for each in convolutions if is_depthwise(each))
+    trials += [KernelTrial("depthwise", (size,)) for size in windows]
     return [*trials, *(KernelTrial("pointwise", (kind,)) for kind in kinds)]

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from simplegraph.fused.choice import triton_runs
+from simplegraph.fused.layers.classes import is_depthwise
 from simplegraph.fused.layers.written import hooked, plain_class
 from simplegraph.graph.modes import outside_modes
 from simplegraph.graph.select import graph_device
@@ -115,8 +117,11 @@ class Fold:
         """Take the part of a flat tensor from element `at` on for its weights."""
         shape, dtype = self.layer.weight.shape, self.layer.weight.dtype
         flat = memory[at : at + shape.numel()]
-        if self.channels_last:
-            out, channels, height, width = shape
+        out, channels, *window = shape
+        if self.channels_last and is_depthwise(self.layer) and triton_runs(memory.device):
+            weight = flat.view(*window, channels, out).permute(3, 2, 0, 1)  # as its kernel reads it
+        elif self.channels_last:
+            height, width = window
             weight = flat.view(out, height, width, channels).permute(0, 3, 1, 2)
         else:
             weight = flat.view(shape)

@@ -27,6 +27,7 @@ TRIALS = {
     "activated_group_norm": (16, 4),
     "adapt": (64, "gate", "residual", "scale", "shift"),
     "finish": ("silu", 1),
+    "depthwise": (3,),
     "excite": (32, 8, "relu"),
     "linears": (100, 3, 1),
     "attend": (2, 16, 1),
@@ -40,7 +41,7 @@ TRIALS = {
 class Kernels:
     """Stands in for Triton's kernels, by torch's operators."""
 
-    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = MAX_ELEMENTS = 64
+    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = MAX_WINDOW = MAX_ELEMENTS = 64
     MOST_TOGETHER = 3
     torch = Operators()
 
@@ -68,6 +69,9 @@ class Kernels:
 
     def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
         return self.torch.finish(x, bias, residual, kind)
+
+    def depthwise(self, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int, kind: str) -> Tensor:
+        return self.torch.depthwise(x, weight, bias, stride, padding, kind)
 
     def excite(self, means: Tensor, narrow: Any, wide: Any, kind: str) -> Tensor:
         return self.torch.excite(means, narrow, wide, kind)
@@ -114,6 +118,9 @@ class WrongKernels(Kernels):
     def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
         return super().finish(x, bias, None, kind)
 
+    def depthwise(self, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int, kind: str) -> Tensor:
+        return super().depthwise(x, weight.flip(2), bias, stride, padding, kind)
+
     def excite(self, means: Tensor, narrow: Any, wide: Any, kind: str) -> Tensor:
         return super().excite(means, narrow, (wide[0], -wide[1]), kind)
 
@@ -132,7 +139,7 @@ class WrongKernels(Kernels):
 
 
 class Uncompiled:
-    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = MAX_ELEMENTS = 64
+    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = MAX_WINDOW = MAX_ELEMENTS = 64
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("Failed to find C compiler")

@@ -241,6 +241,36 @@ def test_a_convolution_of_pixels(
 
 
 @every
+@pytest.mark.parametrize("kind", FINISHES)
+@pytest.mark.parametrize(("size", "stride", "padding"), [(3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 2, 0), (2, 2, 1)])
+@pytest.mark.parametrize("shape", [(1, 40, 6, 5), (3, 16, 7, 9)])
+@pytest.mark.parametrize("by_window", [True, False])
+def test_a_depthwise_convolution(
+    make: Callable[[], Operators],
+    dtype: torch.dtype,
+    kind: str,
+    size: int,
+    stride: int,
+    padding: int,
+    shape: tuple[int, ...],
+    by_window: bool,
+    device: torch.device,
+) -> None:
+    x = numbers(*shape, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
+    weight = numbers(size, size, 1, shape[1], dtype=dtype, device=device, scale=1 / size).permute(3, 2, 0, 1)
+    weight = weight if by_window else weight.contiguous()
+    bias = numbers(shape[1], dtype=dtype, device=device)
+    found = make().depthwise(x, weight, bias, stride, padding, kind)
+    exact = Operators().depthwise(x.double(), weight.double(), bias.double(), stride, padding, kind)
+    if by_window and 2 * padding < size:  # else torch convolves, and rounds in between
+        check(found, exact, Operators().depthwise(x, weight, bias, stride, padding, kind), kernels=False)
+    torch.testing.assert_close(found, exact.to(dtype), rtol=0.02, atol=0.02)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    unknown = torch.full_like(x, torch.nan)
+    assert torch.isnan(make().depthwise(unknown, weight, bias, stride, padding, kind)[:, :, 1:-1, 1:-1]).all()
+
+
+@every
 @pytest.mark.parametrize("kind", ["relu", "silu"])
 @pytest.mark.parametrize(("channels", "squeezed"), [(96, 4), (1152, 48), (100, 10)])
 @pytest.mark.parametrize("images", [1, 3])

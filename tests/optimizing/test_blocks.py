@@ -137,14 +137,38 @@ def test_blocks_of_torchvision_are_known(name, kernels):
     assert [type(each) for each in module.modules()] == before
 
 
+@pytest.mark.parametrize("by_window", [True, False])
+def test_depthwise_weights_lie_as_the_kernel_that_runs_reads_them(by_window, kernels, monkeypatch):
+    strides = []
+
+    def depthwise(x, weight, *rest):
+        strides.append(weight.permute(2, 3, 1, 0).is_contiguous())
+        return Operators.depthwise(kernels, x, weight, *rest)
+
+    monkeypatch.setattr("simplegraph.optimizing.folded.triton_runs", lambda device: by_window)
+    monkeypatch.setattr(kernels, "depthwise", depthwise, raising=False)
+    module, x = stack(), torch.randn(SHAPE)
+    expected = module(x)
+    handle = sg.optimize(module)
+    close(module(x), expected)
+    module[3].weight.mul_(-0.5)  # folded again, into the same memory
+    found = module(x)
+    assert strides == [by_window] * 2
+    handle.remove()
+    close(found, module(x))
+    assert not torch.allclose(found, expected)
+
+
 def test_only_kernels_that_will_run_are_tried(monkeypatch):
     tried = []
     monkeypatch.setattr(
         "simplegraph.optimizing.optimize.operators_of", lambda *args: tried.append(args[3:]) or Kernels()
     )
     sg.optimize(stack())
-    finished = [trial.sizes for trial in tried.pop() if trial.operator == "finish"]
+    trials = tried.pop()
+    finished = [trial.sizes for trial in trials if trial.operator == "finish"]
     assert finished == [("", 0), ("relu", 0), ("silu", 0)]
+    assert [trial.sizes for trial in trials if trial.operator == "depthwise"] == [(3,)]
     sg.optimize(vision("resnet18"))
     finished = [trial.sizes for trial in tried.pop() if trial.operator == "finish"]
     assert finished == [("", 0), ("relu", 0), ("relu", 1)]

@@ -16,7 +16,7 @@ from bench.optimized.shapes import MODELS
 from simplegraph.fused.operators import Operators
 from simplegraph.optimizing.table import REWRITES
 
-COUNTED = ("group_norm", "adapt", "linear_gelu", "pointwise", "finish", "excite", "gated")
+COUNTED = ("group_norm", "adapt", "linear_gelu", "pointwise", "depthwise", "finish", "excite", "gated")
 
 
 class Counted(Operators):
@@ -56,7 +56,7 @@ EXPECTED = {
     ),
     "convnext": ({"adapt": 2}, {"image_block": 2}),
     "efficientnet": (
-        {"excite": 16, "finish": 49, "pointwise": 23},
+        {"excite": 16, "finish": 49, "pointwise": 23, "depthwise": 16},
         {"image_block": 16, "batch_norm": 49, "epilogue": 49 + 16},
     ),
 }

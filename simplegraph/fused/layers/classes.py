@@ -62,3 +62,12 @@ def is_pointwise(convolution: Any) -> bool:
     """True for a 2-d convolution that is a linear layer of each pixel."""
     sizes = {*convolution.kernel_size, *convolution.stride, convolution.groups}
     return sizes == {1} and convolution.padding == (0, 0)
+
+
+def is_depthwise(convolution: Any) -> bool:
+    """True for a 2-d convolution of each channel by itself, by square windows, strides and zeros around the image."""
+    channels = {convolution.in_channels, convolution.out_channels, convolution.groups}
+    if len(channels) != 1 or convolution.padding_mode != "zeros" or isinstance(convolution.padding, str):
+        return False
+    squares = (convolution.kernel_size, convolution.stride, convolution.padding, convolution.dilation)
+    return all(len({*each}) == 1 for each in squares) and convolution.dilation[0] == 1

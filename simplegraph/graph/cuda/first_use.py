@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from simplegraph.errors import ConfigError
@@ -79,15 +79,12 @@ class Preload:
         _running.add(self)
         if self.done:  # before it was added
             _running.discard(self)
-        collects = gc.isenabled()
-        gc.disable()  # a tenth of the import: it makes a million objects, and hardly any garbage
         try:
-            import torch  # noqa: F401  # in this thread, so that no two threads import it
+            with without_collections():
+                import torch  # noqa: F401  # in this thread, so that no two threads import it
 
-            self._mark("torch")
+                self._mark("torch")
         finally:
-            if collects:
-                gc.enable()
             self._imported.set()
 
     @property
@@ -161,6 +158,21 @@ class Preload:
             torch.nn.functional.linear(ones, ones, ones[0])
             torch.cuda.synchronize()
         return True
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect no garbage meanwhile: imports and Triton's compiler make many objects, and hardly any garbage.
+
+    That is a tenth of the import of torch. Beside it, one collection takes as long as the compilation of a kernel.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def wait_for_preloads() -> None:
