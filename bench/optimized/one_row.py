@@ -100,7 +100,8 @@ def run_row(
     """Measure arms on one model, one after the other from a first call on, then in turn.
 
     Eager comes first, so that what CUDA and its libraries load at their first use is in no other arm's first call.
-    Compile caches, Triton's included, are empty.
+    Processes that run side by side make first calls in turn: a compiler takes all cores. Compile caches, Triton's
+    included, are empty.
 
     Raises:
         RuntimeError: an arm of ours never replayed.
@@ -117,7 +118,9 @@ def run_row(
             found = figures["arms"][arm] = {}
             try:
                 _load(arm, device)
-                steps[arm] = _first_calls(entry, copy.deepcopy(module), arm, rows, batches, device, found)
+                made = copy.deepcopy(module)
+                with turn.undisturbed() if turn else contextlib.nullcontext():
+                    steps[arm] = _first_calls(entry, made, arm, rows, batches, device, found)
             except NotAvailable as reason:
                 found["skipped"] = str(reason)
             except Exception as error:

@@ -4,8 +4,8 @@
 module as it is in a graph; ``optimized``, after ``simplegraph.optimize``; ``optimized-static``, which does not copy
 its answers, as the compiled arm does not; ``compiled``, ``torch.compile(mode="reduce-overhead")``; ``compiled-
 default``, only if ``--arms`` names it. Weights are random, in bfloat16 on a GPU. Processes prepare side by side,
-``--at-once`` of them, and are timed one after the other when all of those are ready. The last lines are ours against
-the limits that the project has set itself.
+``--at-once`` of them. One at a time makes the first calls of an arm, and they are timed one after the other when all
+of those are ready. The last lines are ours against the limits that the project has set itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OptimizedPlan:
     arms: tuple[str, ...] = tuple(arm for arm in ARMS if arm != DEFAULT)
     tiny: bool = False
     at_once: int = 4
-    timeout: int = 240
+    timeout: int = 300
     total: int = 420
     more: bool = False
     json: Path | None = None
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     add_names(parser, "--arms", ARMS, f"all but {DEFAULT} by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, as on a CPU")
     parser.add_argument("--more", action="store_true", help="keep the rows that the file has, and measure the others")
-    parser.add_argument("--at-once", type=count, help="processes that compile side by side")
+    parser.add_argument("--at-once", type=count, help="processes that prepare side by side")
     parser.add_argument("--timeout", type=count, help="seconds that a process may take")
     parser.add_argument("--total", type=count, help="seconds after which no other process starts")
     command.run(parser, argv, default_plan, measure, render, failures)

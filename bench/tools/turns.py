@@ -1,4 +1,4 @@
-"""Lets processes that prepare side by side, such as compile, be timed one after the other."""
+"""Lets processes that prepare side by side, such as build models or compile, be timed one after the other."""
 
 from __future__ import annotations
 
@@ -28,5 +28,15 @@ class Turn:
         """Wait until every process is ready, then until no other is being timed."""
         with contextlib.suppress(BrokenBarrierError):  # one of them failed, or takes too long: go on without it
             self.all_ready.wait(self.seconds)
-        with self.alone:
+        with self.undisturbed():
             yield
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Wait until no other process is being timed, but not for one that was killed meanwhile."""
+        mine = self.alone.acquire(timeout=self.seconds)
+        try:
+            yield
+        finally:
+            if mine:
+                self.alone.release()

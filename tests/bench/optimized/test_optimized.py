@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from bench.optimized import one_row, rows, shapes
 from bench.optimized.one_row import COMPILED, EAGER, GRAPH, OPTIMIZED
 from bench.tools import fresh
+from bench.tools.turns import Turn
 
 CPU = torch.device("cpu")
 MODELS = shapes.available()
@@ -30,6 +32,24 @@ def test_every_model_is_replayed_and_exact_in_all_arms_of_ours(name: str) -> Non
     assert found[OPTIMIZED]["replays"] >= one_row.READY_CALLS - 1
     assert found[OPTIMIZED]["error"] <= 1.5 * found[EAGER]["error"] + 2e-7
     assert 0 < found[OPTIMIZED]["first_seconds"] <= found[OPTIMIZED]["ready_seconds"]
+
+
+def test_first_calls_are_made_by_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, held = threading.Lock(), []
+    monkeypatch.setattr(one_row, "_first_calls", lambda *args: held.append(alone.locked()) or torch.nn.Identity())
+    monkeypatch.setattr(one_row, "_measure", lambda *args: held.append(alone.locked()))
+    monkeypatch.setattr(one_row, "_error", lambda *args: 0.0)
+    one_row.run_row(MODELS[0], 1, (EAGER, OPTIMIZED), CPU, True, Turn(threading.Barrier(1), alone, 20.0))
+    assert held == [True] * 3
+    assert not alone.locked()
+
+
+def test_a_process_that_was_killed_in_its_turn_is_not_waited_for_for_ever() -> None:
+    alone = threading.Lock()
+    alone.acquire()
+    with Turn(threading.Barrier(1), alone, 0.01).timed():
+        assert alone.locked()
+    assert alone.locked()  # it is not ours to release
 
 
 def test_the_compiler_is_left_out_without_a_gpu_and_the_file_is_continued(here: None, tmp_path: Path) -> None:
