@@ -80,9 +80,10 @@ def _triton() -> Operators:
 
 
 def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTrial]) -> None:
-    """Run the kernels of trials that are new, each kernel's in a thread: so they are compiled side by side.
+    """Run the kernels of trials that are new, in threads, so that they are compiled side by side.
 
-    Trials of one kernel share what is compiled, so they follow one another. The trials themselves say what went wrong.
+    Nothing is compiled by two of them: a kernel's first trial compiles what the others share. The trials themselves,
+    which come after this, say what went wrong.
     """
     new: dict[str, list[KernelTrial]] = {}
     for trial in trials:
@@ -90,7 +91,8 @@ def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTr
         if kernel is not None and known not in _compiled:
             _compiled.add(known)
             new.setdefault(kernel, []).append(trial)
-    if len(new) < 2:
+    chains = [[[each] for each in some] if kernel in _VARIANTS else [some] for kernel, some in new.items()]
+    if sum(map(len, chains)) < 2:
         return
     read_compiler()  # else each of the threads does
     operators, on_stream = _triton(), _this_stream(device)
@@ -100,10 +102,12 @@ def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTr
             for trial in some:
                 _TRIALS[trial.operator][0](operators, functools.partial(_numbers, device, dtype), *trial.sizes)
 
-    threads = ThreadPoolExecutor(len(new), thread_name_prefix="simplegraph-compile")
+    threads = ThreadPoolExecutor(sum(map(len, chains)), thread_name_prefix="simplegraph-compile")
     with threads, contextlib.suppress(RuntimeError):  # of threads that cannot be started
-        for some in new.values():
-            threads.submit(run, some)
+        begun = [(threads.submit(run, first), others) for first, *others in chains]
+        for first, others in begun:
+            for some in others if first.exception() is None else ():
+                threads.submit(run, some)
 
 
 def _this_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -263,6 +267,8 @@ _KERNELS: Mapping[str, str] = {
     **{name: name for name in ("adapt", "linears", "attend", "finish", "depthwise", "excite", "gated")},
     **{name: name for name in ("rotate", "rotate_and_write", "write_pages")},
 }
+# Kernels of which each trial compiles another variant; for the others sizes are arguments.
+_VARIANTS = frozenset({"norm", "adapt", "depthwise", "rotate", "rotate_and_write", "write_pages"})
 _compiled: set[tuple[torch.device, torch.dtype, KernelTrial]] = set()
 
 # How an operator is tried, if its results must be torch's to the bit, and what is wrong if they are not as expected.

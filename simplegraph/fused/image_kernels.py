@@ -44,10 +44,10 @@ def _finish(  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
-    if biased:
-        x += tl.load(bias_ptr + place % channels, inside, 0.0).to(tl.float32)
-    if added:
-        x += tl.load(residual_ptr + place, inside, 0.0).to(tl.float32)
+    # Masked, not in branches: all are read at once. To add -0.0 changes no number.
+    bias = tl.load(bias_ptr + place % channels, inside & (biased != 0), -0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + place, inside & (added != 0), -0.0).to(tl.float32)
+    x = x + bias + residual
     tl.store(x_ptr + place, _activate(x, kind).to(x_ptr.dtype.element_ty), inside)
 
 

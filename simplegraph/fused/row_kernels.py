@@ -107,14 +107,14 @@ def _gate(  # type: ignore[no-untyped-def]
     out_ptr,
     gate_row,
     up_row,
+    columns,
     KIND: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Multiply the activation of a gate by a factor, for a part of a row in each program; rounded once."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < COLUMNS
+    inside = column < columns
     gate = tl.load(gate_ptr + row * gate_row + column, inside, 0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + column, inside, 0.0).to(tl.float32)
     if KIND == "gelu":
@@ -125,7 +125,7 @@ def _gate(  # type: ignore[no-untyped-def]
         if KIND == "gelu_tanh":
             z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         active = gate / (1.0 + tl.exp(-z))
-    tl.store(out_ptr + row * COLUMNS + column, (active * up).to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptr + row * columns + column, (active * up).to(out_ptr.dtype.element_ty), inside)
 
 
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -147,8 +147,8 @@ def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
             ups,
             out,
             *(part.stride(0) if rows > 1 else columns for part in (gates, ups)),
+            columns,
             KIND=kind,
-            COLUMNS=columns,
             BLOCK=_GATE_BLOCK,
             num_warps=4,
         )
