@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import Grouped, KernelTrial, Operators
+from simplegraph.fused.operators import Grouped, KernelTrial, Operators, RotaryWrite
 
 Call = Callable[[], Any]
 PAGE_SIZE, PAGES = 16, 64
@@ -95,7 +95,8 @@ def ours(operators: Operators, name: str, given: Inputs) -> Call:
     if name == "add_layer_norm":
         return lambda: operators.add_layer_norm(**given, eps=1e-5)
     if name == "rotate_and_write":
-        return lambda: operators.rotate_and_write(**given)
+        cached = RotaryWrite(**{name: value for name, value in given.items() if name != "qkv"})
+        return lambda: operators.rotate_and_write(given["qkv"], cached)
     if name == "group_norm":
         norm = Grouped(given["groups"], 1e-5, given["weight"], given["bias"])
         return lambda: operators.group_norm(given["x"], norm)

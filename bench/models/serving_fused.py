@@ -15,7 +15,7 @@ from bench.models.serving_step import ServingStep
 from bench.models.shard import Project, Stages, at_once, finish, handing_over
 from simplegraph.attention import AttentionBackend, BackendGroup, attend
 from simplegraph.attention.layers import current_backend
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.operators import KernelTrial, Operators, RotaryWrite
 
 
 class ServingLayers(FusedLayers):
@@ -77,9 +77,8 @@ class ServingLayers(FusedLayers):
         backend: AttentionBackend = current_backend("rotate_and_write", layer.index, AttentionBackend)
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
         pages, slots = backend.cache.pages(layer.index), backend.live.slot_mapping
-        self.operators.rotate_and_write(
-            qkv, positions, self._table, pages, slots, layer.num_heads, norms, self._norm_eps
-        )
+        cached = RotaryWrite(positions, self._table, pages, slots, layer.num_heads, norms, self._norm_eps)
+        self.operators.rotate_and_write(qkv, cached)
         out = self._out[:tokens]
         attend(qkv[:, : layer.num_heads], None, None, layer.index, out=out)
         return out.view(tokens, -1)

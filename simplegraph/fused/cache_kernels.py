@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplegraph.fused.operators import RotaryWrite
+
 _HEADS = 8  # heads per program of the kernel that rotates and writes
 
 
@@ -164,51 +166,25 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
     tl.store(target + HALF, second, written)
 
 
-def rotate_and_write(
-    qkv: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    num_heads: int,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-) -> None:
+def rotate_and_write(qkv: Tensor, cached: RotaryWrite) -> None:
     """Norm and rotate queries in place; norm and rotate keys, and write them and the values to their pages.
 
     Args:
         qkv: (T, num_heads + 2 * num_kv_heads, head_dim), its heads contiguous; head_dim a power of 2.
-        positions: (T,) int64.
-        table: (max_model_len, head_dim) float32: the cosines of a position, then its sines.
-        keys: (num_pages, page_size, num_kv_heads, head_dim); written.
-        values: as `keys`, with the same strides.
-        slots: (T,) int64, page * page_size + offset; -1 for none.
-        num_heads: heads of the queries.
-        norms: weights of the RMS norms of queries and keys, (head_dim,); None for no norm.
-        eps: of the norms.
+        cached: how, and where to; keys and values have the same strides.
     """
     tokens, heads, head_dim = qkv.shape
-    num_kv_heads = (heads - num_heads) // 2
-    q_norm, k_norm = (qkv, qkv) if norms is None else norms
+    keys, values = cached.pages
+    q_norm, k_norm = (qkv, qkv) if cached.norms is None else cached.norms
     with torch.cuda.device_of(qkv):  # type: ignore[no-untyped-call]
         _rotate_and_write[(tokens, triton.cdiv(heads, _HEADS))](
-            qkv,
-            positions,
-            table,
-            keys,
-            values,
-            slots,
-            q_norm,
-            k_norm,
-            eps,
-            qkv.stride(0),
-            *keys.stride()[:3],
+            *(qkv, cached.positions, cached.table, keys, values, cached.slots),
+            *(q_norm, k_norm, cached.eps, qkv.stride(0), *keys.stride()[:3]),
             PAGE_SIZE=keys.shape[1],
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
+            NUM_HEADS=cached.num_heads,
+            NUM_KV_HEADS=(heads - cached.num_heads) // 2,
             HALF=head_dim // 2,
-            NORMED=norms is not None,
+            NORMED=cached.norms is not None,
             BLOCK=_HEADS,
         )
 

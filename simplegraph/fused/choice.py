@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from simplegraph.fused.operators import DTYPES, Adapted, Grouped, KernelTrial, Operators
+from simplegraph.fused.operators import DTYPES, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
 from simplegraph.graph.cuda.first_use import without_collections
 from simplegraph.graph.cuda.triton_start import build_driver, read_compiler, triton_starts
 
@@ -249,7 +249,8 @@ def _rotate_and_write(
     norms = (numbers(elements, phase=1), numbers(elements, phase=2)) if normed else None
     positions, slots = (torch.tensor(row, device=qkv.device) for row in ([1, 0, 2], [2 * page_size - 1, -1, 0]))
     table = numbers(3, elements, phase=3).float()
-    operators.rotate_and_write(qkv, positions, table, (pages[0], pages[1]), slots, heads, norms, 1e-5)
+    cached = RotaryWrite(positions, table, (pages[0], pages[1]), slots, heads, norms, 1e-5)
+    operators.rotate_and_write(qkv, cached)
     return qkv[:, :heads], pages[:, :2]
 
 

@@ -74,6 +74,28 @@ class Adapted(NamedTuple):
     shift: Tensor | None = None
 
 
+class RotaryWrite(NamedTuple):
+    """A rotary embedding of tokens, and where their keys and values go in the cache.
+
+    Attributes:
+        positions: (T,) int64.
+        table: (max_model_len, head_dim) float32: the cosines of a position, then its sines.
+        pages: keys and values, (num_pages + 1, page_size, num_kv_heads, head_dim); the last page is scratch.
+        slots: (T,) int64, page * page_size + offset; -1 for none.
+        num_heads: heads of the queries.
+        norms: weights of the RMS norms of queries and keys, (head_dim,); None for no norm.
+        eps: of the norms.
+    """
+
+    positions: Tensor
+    table: Tensor
+    pages: tuple[Tensor, Tensor]
+    slots: Tensor
+    num_heads: int
+    norms: tuple[Tensor, Tensor] | None = None
+    eps: float = 0.0
+
+
 class Operators:
     """Torch's operators. Norms are (..., columns) to the same; weights and biases (columns,).
 
@@ -240,36 +262,21 @@ class Operators:
         turned = both * cos.unsqueeze(1) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1)
         return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
 
-    def rotate_and_write(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        table: Tensor,
-        pages: tuple[Tensor, Tensor],
-        slots: Tensor,
-        num_heads: int,
-        norms: tuple[Tensor, Tensor] | None = None,
-        eps: float = 0.0,
-    ) -> None:
+    def rotate_and_write(self, qkv: Tensor, cached: RotaryWrite) -> None:
         """Norm and rotate queries in place; norm and rotate keys, and write them and the values to their pages.
 
         Args:
             qkv: (T, num_heads + 2 * num_kv_heads, head_dim); keys are rotated in place, too, or left as they are.
-            positions: (T,) int64.
-            table: (max_model_len, head_dim) float32: the cosines of a position, then its sines.
-            pages: keys and values, (num_pages + 1, page_size, num_kv_heads, head_dim); the last page is scratch.
-            slots: (T,) int64, page * page_size + offset; -1 for none.
-            num_heads: heads of the queries.
-            norms: weights of the RMS norms of queries and keys, (head_dim,); None for no norm.
-            eps: of the norms.
+            cached: how, and where to.
         """
+        num_heads, norms = cached.num_heads, cached.norms
         rotated = (qkv.shape[1] + num_heads) // 2
-        cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = cached.table.index_select(0, cached.positions).unsqueeze(1).chunk(2, dim=-1)
         for index, part in enumerate((qkv[:, :num_heads], qkv[:, num_heads:rotated])):
-            heads = part if norms is None else F.rms_norm(part, norms[index].shape, norms[index], eps)
+            heads = part if norms is None else F.rms_norm(part, norms[index].shape, norms[index], cached.eps)
             low, high = heads.float().chunk(2, dim=-1)
             part.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
-        self.write_pages(qkv[:, num_heads:rotated], qkv[:, rotated:], pages, slots, "NHD")
+        self.write_pages(qkv[:, num_heads:rotated], qkv[:, rotated:], cached.pages, cached.slots, "NHD")
 
     def write_pages(self, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor], slots: Tensor, layout: str) -> None:
         """Write tokens to their slots.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simplegraph.fused.operators import DTYPES, Adapted, Grouped, Operators
+from simplegraph.fused.operators import DTYPES, Adapted, Grouped, Operators, RotaryWrite
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run on a CPU
 
@@ -175,23 +175,13 @@ class TritonOperators(Operators):
             return super().rotate(q, k, cos, sin)
         return self._cache.rotate(q, k, cos, sin)  # type: ignore[no-any-return]
 
-    def rotate_and_write(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        table: Tensor,
-        pages: tuple[Tensor, Tensor],
-        slots: Tensor,
-        num_heads: int,
-        norms: tuple[Tensor, Tensor] | None = None,
-        eps: float = 0.0,
-    ) -> None:
-        head_dim = qkv.shape[-1]
-        alike = qkv.stride()[1:] == (head_dim, 1) and all(part.dtype is qkv.dtype for part in (*pages, *(norms or ())))
+    def rotate_and_write(self, qkv: Tensor, cached: RotaryWrite) -> None:
+        head_dim, others = qkv.shape[-1], (*cached.pages, *(cached.norms or ()))
+        alike = qkv.stride()[1:] == (head_dim, 1) and all(part.dtype is qkv.dtype for part in others)
         if head_dim & (head_dim - 1) or not alike or not self._takes(qkv):
-            super().rotate_and_write(qkv, positions, table, pages, slots, num_heads, norms, eps)
+            super().rotate_and_write(qkv, cached)
         else:
-            self._cache.rotate_and_write(qkv, positions, table, *pages, slots, num_heads, norms, eps)
+            self._cache.rotate_and_write(qkv, cached)
 
     def write_pages(self, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor], slots: Tensor, layout: str) -> None:
         if not self._takes(k, v):

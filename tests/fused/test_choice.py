@@ -16,7 +16,7 @@ from torch import Tensor
 
 from simplegraph.fused import choice
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import ACTIVATIONS, Adapted, Grouped, KernelTrial, Operators
+from simplegraph.fused.operators import ACTIVATIONS, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
 from simplegraph.graph.cuda import triton_start
 
 TRIALS = {
@@ -88,9 +88,8 @@ class Kernels:
     def rotate(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return self.torch.rotate(*tensors)
 
-    def rotate_and_write(self, qkv: Tensor, positions: Tensor, table: Tensor, *rest: Any) -> None:
-        keys, values, *rest = rest
-        self.torch.rotate_and_write(qkv, positions, table, (keys, values), *rest)
+    def rotate_and_write(self, qkv: Tensor, cached: RotaryWrite) -> None:
+        self.torch.rotate_and_write(qkv, cached)
 
     def write_pages(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, *rest: Any) -> None:
         self.torch.write_pages(k, v, (keys, values), slots, rest[-1])
@@ -129,9 +128,9 @@ class WrongKernels(Kernels):
         wide = super().rotate(*(tensor.double() for tensor in tensors))
         return tuple(tensor.to(tensors[0].dtype) for tensor in wide)
 
-    def rotate_and_write(self, qkv: Tensor, *rest: Any) -> None:
+    def rotate_and_write(self, qkv: Tensor, cached: RotaryWrite) -> None:
         """Swap the halves of a head."""
-        super().rotate_and_write(qkv, *rest)
+        super().rotate_and_write(qkv, cached)
         qkv.copy_(torch.cat(qkv.chunk(2, dim=-1)[::-1], dim=-1))
 
     def write_pages(self, k: Tensor, v: Tensor, *rest: Any) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from interpreted import EXACT_DTYPES, INTERPRETED, needs_triton
 from torch import Tensor
 
-from simplegraph.fused.operators import ACTIVATIONS, DTYPES, FINISHES, Adapted, Grouped, Operators
+from simplegraph.fused.operators import ACTIVATIONS, DTYPES, FINISHES, Adapted, Grouped, Operators, RotaryWrite
 
 
 def triton() -> Operators:
@@ -355,7 +355,7 @@ def test_rotation_and_cache_write(
         if slot >= 0:
             kept[0, slot], kept[1, slot] = k[row], v[row]
     pages = (memory[0], memory[1])
-    make().rotate_and_write(qkv, positions, table, pages, slots, heads, norms if normed else None, 1e-5)
+    make().rotate_and_write(qkv, RotaryWrite(positions, table, pages, slots, heads, norms if normed else None, 1e-5))
     unit = torch.finfo(dtype).eps
     for found, exact in ((qkv[:, :heads], q), (memory[:, :num_pages].flatten(1, 2), kept)):
         torch.testing.assert_close(found.double(), exact, rtol=2 * unit, atol=6 * unit)
