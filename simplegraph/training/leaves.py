@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from simplegraph.module.args import PLAIN_TENSORS
 from simplegraph.module.survey import HeldTensor, Survey
 from simplegraph.module.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.reasons import CannotBind, Reason
+from simplegraph.training.hooks import calls_noted
 
 requires_grad = operator.attrgetter("requires_grad")
 _REPLICA = (
@@ -212,24 +212,18 @@ def refuse_hooks(module: nn.Module) -> None:
             raise CannotBind(Reason.HOOKS, f"full backward hooks on {name or 'the module'}")
 
 
-@contextlib.contextmanager
-def replicas_refused(binding: Any) -> Iterator[None]:
+def replicas_refused(binding: Any) -> contextlib.AbstractContextManager[None]:
     """Let no graph serve a binding's calls if the run in here calls a `DistributedDataParallel`, whatever holds it.
 
     Autograd itself reduces its gradients between ranks. A capture that failed would leave that half done, and the next
     forward of the module would raise.
     """
-    thread = threading.get_ident()
 
-    def note(module: nn.Module, _: Any) -> None:
-        if isinstance(module, DistributedDataParallel) and threading.get_ident() == thread:
+    def note(module: nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel):
             binding.unsupported = CannotBind(Reason.UNTRAINABLE, _REPLICA)
 
-    hook = register_module_forward_pre_hook(note)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return calls_noted(register_module_forward_pre_hook, note)
 
 
 class HookWatch(torch.overrides.TorchFunctionMode):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from simplegraph.errors import ConfigError
 from simplegraph.graph.modes import outside_modes
 from simplegraph.graph.tensors import is_wrapper
+from simplegraph.training.hooks import calls_noted
 
 logger = logging.getLogger("simplegraph")
 
@@ -119,22 +119,16 @@ class StepOptimizers:
                 f"GradScaler reads on the host if {type(found).__name__} skips a step; pass fused=True"
             )
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> contextlib.AbstractContextManager[None]:
         """Refuse graphs if an optimizer that is none of these steps in here: its numbers would stay as captured."""
-        thread = threading.get_ident()
 
-        def note(found: optim.Optimizer, *_: Any) -> None:
-            if threading.get_ident() == thread and not any(found is each for each in self.all):
+        def note(found: optim.Optimizer) -> None:
+            if not any(found is each for each in self.all):
                 self.refusal = self.scheduled = (
                     f"the step calls {type(found).__name__}, which optimizers= does not name"
                 )
 
-        hook = register_optimizer_step_pre_hook(note)
-        try:
-            yield
-        finally:
-            hook.remove()
+        return calls_noted(register_optimizer_step_pre_hook, note)
 
     # The learning rates on the device.
 
