@@ -203,12 +203,13 @@ def test_images_speech_and_lengths_by_replays(name: str) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_positions_that_each_prefill_stores_on_the_model_drop_no_graph(name: str, fused: bool) -> None:
-    make, batch_of = tiny_multimodal.MODELS[name]
+    make, _ = tiny_multimodal.MODELS[name]
     plain, model = (tiny.build(make, CUDA) for _ in range(2))
     kept, captures = [], 0
     with graph_generation(model, max_batch_size=4, max_length=128, fused_kernels=fused) as graphs:
         for turn, lengths in enumerate([[7, 4, 6], [5], [3, 8, 2, 9], [2, 2], [9, 1, 4]] * 2):
-            batch = batch_of(lengths, CUDA, turn)
+            counts = [turn % 2 + (row == 0) for row in range(len(lengths))]  # of images, none in some rows
+            batch = tiny_multimodal.images(lengths, CUDA, turn, counts)
             churn()
             found, expected = (one.generate(**batch, **GREEDY) for one in (model, plain))
             assert torch.equal(found, expected)

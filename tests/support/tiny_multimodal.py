@@ -30,16 +30,17 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def images(lengths: list[int], device: torch.device, seed: int = 1) -> Batch:
-    """Rows of an image of 8 by 8 patches' corners and as many tokens of text, padded on the left."""
-    batch = tiny.prompts([length + 6 for length in lengths], device, seed)
+def images(lengths: list[int], device: torch.device, seed: int = 1, counts: list[int] | None = None) -> Batch:
+    """Rows of images of 4 by 4 patches, one or as many as `counts` says, and then text, padded on the left."""
+    counts = counts or [1] * len(lengths)
+    totals = [length + 6 * count for length, count in zip(lengths, counts, strict=True)]
+    batch = tiny.prompts(totals, device, seed)
     ids = batch["input_ids"].clamp_(max=80)
-    width = ids.shape[1]
-    for row, length in enumerate(lengths):
-        start = width - length - 6
-        ids[row, start : start + 6] = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
-    pixels = torch.randn(16 * len(lengths), 3 * 2 * 4 * 4, generator=_generator(seed)).to(device)
-    grid = torch.tensor([[1, 4, 4]] * len(lengths), device=device)
+    for row, (total, count) in enumerate(zip(totals, counts, strict=True)):
+        start = ids.shape[1] - total
+        ids[row, start : start + 6 * count] = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END] * count)
+    pixels = torch.randn(16 * sum(counts), 3 * 2 * 4 * 4, generator=_generator(seed)).to(device)
+    grid = torch.tensor([[1, 4, 4]] * sum(counts), device=device)
     types = (ids == IMAGE).int()
     return batch | {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
 

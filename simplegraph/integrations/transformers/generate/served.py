@@ -22,6 +22,8 @@ from simplegraph.reasons import CannotBind, Reason
 _REPLACED = frozenset(
     {"past_key_values", "cache_params", "attention_mask", "decoder_attention_mask", "encoder_outputs", "return_dict"}
 )
+# They tell how images lie in the prompt. A step that is passed positions, and no images, has no use for them.
+_GRIDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
 
 
 class ServedGeneration:
@@ -116,7 +118,8 @@ class ServedGeneration:
     def _step(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         decoder, rows = self._decoder, kwargs[self._decoder.ids_name].shape[0]
         source = {"encoder_hidden_states"} if type(self._cache) is EncoderDecoderCache else set()
-        inputs = _inputs({name: kwargs[name] for name in kwargs.keys() - _REPLACED - source}, rows, self._given)
+        unread = _REPLACED | source | (_GRIDS if _knows_positions(kwargs) else set())
+        inputs = _inputs({name: kwargs[name] for name in kwargs.keys() - unread}, rows, self._given)
         first = not self._length
         if first:
             length = cached_length(self._own)
@@ -228,6 +231,12 @@ class ServedGeneration:
                 self._store.reorder(self._rows, self._length, self._order)
             self._store.hand_back(self._own, self._rows, self._length)
             self._length = 0
+
+
+def _knows_positions(kwargs: Mapping[str, Any]) -> bool:
+    """True if a step is passed its positions, and no images or videos."""
+    images = kwargs.get("pixel_values"), kwargs.get("pixel_values_videos")
+    return isinstance(kwargs.get("position_ids"), Tensor) and images == (None, None)
 
 
 def _inputs(kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Any]) -> StepInputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -58,6 +59,33 @@ def test_an_image_s_positions_are_those_of_its_own_row(device: torch.device) -> 
         for batch in (mixed, text, mixed):
             assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
         assert graphs.stats.replays > 2 * TOKENS
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_rows_may_have_no_image_or_several(
+    name: str, beams: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, _ = tiny_multimodal.MODELS[name]
+    plain, model = (tiny.build(make, device) for _ in range(2))
+    prepare = type(plain).prepare_inputs_for_generation
+    batch: dict[str, torch.Tensor] = {}
+
+    @functools.wraps(prepare)
+    def with_grids(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pass the images' grids at every step, as transformers 5.17 does."""
+        prepared = prepare(self, *args, **kwargs)
+        is_step = prepared["input_ids"].shape[1] == 1
+        return prepared | ({"image_grid_thw": batch["image_grid_thw"]} if is_step else {})
+
+    monkeypatch.setattr(type(plain), "prepare_inputs_for_generation", with_grids)
+    with graphed(model, max_batch_size=4 * beams) as graphs:
+        for seed, counts in enumerate([[1, 0], [2, 1, 0], [3], [0, 2], [1, 1]]):
+            batch.update(tiny_multimodal.images([7, 4, 5][: len(counts)], device, seed, counts))
+            found, expected = (one.generate(**batch, **GREEDY, num_beams=beams) for one in (model, plain))
+            assert torch.equal(found, expected)
+        assert set(graphs.stats.eager) <= {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF}
+        assert graphs.stats.replays == 5 * (TOKENS - 1) - sum(graphs.stats.eager.values()) > 3 * TOKENS
 
 
 @pytest.fixture
