@@ -7,6 +7,7 @@ import dataclasses
 STALE = ("tests/module/test_staleness.py", "tests/module/test_state.py", "tests/module/test_stale_doors.py")
 INPUTS = ("tests/module/test_static_inputs.py", "tests/module/test_inputs.py", "tests/module/test_written_inputs.py")
 FAULTS = ("tests/manager/test_failures.py", "tests/module/test_fault_matrix.py", "tests/module/test_effects.py")
+UNSEEN = ("tests/module/test_unseen_kernels.py",)
 ESCAPES = ("tests/module/test_escapes.py",)
 PROOFS = ("tests/module/test_proofs.py",)
 HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
@@ -354,5 +355,33 @@ MUTANTS = [
         "            list(map(_use_count, self.keys)) == self._uses",
         "            True",
         ("tests/training/test_handed_outputs.py",),
+    ),
+    Mutant(
+        "a kernel of Triton that may be passed an address is taken to read its tensors alone",
+        "graph/launches.py",
+        "return strided_tensors(args) if own or all(map(_holds_no_address, args)) else None",
+        "return strided_tensors(args)",
+        UNSEEN,
+    ),
+    Mutant(
+        "what a kernel of Triton is passed is not noted",
+        "graph/observe.py",
+        'self._note_given({storage_key(tensor): tensor for tensor in strided_tensors(tensors)}, "a kernel of Triton")',
+        "pass",
+        UNSEEN,
+    ),
+    Mutant(
+        "a launch by Triton hides the work before it",
+        "graph/observe.py",
+        "        self._look_for_unseen(device)\n        self._note_given(",
+        "        self._note_given(",
+        UNSEEN,
+    ),
+    Mutant(
+        "a kernel of Triton is taken to write to nothing",
+        "graph/observe.py",
+        "        if self._records_more(device):\n            self.unseen = device",
+        "        if self._records_more(device):\n            device",
+        UNSEEN,
     ),
 ]
