@@ -5,6 +5,8 @@ then makes the mask, whose values cannot be read there. Where there is no mask t
 numbers (`simplegraph.graph.host.known`), a capture can do as eager does. Where they are data, as in a mask that the
 caller passes, the graph must have it, whatever it holds; the eager run of a proof then makes it, too, and its replays
 are compared with that.
+
+It also asks if it is being compiled, lest it caches what is then computed; in a capture that matters as well.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ _THREAD = _ThreadAnswers()
 
 def decisions() -> int:
     """Count the decisions of this thread so far that depend on a tensor; from the first call on they are counted."""
+    _watch_caches()
     for name in _ASKING:
         module = sys.modules.get(f"transformers.{name}")
         for function in ("is_tracing", *_DECIDING) if module is not None else ():
@@ -80,6 +83,28 @@ def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
         return original(tensor) if known is None else tensor is not None and not known.knows(tensor)
 
     return is_tracing
+
+
+def _watch_caches() -> None:
+    """Let functions that transformers caches run uncached in captures if they are passed tensors.
+
+    A cache would keep a graph's memory, and never find it again: it tells tensors apart by identity. Transformers asks
+    if it is being compiled, and then leaves the cache alone.
+    """
+    module: Any = sys.modules.get("transformers.pytorch_utils")
+    original = getattr(module, "is_torchdynamo_compiling", None)
+    if original is not None and original.__module__ != __name__:
+
+        def is_compiling() -> bool:
+            if original():
+                return True
+            if _answers() is None:
+                return False
+            asking = sys._getframe(1).f_locals
+            given = (*asking.get("args", ()), *asking.get("kwargs", {}).values())
+            return any(isinstance(value, Tensor) for value in given)
+
+        patches.replace(module, "is_torchdynamo_compiling", is_compiling)
 
 
 def _decision(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from bench.model_table.row import FULL, measure_row
 from bench.tools import fresh
 from bench.tools.side_by_side import SideBySide
 
-ROWS = ("torch/GRU", "torch/LSTM", "Llama", "BERT", "ViT")
+ROWS = ("torch/GRU", "torch/LSTM", "Llama", "BERT", "ViT", "ConvBert", "DETR", "Qwen2-VL")
 
 
 @pytest.fixture(scope="module")

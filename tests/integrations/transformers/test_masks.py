@@ -18,6 +18,7 @@ from simplegraph.integrations.transformers import graph_encoder
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
+from transformers.pytorch_utils import compile_compatible_method_lru_cache  # noqa: E402
 from transformers.utils.import_utils import is_cuda_stream_capturing  # noqa: E402
 
 ROWS, TOKENS = 4, 8
@@ -257,3 +258,36 @@ def test_what_is_asked_outside_of_graphs_is_answered_as_before(device: torch.dev
     patches.remove()
     assert masking_utils.is_tracing is not original
     assert masking_utils.is_tracing.__module__.startswith("transformers.")
+
+
+class Placed(nn.Module):
+    """Adds positions from two functions that transformers caches: one is passed a tensor, as DETR's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = 0
+
+    @compile_compatible_method_lru_cache(maxsize=1)
+    def among_visible(self, visible: Tensor) -> Tensor:
+        return visible.cumsum(1)
+
+    @compile_compatible_method_lru_cache(maxsize=1)
+    def all_of(self, count: int, device: torch.device) -> Tensor:
+        self.computed += 1
+        return torch.arange(count, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.among_visible(x > 0) + self.all_of(x.shape[1], x.device)
+
+
+def test_a_cache_of_transformers_keeps_nothing_that_a_capture_made(device: torch.device) -> None:
+    module = Placed().eval()
+    model = sg.wrap(module, capture_sizes=[ROWS], progress=False)
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(ROWS, TOKENS, device=device)
+            expected = x + (x > 0).cumsum(1) + torch.arange(TOKENS, device=device)
+            torch.testing.assert_close(model(x), expected)
+    assert not model.graph_stats.failures
+    assert model.graph_stats.replays >= 4
+    assert module.computed == 1  # cached as without graphs
