@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -33,6 +34,39 @@ torch.cuda.synchronize()
 total = float(sum(weight.float().abs().sum() for weight in weights))
 print(json.dumps({"seconds": loading.seconds, "equal": equal, "replays": wrapped.graph_stats.replays, "total": total}))
 """
+
+COLD = """
+import json, threading
+import torch, triton
+from simplegraph.fused.choice import operators_for
+from simplegraph.fused.operators import KernelTrial
+compiled = []
+triton.knobs.compilation.listener = lambda **told: compiled.append((told["src"].name, told["src"].hash()))
+sizes = {"rms_norm": (256,), "add_rms_norm": (256,), "gated": (256, "silu"), "rotate": (64,), "finish": ("silu", 1)}
+trials = [KernelTrial(name, each) for name, each in sizes.items()]
+trials += [KernelTrial("depthwise", (size,)) for size in (3, 5)] + [KernelTrial("finish", ("relu", 0))]
+with torch.cuda.stream(torch.cuda.Stream()):
+    operators = operators_for(torch.device("cuda", 0), torch.bfloat16, trials)
+print(json.dumps({
+    "triton": operators.triton, "threads": threading.active_count(), "compiled": sorted(name for name, _ in compiled),
+    "different": len(set(compiled)),
+}))
+"""
+
+
+def test_cold_kernels_are_compiled_in_threads_and_each_variant_once(tmp_path: pathlib.Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COLD],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    names = ["_depthwise"] * 2 + ["_finish", "_gate"] + ["_norm"] * 2 + ["_rotate"]
+    assert found == {"triton": True, "threads": 1, "compiled": names, "different": 7}
 
 
 def test_a_program_that_preloads_captures_and_replays() -> None:
