@@ -269,7 +269,7 @@ _KERNELS: Mapping[str, str] = {
     **{name: name for name in ("rotate", "rotate_and_write", "write_pages")},
 }
 # Kernels of which each trial compiles another variant; for the others sizes are arguments.
-_VARIANTS = frozenset({"norm", "adapt", "depthwise", "rotate", "rotate_and_write", "write_pages"})
+_VARIANTS = frozenset({"norm", "adapt", "linears", "attend", "depthwise", "rotate", "rotate_and_write", "write_pages"})
 _compiled: set[tuple[torch.device, torch.dtype, KernelTrial]] = set()
 
 # How an operator is tried, if its results must be torch's to the bit, and what is wrong if they are not as expected.

@@ -53,7 +53,8 @@ def _multiply(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row, result.to(out_ptr.dtype.element_ty), exists)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# One variant serves all layers of as many inputs, and their trial.
+@triton.jit(do_not_specialize=["outputs", "outputs_1", "outputs_2"])  # type: ignore[untyped-decorator]
 def _linear(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
@@ -133,7 +134,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     return outs
 
 
-@triton.jit(do_not_specialize=["keys", "part"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["keys", "part", "mask_row"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,

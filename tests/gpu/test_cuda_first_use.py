@@ -43,14 +43,20 @@ from simplegraph.fused.operators import KernelTrial
 compiled = []
 triton.knobs.compilation.listener = lambda **told: compiled.append((told["src"].name, told["src"].hash()))
 sizes = {"rms_norm": (256,), "add_rms_norm": (256,), "gated": (256, "silu"), "rotate": (64,), "finish": ("silu", 1)}
+sizes["linears"] = (256, 3, 0)
 trials = [KernelTrial(name, each) for name, each in sizes.items()]
 trials += [KernelTrial("depthwise", (size,)) for size in (3, 5)] + [KernelTrial("finish", ("relu", 0))]
 with torch.cuda.stream(torch.cuda.Stream()):
     operators = operators_for(torch.device("cuda", 0), torch.bfloat16, trials)
-print(json.dumps({
+found = {
     "triton": operators.triton, "threads": threading.active_count(), "compiled": sorted(name for name, _ in compiled),
     "different": len(set(compiled)),
-}))
+}
+many = torch.ones(512, 256, device="cuda", dtype=torch.bfloat16)
+operators.linears(many[:1], [many, many[:128], many[:128]], [None] * 3)
+operators.gated(*torch.ones(5, 2048, device="cuda", dtype=torch.bfloat16).chunk(2, dim=-1), "silu")
+operators.add_rms_norm(many, many, many[0], 1e-5)
+print(json.dumps(found | {"later": len(compiled) - len(found["compiled"])}))
 """
 
 
@@ -65,8 +71,9 @@ def test_cold_kernels_are_compiled_in_threads_and_each_variant_once(tmp_path: pa
     )
     assert not done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    names = ["_depthwise"] * 2 + ["_finish", "_gate"] + ["_norm"] * 2 + ["_rotate"]
-    assert found == {"triton": True, "threads": 1, "compiled": names, "different": 7}
+    names = ["_depthwise"] * 2 + ["_finish", "_gate", "_linear"] + ["_norm"] * 2 + ["_rotate"]
+    # Later: what models of other sizes run are the variants that were tried.
+    assert found == {"triton": True, "threads": 1, "compiled": names, "different": 8, "later": 0}
 
 
 def test_a_program_that_preloads_captures_and_replays() -> None:
