@@ -35,7 +35,7 @@ if importlib.util.find_spec("hypothesis"):  # optional here
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput") and os.environ.get("SIMPLEGRAPH_TESTS_SPREAD"):
+    if hasattr(config, "workerinput") and os.environ.get("TESTS_SPREAD"):
         # One GPU for each worker, in turn, of those that are named.
         named = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = named[int(config.workerinput["workerid"][2:]) % len(named)]

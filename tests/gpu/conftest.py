@@ -21,7 +21,7 @@ _KEPT = 2**30  # bytes, of each of several workers on one GPU
 def _memory_released() -> Iterator[None]:
     """Give memory back after tests that took much, for other workers; after all where a sanitizer sees reads of it."""
     yield
-    if os.environ.get("SIMPLEGRAPH_TESTS_RELEASE_MEMORY") or torch.cuda.memory_reserved() > _KEPT:
+    if os.environ.get("TESTS_RELEASE_MEMORY") or torch.cuda.memory_reserved() > _KEPT:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -6,7 +6,7 @@ set -uo pipefail
 out=$(mkdir -p "${1:?usage: tests/gpu/memcheck.sh FOLDER [how many tests]}" && cd "$1" && pwd)
 most=${2:-60}
 cd "$(dirname "$0")/../.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 SIMPLEGRAPH_TESTS_RELEASE_MEMORY=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 TESTS_RELEASE_MEMORY=1
 python=${PYTHON:-python3}
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -n 1)}
 if [[ -z "$sanitizer" ]]; then

@@ -33,7 +33,7 @@ part() {
 }
 
 rm -f "$out/failed" "$out/parity.json"
-SIMPLEGRAPH_TESTS_SPREAD=1 GPUS=$every part tests 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu -n "$workers" --ignore tests/gpu/test_cuda_distributed.py -m "not alone" "$@" &
+TESTS_SPREAD=1 GPUS=$every part tests 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu -n "$workers" --ignore tests/gpu/test_cuda_distributed.py -m "not alone" "$@" &
 if ((gpus > 1)); then
     GPUS=0,1 part distributed 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu/test_cuda_distributed.py -n 4 "$@" &
 fi
