@@ -72,6 +72,12 @@ def run_observed(
     return outputs, observer, None if tracer is None else tracer.finish(outputs)
 
 
+def _run_as_captured(table: ProgramTable, run: Callable[[], Any]) -> Any:
+    """Run a forward as its capture does if eager's way is known to depend on data: so it makes the same constants."""
+    with answering(table.constants.decisions) if table.constants.decisions else contextlib.nullcontext():
+        return run()
+
+
 @dataclasses.dataclass(eq=False)
 class GraphCapture:
     """Captures jobs in one session; their Programs go into the table.
@@ -289,8 +295,9 @@ class GraphCapture:
     def _warm_up_here(self, job: CaptureJob, observers: list[MemoryObserver]) -> CaptureError | None:
         try:
             traced = job.mode is CudaGraphMode.PIECEWISE
+            run = functools.partial(_run_as_captured, self.table, job.run)
             with self.parts.timed("warmup"):
-                _, observer, trace = run_observed(self.table, job.run, job.key, traced=traced, rows=job.rows)
+                _, observer, trace = run_observed(self.table, run, job.key, traced=traced, rows=job.rows)
             if trace is not None:
                 self.table.add_trace(job.key, trace)
             if self._ranks.size > 1:

@@ -234,7 +234,7 @@ class GraphBuilder:
         manager, binding = self.manager, call.binding
         state = ModuleState((call.module, *call.trusted), manager.device, manager.pool, binding.counted)
         rehearsal = Rehearsal(self.memory(call))
-        retry = not lazy or call.padding > 0 or bool(call.layout.numbers)  # which no warmup passed as tensors
+        retry = not lazy or _is_unlike_warmups(call, manager)
         capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
         kept: list[str] = []
         # The last first, and each whatever becomes of the others; no other thread draws before random states are back.
@@ -303,6 +303,11 @@ class GraphBuilder:
             self.reader.learn(other, leaves, call.spec)
             if trace is not None:
                 binding.note_trace(other, trace)
+
+
+def _is_unlike_warmups(call: Call, manager: CudaGraphManager) -> bool:
+    """True if calls so far ran with fewer rows, with numbers that were no tensors, or in a way that their data chose."""
+    return bool(call.padding or call.layout.numbers or manager.table.constants.decisions)
 
 
 def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, capture: GraphCapture) -> None:

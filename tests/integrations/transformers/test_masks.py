@@ -291,3 +291,34 @@ def test_a_cache_of_transformers_keeps_nothing_that_a_capture_made(device: torch
     assert not model.graph_stats.failures
     assert model.graph_stats.replays >= 4
     assert module.computed == 1  # cached as without graphs
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["at a call", "upfront"])
+def test_a_warmup_of_a_capture_makes_the_masks_that_the_capture_makes(lazy: bool) -> None:
+    """What a forward makes on the CPU with a mask is copied to a device in warmups alone."""
+
+    class Masked(nn.Module):
+        """Makes constants with a mask, as eager attention does; a capture takes none that no warmup made."""
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            hidden = not transformers.masking_utils._ignore_bidirectional_mask_sdpa(attention_mask.bool(), TOKENS)
+            if is_cuda_stream_capturing():
+                if hidden and not made:
+                    raise RuntimeError("a constant that no warmup made")
+            elif hidden:
+                made.append(True)
+            return input_ids + 1 if not hidden else input_ids + attention_mask
+
+    made: list[bool] = []
+    model: Any = sg.wrap(Masked().eval(), capture_sizes=[ROWS], progress=False, verify=0)
+    inputs = {"input_ids": torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if lazy:
+        for rows in (2, ROWS, ROWS, ROWS):
+            expected = inputs["input_ids"][:rows] + 1
+            assert torch.equal(model(**{name: value[:rows] for name, value in inputs.items()}), expected)
+    else:
+        model.capture_graphs(**{name: value[:1] for name, value in inputs.items()})
+    assert made
+    assert model.graph_stats.failures == {}
+    assert len(model.graph_stats.graphs) >= 1
