@@ -137,7 +137,7 @@ def _problem(device: torch.device, dtype: torch.dtype, trial: KernelTrial) -> st
 def find_error(operators: Operators, device: torch.device, dtype: torch.dtype, trial: KernelTrial) -> str | None:
     """Say how an operator's results differ from torch's; None if they do not."""
     run, exact, wrong = _TRIALS[trial.operator]
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         found = run(operators, functools.partial(_numbers, device, dtype), *trial.sizes)
         expected = run(Operators(), functools.partial(_numbers, device, dtype), *trial.sizes)
         # Torch rounds up to three times, and adds up in another order.

@@ -253,7 +253,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
     part = triton.cdiv(triton.cdiv(keys, parts), block) * block
     parts = triton.cdiv(keys, part)
     out = torch.empty((rows, 1, heads, elements), dtype=q.dtype, device=q.device)
-    target = out if parts == 1 else torch.empty(rows * heads * parts * (columns + 2), device=q.device)
+    size = rows * heads * parts * (columns + 2)
+    target = out if parts == 1 else torch.empty(size, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         _attend[(kv_heads, rows, parts)](
             q,

@@ -189,6 +189,10 @@ class Operators:
         """
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
+    def attends(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+        """True if `attend` has a kernel for these, which copies no keys and values."""
+        return False
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
         """Attend with one query per row.
 

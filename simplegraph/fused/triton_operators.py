@@ -125,10 +125,12 @@ class TritonOperators(Operators):
             return super().linears(x, weights, biases)
         return self._one_row.linear(x, weights, biases)  # type: ignore[no-any-return]
 
+    def attends(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+        fits = q.shape[-1] == v.shape[-1] <= self._one_row.MAX_ELEMENTS and k.numel() > 0
+        return fits and all(each.stride(-1) == 1 for each in (q, k, v)) and self._takes(q, k, v, bias)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
-        fits = q.shape[-1] == v.shape[-1] <= self._one_row.MAX_ELEMENTS
-        fits = fits and all(each.stride(-1) == 1 for each in (q, k, v))
-        if not fits or not self._takes(q, k, v, bias):
+        if not self.attends(q, k, v, bias):
             return super().attend(q, k, v, mask, bias, scale)
         return self._one_row.attend(q, k, v, mask, bias, scale)  # type: ignore[no-any-return]
 

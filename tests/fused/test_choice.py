@@ -239,6 +239,17 @@ def test_a_trial_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_trial_under_autocast_says_nothing_wrong_of_a_kernel() -> None:
+    class ByHand(Operators):
+        def linears(self, x: Tensor, weights: Any, biases: Any) -> list[Tensor]:
+            return [(x * each).sum(-1).view(1, 1, -1) for each in weights]
+
+    trial = KernelTrial("linears", (64, 2, 0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert choice.find_error(ByHand(), torch.device("cpu"), torch.float32, trial) is None
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_a_cpu_is_not_asked_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "find_error", lambda *args: pytest.fail("it was tried"))
     assert not operators_for(torch.device("cpu"), torch.float32, [KernelTrial("rms_norm", (8,))]).triton

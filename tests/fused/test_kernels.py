@@ -458,3 +458,18 @@ def test_a_query_that_sees_no_key_is_no_reason_to_be_wrong_for_others(
     mask[0, ..., 5] = True
     found = make().attend(q, k, v, mask, None, 1.0)
     assert torch.equal(found[0, 0], v[0, :, 5])
+
+
+@every
+def test_attention_adds_its_parts_up_in_float32_whatever_the_default_is(
+    make: Callable[[], Operators], dtype: torch.dtype, device: torch.device
+) -> None:
+    q, k, v = (numbers(1, 2, keys, 16, dtype=dtype, device=device, scale=4.0) for keys in (1, 2000, 2000))
+    expected = make().attend(q, k, v, None, None, 1.0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = make().attend(q, k, v, None, None, 1.0)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, expected)

@@ -55,9 +55,11 @@ def _attend(
     """Attend as `sdpa` does; threads outside a step call transformers' function."""
     known, bias = _STEP.masks, kwargs.get("position_bias")
     taken = known is not None and not args and _can_group(module, query, key, attention_mask, kwargs)
-    if taken and _STEP.operators.triton and _is_plain(query, key, bias) and not kwargs.get("dropout"):
-        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        return _STEP.operators.attend(query, key, value, attention_mask, bias, scale), None
+    if taken and _is_plain(query, key, bias) and not kwargs.get("dropout"):
+        scale, operators = kwargs.get("scaling"), _STEP.operators
+        if operators.attends(query, key, value, bias):
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            return operators.attend(query, key, value, attention_mask, bias, scale), None
     if known is None or not taken or bias is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     rows, heads, _, elements = query.shape

@@ -15,6 +15,7 @@ from operators_seen import OperatorRecorder  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
+from simplegraph.fused.operators import Operators  # noqa: E402
 from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads  # noqa: E402
 
 ROWS, SHARED, GROUPS, LENGTH, ELEMENTS = 3, 2, 4, 32, 16
@@ -53,6 +54,32 @@ def test_heads_in_groups_give_the_same_sums_without_copying_keys(
     assert recorder.largest < keys.numel()
     assert found.shape == expected.shape == (ROWS, 1, SHARED * GROUPS, ELEMENTS)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class OfEqualSizes(Operators):
+    """Operators with a kernel for keys and values of one size, as on a GPU."""
+
+    triton = True
+
+    def attends(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+        return q.shape[-1] == v.shape[-1]
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3, 0.0])
+def test_what_a_kernel_does_not_take_copies_no_keys_either(scaling: float | None, device: torch.device) -> None:
+    query, keys, values, mask = attention_inputs(device)
+    given = (query, keys, values[..., :8], mask)
+    names = []
+    for operators in (Operators(), OfEqualSizes()):
+        with grouped_heads(operators), OperatorRecorder() as recorder:
+            found = registered(*given, scaling=scaling)
+        torch.testing.assert_close(found, registered(*given, scaling=scaling), rtol=1e-5, atol=1e-6)
+        names.append(recorder.names)
+    assert names[0] == names[1]
+    with grouped_heads(OfEqualSizes()):
+        taken = registered(query, keys, values, mask, scaling=scaling)
+    expected = registered(query, keys, values, mask, scaling=scaling)
+    torch.testing.assert_close(taken, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_mask_becomes_numbers_once_for_all_layers(device: torch.device) -> None:
