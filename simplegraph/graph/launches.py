@@ -39,11 +39,17 @@ def _shown(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(self, *args, **kwargs)
         own = str(getattr(self, "module", "")).partition(".")[0] == _OWN
         # Beside the arguments of the kernel, `kwargs` has the grid and options of the compiler.
-        given = [*args, *(value for name, value in kwargs.items() if name != "grid")]
+        given = [*args, *(value for name, value in kwargs.items() if name != "grid"), *_default_tensors(self)]
         with launching(_tensors_of(given, own=own)):
             return run(self, *args, **kwargs)
 
     return shown
+
+
+def _default_tensors(kernel: Any) -> list[Tensor]:
+    """List the tensors that a kernel is passed where its caller leaves an argument out."""
+    parameters = getattr(getattr(kernel, "signature", None), "parameters", {})
+    return [each.default for each in parameters.values() if isinstance(each.default, Tensor)]
 
 
 def _tensors_of(args: Sequence[Any], *, own: bool) -> list[Tensor] | None:
@@ -53,5 +59,7 @@ def _tensors_of(args: Sequence[Any], *, own: bool) -> list[Tensor] | None:
 
 def _holds_no_address(arg: Any) -> bool:
     if isinstance(arg, Tensor):
+        if type(arg).data_ptr is not Tensor.data_ptr:  # of a class that names other memory than its own
+            return False
         return arg.dtype in _NO_ADDRESSES or arg.is_floating_point()
     return abs(arg) < _ADDRESSES if isinstance(arg, int) else isinstance(arg, (float, str, torch.dtype, type(None)))

@@ -181,15 +181,19 @@ class MemoryObserver(OperatorMode):
     def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
         """Surround a launch by Triton; see `watch_launches`. Which of the tensors it writes to is not known."""
         device = self._device
-        if device is None or tensors is None:
+        if device is None:
             yield
             return
         self._look_for_unseen(device)
-        self._note_given({storage_key(tensor): tensor for tensor in strided_tensors(tensors)}, "a kernel of Triton")
+        self._note_given(
+            {storage_key(tensor): tensor for tensor in strided_tensors(tensors or ())}, "a kernel of Triton"
+        )
         yield
-        if self._records_more(device):
+        if tensors is None:
+            self._look_for_unseen(device)
+        elif self._records_more(device):
             self.unseen = device.torch_device.type
-        self._last = device.recorded()
+        self._last = device.recorded()  # so that a launch in this one, by a hook of Triton's, has been looked at
 
     def _look_for_unseen(self, device: GraphDevice) -> None:
         if self._records_more(device):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -230,6 +232,68 @@ def test_a_kernel_beside_those_of_triton_may_read_every_tensor(beside: str, monk
     model = wrapped(Remembers(stand_in_triton(monkeypatch), beside=beside), verify=0)
     serve_remembering(model)
     assert model.graph_stats.recaptures >= 1
+
+
+def test_a_launch_by_a_hook_of_another_may_read_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = stand_in_triton(monkeypatch)
+    module = Remembers(kernels)
+
+    def hooked(self: Any, y: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self is module.kernel:
+            kernels(lambda y, *_: y.add_(0)).run(y, torch.zeros(2, dtype=torch.int64), grid=(1,))
+        JITFunction.run(self, y, *args, **kwargs)
+
+    monkeypatch.setattr(kernels, "run", hooked)
+    model = wrapped(module, verify=0)
+    serve_remembering(model)
+    assert model.graph_stats.recaptures >= 1
+
+
+def test_a_tensor_of_a_class_that_names_other_memory_may_be_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(Tensor):
+        def data_ptr(self) -> int:
+            return 0
+
+    given = torch.zeros(2).as_subclass(Elsewhere)
+    model = wrapped(Remembers(stand_in_triton(monkeypatch), given), verify=0)
+    serve_remembering(model)
+    assert model.graph_stats.recaptures >= 1
+
+
+def test_a_tensor_that_a_kernel_has_as_a_default_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = stand_in_triton(monkeypatch)
+
+    def add_default(y: Tensor, table: Tensor) -> None:
+        y.add_(table)
+
+    kernel: Any = kernels(add_default)
+    table = torch.randn(WIDTH)
+    watched = weakref.ref(table)
+
+    class ByDefault(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            kernel.run(y, grid=(1,))
+            return y
+
+    def run(self: Any, y: Tensor, grid: Any) -> None:
+        (_, parameter) = self.signature.parameters.values()
+        JITFunction.run(self, y, parameter.default)
+
+    parameters = list(inspect.signature(add_default).parameters.values())
+    kernel.signature = inspect.Signature([parameters[0], parameters[1].replace(default=table)])
+    del table, parameters
+    monkeypatch.setattr(kernels, "run", run)
+    model = wrapped(ByDefault(), verify=0)
+    x = torch.randn(4, WIDTH)
+    expected = x + kernel.signature.parameters["table"].default
+    for _ in range(4):
+        torch.testing.assert_close(model(x), expected)
+    del kernel.signature
+    gc.collect()
+    assert watched() is not None
+    torch.testing.assert_close(model(x), expected)
+    assert model.graph_stats.replays >= 3
 
 
 @pytest.mark.parametrize("compared", [True, False])
