@@ -22,6 +22,7 @@ from torch import Tensor
 
 from simplegraph.graph import patches
 from simplegraph.graph.host.known import KnownValues
+from simplegraph.graph.operators import strided_tensors
 
 # Modules that ask, where they are loaded. Not `torch_compilable_check`, which would read values next.
 _ASKING = ("masking_utils", "modeling_attn_mask_utils", "models.zamba.modeling_zamba", "models.pixio.modeling_pixio")
@@ -102,7 +103,7 @@ def _watch_caches() -> None:
                 return False
             asking = sys._getframe(1).f_locals
             given = (*asking.get("args", ()), *asking.get("kwargs", {}).values())
-            return any(isinstance(value, Tensor) for value in given)
+            return bool(strided_tensors(given))  # in tuples, too
 
         patches.replace(module, "is_torchdynamo_compiling", is_compiling)
 

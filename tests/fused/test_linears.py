@@ -88,6 +88,17 @@ def test_what_is_written_to_the_input_between_two_projections_counts() -> None:
     assert counts == [3, 3]
 
 
+def test_what_is_written_to_an_inference_tensor_between_two_projections_counts() -> None:
+    model = Attention()
+    model.between = lambda given: given.add_(1)
+    with torch.inference_mode():
+        x = torch.randn(1, 1, 6)
+        expected = model(x.clone())
+        found, counts = run(model, x.clone())
+    assert torch.equal(found, expected)
+    assert counts == [1, 1, 1]
+
+
 def test_hooked_projections_and_those_of_unlike_inputs_run_alone() -> None:
     model, x = Attention(), torch.randn(1, 1, 6)
     model.k_proj.register_forward_pre_hook(lambda module, args: (args[0] + 1,))

@@ -24,13 +24,14 @@ def linear_layers(model: nn.Module) -> dict[nn.Module, Layer]:
     found: dict[nn.Module, _Together] = {
         module: _Together([module]) for module in model.modules() if type(module) is nn.Linear
     }
-    of_one_input: list[list[Any]] = [
-        [getattr(each, name, None) for name in _PROJECTIONS] for each in rotary_layers(model)
+    of_one_input: list[tuple[list[Any], bool]] = [
+        ([getattr(each, name, None) for name in _PROJECTIONS], type(each).__module__.startswith("transformers."))
+        for each in rotary_layers(model)
     ]
-    for layers in (*of_one_input, *gated_projections(model)):
+    for layers, known in (*of_one_input, *((some, True) for some in gated_projections(model))):
         alike = all(layer in found for layer in layers) and not hooked(*layers)
         if alike and len({(each.in_features, each.bias is None) for each in layers}) == 1:
-            found |= dict.fromkeys(layers, _Together(layers))
+            found |= dict.fromkeys(layers, _Together(layers, known=known))
     return {module: _layer(module, together) for module, together in found.items()}
 
 
@@ -39,15 +40,19 @@ class _Together:
 
     Args:
         layers: of equally many inputs.
+        known: True if the code that calls them is known to write nothing to their input meanwhile. Of inference
+            tensors, which count no writes, those of other code are computed one by one.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[nn.Linear], *, known: bool = True) -> None:
+        self.layers, self._known = layers, known
         self._x: Tensor | None = None
         self._version: int | None = None
         self._found: dict[nn.Linear, Tensor] = {}
 
     def compute(self, layer: nn.Linear, x: Tensor, operators: Operators) -> Tensor:
+        if x.is_inference() and not self._known:
+            return operators.linears(x, [layer.weight], [layer.bias])[0]
         version = None if x.is_inference() else x._version
         if x is not self._x or version != self._version or layer not in self._found:
             weights, biases = [each.weight for each in self.layers], [each.bias for each in self.layers]
