@@ -306,7 +306,7 @@ class GraphBuilder:
 
 
 def _is_unlike_warmups(call: Call, manager: CudaGraphManager) -> bool:
-    """True if calls so far ran with fewer rows, with numbers that were no tensors, or in a way that their data chose."""
+    """True if calls so far ran with fewer rows, with numbers that were no tensors, or as their data decided."""
     return bool(call.padding or call.layout.numbers or manager.table.constants.decisions)
 
 
