@@ -42,13 +42,16 @@ class TritonOperators(Operators):
         self._one_row: Any = one_row_kernels
 
     def _takes(self, *tensors: Tensor | None) -> bool:
-        """True for tensors on a GPU, of one dtype that the kernels know, without gradients and with elements."""
+        """True for tensors on one GPU, of one dtype that the kernels know, without gradients and with elements.
+
+        Whoever negates numbers by a flag, as torch does in the imaginary part of a conjugate, has others in memory.
+        """
         given = [tensor for tensor in tensors if tensor is not None]
         first = given[0]
         return (
             (first.is_cuda or _INTERPRETED)
             and first.dtype in DTYPES
-            and all(tensor.dtype is first.dtype for tensor in given)
+            and all(each.dtype is first.dtype and each.device == first.device and not each.is_neg() for each in given)
             and first.numel() > 0
             and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -473,3 +474,19 @@ def test_attention_adds_its_parts_up_in_float32_whatever_the_default_is(
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(found, expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("case", ["another device", "negated by a flag"])
+def test_tensors_whose_memory_says_something_else_are_for_torch(
+    case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operators: Any = triton()
+    monkeypatch.setattr(operators._one_row, "linear", lambda *given: pytest.fail("a kernel got them"))
+    x, weight = numbers(1, 64, dtype=torch.float32, device=device), torch.ones(8, 64, device=device)
+    if case == "another device":
+        with contextlib.suppress(RuntimeError):  # as torch says it
+            operators.linears(x, [weight.to("meta")], [None])
+    else:
+        found = operators.linears(torch._neg_view(x), [weight], [None])[0]
+        torch.testing.assert_close(found, -F.linear(x, weight))
