@@ -168,7 +168,7 @@ def _attend(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
 ):
     """Attend to a part of the keys of one head, for the queries that share it; parts are (COLUMNS + 2) float32 each."""
-    head, row, index = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    head, row, index = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     query, column = tl.arange(0, QUERIES), tl.arange(0, COLUMNS)
     inside, exists = (column < ELEMENTS)[None, :], query < GROUP
     q_index = head * GROUP + query
