@@ -366,8 +366,8 @@ MUTANTS = [
     Mutant(
         "what a kernel of Triton is passed is not noted",
         "graph/observe.py",
-        'self._note_given({storage_key(tensor): tensor for tensor in strided_tensors(tensors)}, "a kernel of Triton")',
-        "pass",
+        "for tensor in strided_tensors(tensors or ())}",
+        "for tensor in ()}",
         UNSEEN,
     ),
     Mutant(
@@ -380,8 +380,8 @@ MUTANTS = [
     Mutant(
         "a kernel of Triton is taken to write to nothing",
         "graph/observe.py",
-        "        if self._records_more(device):\n            self.unseen = device",
-        "        if self._records_more(device):\n            device",
+        "        elif self._records_more(device):\n            self.unseen = device",
+        "        elif self._records_more(device):\n            device",
         UNSEEN,
     ),
 ]
