@@ -2,16 +2,21 @@
 
 ``python -m bench.transformers_generate --models llama,t5``: every arm in a fresh process, so that its first generation
 pays for all that it needs: CUDA's lazy loading, compiling with empty caches, capturing; neither imports nor the model.
-Before that, tokens are compared in float32 over ragged batches, in a process of their own.
+Before that, tokens are compared in float32 over ragged batches, in a process of their own. With ``--at-once 9`` the
+processes of nine models build, generate first and compile side by side, and later tokens are timed in turn: the first
+generation then takes longer than it does alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from bench.tools import command, compiler, cores, fresh
 from bench.tools.measure import NOT_SPEED, Figures, gpu_busy, say, seconds, synchronize
 from bench.tools.options import add_names, count
 from bench.tools.tables import cell, ratio
+from bench.tools.turns import Turn
 from bench.transformers_generate import families, same_tokens
 
 PLAIN, COMPILED = "plain", "static-compiled"
@@ -43,6 +49,7 @@ class GenerationPlan:
         busy: True to generate with all other cores busy as well.
         compared: tokens that are generated in float32 to compare graphs with plain.
         processes: processes of each arm that compiles nothing.
+        at_once: models whose processes run side by side.
         timeout: seconds that a process may take.
     """
 
@@ -56,6 +63,7 @@ class GenerationPlan:
     busy: bool = False
     compared: int = 128
     processes: int = 3
+    at_once: int = 1
     timeout: int = 400
 
 
@@ -69,10 +77,12 @@ def default_plan(device: torch.device) -> GenerationPlan:
 # In the process of an arm.
 
 
-def run_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device, dtype: torch.dtype) -> Figures:
+def run_arm(
+    plan: GenerationPlan, name: str, arm: str, device: torch.device, dtype: torch.dtype, turn: Turn | None = None
+) -> Figures:
     """Measure seconds of the first generation, ms per token of later ones, and return the tokens.
 
-    The first generation includes the arm's changes to the model.
+    The first generation includes the arm's changes to the model. Later ones wait for the process's turn.
     """
     from simplegraph.integrations.transformers import graph_generation
 
@@ -100,18 +110,20 @@ def run_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device, dty
         )
     result = generate()
     synchronize(device)
-    taken = [time.perf_counter() - started, *(seconds(generate, device) for _ in range(plan.rounds))]
-    figures: Figures = {
-        "first_seconds": taken[0],
-        "ms_per_token": statistics.median(taken[1:]) / plan.tokens * 1e3,
-        "seconds": taken,
-        "tokens": result[:, -plan.tokens :].tolist(),
-    }
-    if plan.busy:
-        with cores.busy_cores() as others:
-            taken = [seconds(generate, device) for _ in range(plan.rounds)]
-        figures |= {"busy_cores": others, "busy_seconds": taken}
-        figures["busy_ms_per_token"] = statistics.median(taken) / plan.tokens * 1e3
+    taken = [time.perf_counter() - started]
+    with turn.timed() if turn else contextlib.nullcontext():
+        taken += [seconds(generate, device) for _ in range(plan.rounds)]
+        figures: Figures = {
+            "first_seconds": taken[0],
+            "ms_per_token": statistics.median(taken[1:]) / plan.tokens * 1e3,
+            "seconds": taken,
+            "tokens": result[:, -plan.tokens :].tolist(),
+        }
+        if plan.busy:
+            with cores.busy_cores() as others:
+                taken = [seconds(generate, device) for _ in range(plan.rounds)]
+            figures |= {"busy_cores": others, "busy_seconds": taken}
+            figures["busy_ms_per_token"] = statistics.median(taken) / plan.tokens * 1e3
     if arm == PLAIN:
         figures |= gpu_busy(lambda: generate(min(plan.tokens, BUSY_TOKENS)), device, calls=1)
     if arm == COMPILED:
@@ -124,33 +136,64 @@ def run_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device, dty
 
 def measure(plan: GenerationPlan, device: torch.device) -> Figures:
     """Measure every model and arm in fresh processes; return medians over them, and every process's figures."""
-    models = {name: _measure_model(plan, name, device) for name in plan.models}
+    models: dict[str, Figures] = {}
+    for start in range(0, len(plan.models), plan.at_once):
+        models |= _measure_models(plan, plan.models[start : start + plan.at_once], device)
     return {"plan": dataclasses.asdict(plan), "device": device.type, "models": models}
 
 
-def _measure_model(plan: GenerationPlan, name: str, device: torch.device) -> Figures:
-    say(f"{name}, tokens in float32 ...")
-    compare = (same_tokens.compare, name, device, plan.tiny, plan.prompt, plan.compared)
-    agreement = _answer(plan, *compare)
-    say(f"{name}, {_agreement(agreement)}")
-    arms: Figures = {}
+def _measure_models(plan: GenerationPlan, some: Sequence[str], device: torch.device) -> dict[str, Figures]:
+    """Measure models side by side, one arm after the other."""
+    say(f"{', '.join(some)}: tokens in float32 ...")
+    settings = device, plan.tiny, plan.prompt, plan.compared
+    found = _side_by_side(plan, {name: (same_tokens.compare, name, *settings) for name in some})
+    for name, agreement in found.items():
+        say(f"{name}, {_agreement(agreement)}")
+    arms: dict[str, Figures] = {name: {} for name in some}
     for arm in plan.arms:
-        say(f"{name}, {arm}, bfloat16 ...")
-        arms[arm] = _measure_arm(plan, name, arm, device)
-        say(f"{name}, {arm}: {_in_a_line(arms[arm])}")
-    return agreement | {"arms": arms}
+        say(f"{', '.join(some)}: {arm}, bfloat16 ...")
+        for name, figures in _measure_arm(plan, some, arm, device).items():
+            arms[name][arm] = figures
+            say(f"{name}, {arm}: {_in_a_line(figures)}")
+    return {name: found[name] | {"arms": arms[name]} for name in some}
 
 
-def _measure_arm(plan: GenerationPlan, name: str, arm: str, device: torch.device) -> Figures:
-    compiles = arm == COMPILED and device.type == "cuda"
-    runs: list[Figures] = []
-    for _ in range(1 if compiles else plan.processes):
-        run = _answer(plan, run_arm, plan, name, arm, device, torch.bfloat16)
-        if "failed" in run:  # what transformers cannot compile is a figure, not a failure
-            return {"skipped": run["reason"]} if arm == COMPILED else run
-        runs.append({key: value for key, value in run.items() if key != "tokens"})
+def _measure_arm(plan: GenerationPlan, some: Sequence[str], arm: str, device: torch.device) -> dict[str, Figures]:
+    runs: dict[str, list[Figures]] = {name: [] for name in some}
+    for _ in range(1 if arm == COMPILED and device.type == "cuda" else plan.processes):
+        left = [name for name in some if not any("failed" in run for run in runs[name])]
+        calls = {name: (run_arm, plan, name, arm, device, torch.bfloat16) for name in left}
+        for name, run in _side_by_side(plan, calls, timed=True).items():
+            runs[name].append({key: value for key, value in run.items() if key != "tokens"})
+    return {name: _medians(arm, each) for name, each in runs.items()}
+
+
+def _medians(arm: str, runs: Sequence[Figures]) -> Figures:
+    """Return the medians of an arm's processes, or the failure of one."""
+    failed = next((run for run in runs if "failed" in run), None)
+    if failed is not None:  # what transformers cannot compile is a figure, not a failure
+        return {"skipped": failed["reason"]} if arm == COMPILED else failed
     numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
-    return {key: statistics.median(run[key] for run in runs) for key in numbers} | {"runs": runs}
+    return {key: statistics.median(run[key] for run in runs) for key in numbers} | {"runs": list(runs)}
+
+
+def _side_by_side(
+    plan: GenerationPlan, calls: Mapping[str, tuple[Any, ...]], *, timed: bool = False
+) -> dict[str, Figures]:
+    """Answer calls, a function and its arguments each, by processes at once, which are timed in turn if they time."""
+    if len(calls) < 2:
+        return {name: _answer(plan, *call) for name, call in calls.items()}
+    context = multiprocessing.get_context("forkserver")
+    turn = (Turn(context.Barrier(len(calls)), context.Lock(), plan.timeout),) if timed else ()
+
+    def answer(call: tuple[Any, ...]) -> Figures:
+        found = _answer(plan, *call, *turn)
+        if timed and "failed" in found:
+            turn[0].all_ready.abort()  # the others would wait for it
+        return found | ({"beside": len(calls) - 1} if timed else {})
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return dict(zip(calls, threads.map(answer, calls.values()), strict=True))
 
 
 def _answer(plan: GenerationPlan, function: Callable[..., Figures], *args: Any) -> Figures:
@@ -185,6 +228,8 @@ def render(figures: Figures) -> str:
     """
     lines = [] if figures["device"] == "cuda" else [f"{NOT_SPEED} Nothing is compiled."]
     lines.append("batch {batch}, prompt of {prompt}, {tokens} new tokens".format(**figures["plan"]))
+    if figures["plan"].get("at_once", 1) > 1:
+        lines.append("first generations ran beside those of other models, so they took longer than alone")
     columns = (*_COLUMNS, "cores busy") if figures["plan"].get("busy") else _COLUMNS
     lines.append(f"{'':>34}" + "".join(f"{title:>12}" for title in columns))
     for name, model in figures["models"].items():
@@ -231,6 +276,7 @@ _NUMBERS = {
     "rounds": "generations after the first",
     "compared": "tokens to compare in float32",
     "processes": "of each arm that compiles nothing",
+    "at_once": "models whose processes run side by side",
     "timeout": "seconds that a process may take",
 }
 
@@ -243,5 +289,5 @@ def main(argv: list[str] | None = None) -> None:
     add_names(parser, "--arms", ALL_ARMS, f"by default {', '.join(ARMS)}")
     parser.add_argument("--busy", action="store_true", help="generate with all other cores busy as well")
     for name, help_text in _NUMBERS.items():
-        parser.add_argument(f"--{name}", type=count, help=help_text)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=count, help=help_text)
     command.run(parser, argv, default_plan, measure, render, failures)

@@ -85,6 +85,16 @@ def test_models_measured_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert all(arm["first_seconds"] > 0 and arm["ms_per_token"] > 0 for arm in model["arms"].values())
 
 
+def test_models_side_by_side_are_timed_in_turn_and_one_that_fails_holds_up_no_other() -> None:
+    settings = {"models": ("llama", "no such model"), "arms": ("simplegraph",), "at_once": 2, "timeout": 60}
+    found = generation.measure(dataclasses.replace(TINY, **settings), CPU)
+    served, missing = (found["models"][name]["arms"]["simplegraph"] for name in settings["models"])
+    assert served["runs"][0]["beside"] == 1
+    assert served["ms_per_token"] > 0
+    assert "no such model" in missing["failed"]
+    assert "took longer than alone" in generation.render(found)
+
+
 def test_the_table_compares_with_plain_and_says_that_a_cpu_is_no_speed() -> None:
     arms = {
         "plain": {"ms_per_token": 30.0, "first_seconds": 2.0, "busy_share": 0.25},
