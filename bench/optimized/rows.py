@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import multiprocessing
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -104,8 +103,7 @@ def _rows_of_file(plan: OptimizedPlan) -> dict[str, Figures]:
 
 def _side_by_side(plan: OptimizedPlan, some: list[tuple[str, int]], device: torch.device) -> list[Figures]:
     """Measure rows in processes that all have compiled before the first is timed."""
-    context = multiprocessing.get_context("forkserver")
-    turn = Turn(context.Barrier(len(some)), context.Lock(), plan.timeout)
+    turn = Turn.among(len(some), plan.timeout)
 
     def measured(pair: tuple[str, int]) -> Figures:
         try:

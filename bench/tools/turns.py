@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
 from collections.abc import Iterator
 from threading import BrokenBarrierError
 from typing import Any
@@ -22,6 +23,12 @@ class Turn:
     all_ready: Any
     alone: Any
     seconds: float
+
+    @classmethod
+    def among(cls, count: int, seconds: float) -> Turn:
+        """Make the turns of so many processes, which the caller passes each of them."""
+        context = multiprocessing.get_context("forkserver")
+        return cls(context.Barrier(count), context.Lock(), seconds)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:

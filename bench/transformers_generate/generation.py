@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -183,8 +182,7 @@ def _side_by_side(
     """Answer calls, a function and its arguments each, by processes at once, which are timed in turn if they time."""
     if len(calls) < 2:
         return {name: _answer(plan, *call) for name, call in calls.items()}
-    context = multiprocessing.get_context("forkserver")
-    turn = (Turn(context.Barrier(len(calls)), context.Lock(), plan.timeout),) if timed else ()
+    turn = (Turn.among(len(calls), plan.timeout),) if timed else ()
 
     def answer(call: tuple[Any, ...]) -> Figures:
         found = _answer(plan, *call, *turn)

@@ -19,7 +19,7 @@ _LOG2E = 1.4426950408889634
 _LONG = 4096  # inputs from which on a program computes one output
 _KEPT = 16384  # bytes of keys, and of values, that a program of `attend` holds at a time
 _MOST_KEYS = 128
-_PROGRAMS = 528  # four for each multiprocessor
+_PROGRAMS = 528  # four for each multiprocessor of an H100
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -230,7 +230,9 @@ def _sum_parts(  # type: ignore[no-untyped-def]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
-    """Attend with one query per row, in float32 and rounded once.
+    """Attend with one query per row, with scores and sums in float32.
+
+    In half precision the weights of the values are rounded to its dtype, as torch's fused attention rounds them.
 
     Args:
         q: (rows, heads, 1, elements), at most `MAX_ELEMENTS`, the last dimension contiguous; float32, bfloat16 or

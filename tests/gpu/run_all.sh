@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: the tests, those of the whole GPU's memory by themselves, a stress test, torch's own
+# Everything that needs a GPU, in one go: the tests, with those of kernels of Triton, those of the whole GPU's memory by themselves, a stress test, torch's own
 # databases of operators, verdicts on captures, and random programs. What may run beside each other does, on all GPUs of the machine.
 # Usage: tests/gpu/run_all.sh FOLDER [pytest options]; logs go there, and a line for each part as it ends.
 # PARTS="tests distributed alone" runs these alone.
@@ -33,7 +33,7 @@ part() {
 }
 
 rm -f "$out/failed" "$out/parity.json"
-TESTS_SPREAD=1 GPUS=$every part tests 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu -n "$workers" --ignore tests/gpu/test_cuda_distributed.py -m "not alone" "$@" &
+TESTS_SPREAD=1 GPUS=$every part tests 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu tests/fused -n "$workers" --ignore tests/gpu/test_cuda_distributed.py -m "not alone" "$@" &
 if ((gpus > 1)); then
     GPUS=0,1 part distributed 0 "${TIMEOUT:-400}" "${tests[@]}" tests/gpu/test_cuda_distributed.py -n 4 "$@" &
 fi
