@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: the tests, with those of kernels of Triton, those of the whole GPU's memory by themselves, a stress test, torch's own
-# databases of operators, verdicts on captures, and random programs. What may run beside each other does, on all GPUs of the machine.
+# Everything that needs a GPU, in one go: the tests, with those of Triton's kernels, those of the whole GPU's memory by
+# themselves, a stress test, torch's own databases of operators, verdicts on captures, and random programs. What may run beside
+# each other does, on all GPUs of the machine.
 # Usage: tests/gpu/run_all.sh FOLDER [pytest options]; logs go there, and a line for each part as it ends.
 # PARTS="tests distributed alone" runs these alone.
 set -uo pipefail
