@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplegraph.fused.launches import await_others, launching
 from simplegraph.fused.operators import Adapted
 
 _TILE = 1024  # elements of several short rows in one program
@@ -43,8 +44,10 @@ def _adapt(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Normalize some rows in each program, in float32 from the rounded sum on."""
+    await_others(EARLY)
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (column < COLUMNS) & (index < rows)
@@ -89,7 +92,7 @@ def adapt(x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
     )
     block, rows = triton.next_power_of_2(columns), images * tokens
     together = max(1, _TILE // block)
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
+    with launching(x) as early:
         _adapt[(triton.cdiv(rows, together),)](
             x,
             *(x if each is None else each.contiguous() for each in (norm.weight, norm.bias, norm.row)),
@@ -109,5 +112,6 @@ def adapt(x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
             ROWS=together,
             BLOCK=block,
             num_warps=min(16, max(1, together * block // 256)),
+            **early,
         )
     return out, total

@@ -6,11 +6,11 @@ and shape of a model, so that no capture has to compile one.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplegraph.fused.launches import await_others, launching
 from simplegraph.fused.operators import RotaryWrite
 
 _HEADS = 8  # heads per program of the kernel that rotates and writes
@@ -59,8 +59,10 @@ def _rotate(  # type: ignore[no-untyped-def]
     trig_row,
     trig_token,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Embed one head of one token of a row in each program; heads of the queries come first."""
+    await_others(EARLY)
     place, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, token = place // tokens, place % tokens
     trig = row * trig_row + token * trig_token
@@ -93,7 +95,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     rows, heads, tokens, elements = q.shape
     # The heads of a token are contiguous, as in the original's results for the outputs of a projection.
     q_out, k_out = (x.new_empty(rows, tokens, x.shape[1], elements) for x in (q, k))
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+    with launching(q) as early:
         _rotate[(rows * tokens, heads + k.shape[1])](
             q,
             k,
@@ -111,6 +113,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             BLOCK=triton.next_power_of_2(elements // 2),
             num_warps=1,
             enable_fp_fusion=False,  # a fused multiply-add does not round the product, as the models' code does
+            **early,
         )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
@@ -136,8 +139,10 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Process one token and some of its heads in each program: queries, keys and values, in this order."""
+    await_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
     column = tl.arange(0, HALF)[None, :]
@@ -176,7 +181,7 @@ def rotate_and_write(qkv: Tensor, cached: RotaryWrite) -> None:
     tokens, heads, head_dim = qkv.shape
     keys, values = cached.pages
     q_norm, k_norm = (qkv, qkv) if cached.norms is None else cached.norms
-    with torch.cuda.device_of(qkv):  # type: ignore[no-untyped-call]
+    with launching(qkv) as early:
         _rotate_and_write[(tokens, triton.cdiv(heads, _HEADS))](
             *(qkv, cached.positions, cached.table, keys, values, cached.slots),
             *(q_norm, k_norm, cached.eps, qkv.stride(0), *keys.stride()[:3]),
@@ -186,6 +191,7 @@ def rotate_and_write(qkv: Tensor, cached: RotaryWrite) -> None:
             HALF=head_dim // 2,
             NORMED=cached.norms is not None,
             BLOCK=_HEADS,
+            **early,
         )
 
 
@@ -206,8 +212,10 @@ def _write_pages(  # type: ignore[no-untyped-def]
     page_size,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Write keys and values to their slots, one program per token and head."""
+    await_others(EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
@@ -238,7 +246,7 @@ def write_pages(
     tokens, heads, head_dim = k.shape
     k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k, v))
     offset, head = (1, 2) if layout == "NHD" else (2, 1)
-    with torch.cuda.device_of(k):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+    with launching(k) as early:
         _write_pages[(tokens, heads)](
             *(k, v, k_cache, v_cache, slots),
             *(*k.stride()[:2], *v.stride()[:2]),
@@ -247,4 +255,5 @@ def write_pages(
             HEAD_DIM=head_dim,
             BLOCK=triton.next_power_of_2(head_dim),
             num_warps=1,
+            **early,
         )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplegraph.fused.launches import await_others, launching
 from simplegraph.fused.operators import Grouped
 
 MAX_SIZE = 512  # channels of a group
@@ -21,9 +22,10 @@ _CHANNELS, _PIXELS = 128, 32  # that a program holds at a time
 # Sizes are arguments, so that one variant serves every norm of a model, and images of any size.
 @triton.jit(do_not_specialize=["pixels", "part"])  # type: ignore[untyped-decorator]
 def _sum_channels(  # type: ignore[no-untyped-def]
-    x_ptr, sums_ptr, channels, pixels, part, CHANNELS: tl.constexpr, PIXELS: tl.constexpr
+    x_ptr, sums_ptr, channels, pixels, part, CHANNELS: tl.constexpr, PIXELS: tl.constexpr, EARLY: tl.constexpr
 ):
     """Sum a part of an image's pixels, and their squares, less the first pixel: for some channels."""
+    await_others(EARLY)
     image, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel, row = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, PIXELS)
     inside = channel < channels
@@ -63,8 +65,10 @@ def _scale_channels(  # type: ignore[no-untyped-def]
     ADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute a group's mean and variance, and with them each channel's factor and summand."""
+    await_others(EARLY)
     image, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -109,8 +113,10 @@ def _apply_scales(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr,
     CHANNELS: tl.constexpr,
     PIXELS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Multiply and add by channel, and activate."""
+    await_others(EARLY)
     image = tl.program_id(0).to(tl.int64)
     pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
@@ -148,8 +154,8 @@ def group_norm(x: Tensor, norm: Grouped) -> Tensor:
     tile = {"CHANNELS": _CHANNELS, "PIXELS": _PIXELS, "num_warps": 4}
     affine = norm.weight is not None and norm.bias is not None
     block = max(128, triton.next_power_of_2(size))
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
-        _sum_channels[(images, parts, blocks)](x, sums, channels, pixels, part, **tile)
+    with launching(x) as early:
+        _sum_channels[(images, parts, blocks)](x, sums, channels, pixels, part, **tile, **early)
         _scale_channels[(images, norm.groups)](
             *(x, sums, norm.weight if affine else x, norm.bias if affine else x),
             *(x if norm.row is None else norm.row, x if norm.added is None else norm.added, scales),
@@ -160,8 +166,9 @@ def group_norm(x: Tensor, norm: Grouped) -> Tensor:
             BLOCK=block,
             PARTS=4096 // block,
             num_warps=4,
+            **early,
         )
         _apply_scales[(images, triton.cdiv(pixels, _PIXELS), blocks)](
-            *(x, scales, out, channels, pixels), KIND=norm.kind, **tile
+            *(x, scales, out, channels, pixels), KIND=norm.kind, **tile, **early
         )
     return out

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplegraph.fused.launches import await_others, launching
+
 MAX_SQUEEZED = 128  # channels
 MAX_WINDOW = 7  # pixels a side, of depthwise convolutions
 _BLOCK = 1024
@@ -39,8 +41,10 @@ def _finish(  # type: ignore[no-untyped-def]
     biased,
     added,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add a bias and a residual and activate, in place and rounded once."""
+    await_others(EARLY)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
@@ -61,7 +65,7 @@ def finish(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -
         residual: as `x`; None for nothing.
         kind: "relu", "silu", or "" for no activation.
     """
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
+    with launching(x) as early:
         _finish[(triton.cdiv(x.numel(), _BLOCK),)](
             x,
             x if bias is None else bias,
@@ -73,6 +77,7 @@ def finish(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -
             int(residual is not None),
             BLOCK=_BLOCK,
             num_warps=4,
+            **early,
         )
     return x
 
@@ -96,8 +101,10 @@ def _depthwise(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Sum the products of some pixels and channels, add a bias and activate, rounded once."""
+    await_others(EARLY)
     place = (tl.program_id(0) * PIXELS + tl.arange(0, PIXELS))[:, None]
     # Of all pixels: so the weights of a channel are read by the threads that use them.
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :] + tl.zeros((PIXELS, 1), tl.int32)
@@ -141,7 +148,7 @@ def depthwise(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int
     out_height, out_width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
     out = torch.empty(images, out_height, out_width, channels, dtype=x.dtype, device=x.device).permute(0, 3, 1, 2)
     count = images * out_height * out_width
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+    with launching(x) as early:
         _depthwise[(triton.cdiv(count, _PIXELS), triton.cdiv(channels, _CHANNELS))](
             *(x, weight, bias, out, channels, height, width, out_height, out_width),
             *(count, stride, padding, _KINDS.index(kind)),
@@ -149,6 +156,7 @@ def depthwise(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int
             PIXELS=_PIXELS,
             CHANNELS=_CHANNELS,
             num_warps=4,
+            **early,
         )
     return out
 
@@ -166,8 +174,10 @@ def _excite(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr,
     SQUEEZED: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Run two small layers on an image's means, and the sigmoid of what they give for a part of its channels."""
+    await_others(EARLY)
     image = tl.program_id(0).to(tl.int64)
     inner = tl.arange(0, SQUEEZED)
     known = inner < squeezed
@@ -204,7 +214,7 @@ def excite(means: Tensor, narrow: tuple[Tensor, Tensor], wide: tuple[Tensor, Ten
     out = torch.empty_like(means)
     width = max(64, triton.next_power_of_2(squeezed))  # one variant for all layers of most models
     block = 8192 // width
-    with torch.cuda.device_of(means):  # type: ignore[no-untyped-call]
+    with launching(means) as early:
         # Every program computes the narrow layer again: cheaper than a second launch.
         _excite[(images, triton.cdiv(channels, block))](
             *(means, *narrow, *wide, out),
@@ -213,5 +223,6 @@ def excite(means: Tensor, narrow: tuple[Tensor, Tensor], wide: tuple[Tensor, Ten
             SQUEEZED=width,
             BLOCK=block,
             num_warps=8,
+            **early,
         )
     return out

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplegraph.fused.launches import await_others, launching
+
 MAX_ELEMENTS = 256  # of a head
 MOST_TOGETHER = 3  # linear layers of one launch
 _LOG2E = 1.4426950408889634
@@ -75,8 +77,10 @@ def _linear(  # type: ignore[no-untyped-def]
     INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute some outputs in each program: of the first layer, then of the second and the third."""
+    await_others(EARLY)
     index = tl.program_id(0)
     if COUNT == 1:
         _multiply(x_ptr, weight_ptr, bias_ptr, out_ptr, index, outputs, weight_row, BIASED, INPUTS, ROWS, BLOCK)
@@ -116,7 +120,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     rows = 1 if inputs >= _LONG else 2
     added = [weight if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
     sizes, missing = [len(weight) for weight in weights], MOST_TOGETHER - count
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
+    with launching(x) as early:
         _linear[(sum(triton.cdiv(size, rows) for size in sizes),)](
             x.contiguous(),
             *(*weights, *[weights[0]] * missing),
@@ -130,6 +134,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
             ROWS=rows,
             BLOCK=block,
             num_warps=4,
+            **early,
         )
     return outs
 
@@ -166,8 +171,10 @@ def _attend(  # type: ignore[no-untyped-def]
     ELEMENTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Attend to a part of the keys of one head, for the queries that share it; parts are (COLUMNS + 2) float32 each."""
+    await_others(EARLY)
     head, row, index = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     query, column = tl.arange(0, QUERIES), tl.arange(0, COLUMNS)
     inside, exists = (column < ELEMENTS)[None, :], query < GROUP
@@ -214,9 +221,10 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["parts"])  # type: ignore[untyped-decorator]
 def _sum_parts(  # type: ignore[no-untyped-def]
-    parts_ptr, out_ptr, parts, ELEMENTS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+    parts_ptr, out_ptr, parts, ELEMENTS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr
 ):
     """Add up the parts of one query."""
+    await_others(EARLY)
     query, column, part = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS), tl.arange(0, PARTS)
     exists = part < parts
     own = parts_ptr + (query * parts + part) * (COLUMNS + 2)
@@ -257,7 +265,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
     out = torch.empty((rows, 1, heads, elements), dtype=q.dtype, device=q.device)
     size = rows * heads * parts * (columns + 2)
     target = out if parts == 1 else torch.empty(size, dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+    with launching(q) as early:
         _attend[(kv_heads, rows, parts)](
             q,
             k,
@@ -282,6 +290,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
             COLUMNS=columns,
             KEYS=block,
             num_warps=4,
+            **early,
         )
         if parts > 1:
             _sum_parts[(rows * heads,)](
@@ -292,6 +301,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
                 COLUMNS=columns,
                 PARTS=triton.next_power_of_2(parts),
                 num_warps=4,
+                **early,
             )
     return out
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplegraph.fused.launches import await_others, launching
+
 MAX_COLUMNS = 16384  # the most that one program can hold
 _GATE_BLOCK = 1024
 
@@ -30,8 +32,10 @@ def _norm(  # type: ignore[no-untyped-def]
     BIASED: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add a residual and normalize a row in each program, in float32 from the rounded sum on."""
+    await_others(EARLY)
     start = tl.program_id(0).to(tl.int64) * COLUMNS
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -80,7 +84,7 @@ def norm(
     total = x if residual is None else torch.empty_like(x)
     columns = x.shape[-1]
     block = triton.next_power_of_2(columns)
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device else
+    with launching(x) as early:
         _norm[(x.numel() // columns,)](
             x,
             x if residual is None else residual.contiguous(),
@@ -96,6 +100,7 @@ def norm(
             COLUMNS=columns,
             BLOCK=block,
             num_warps=min(16, max(1, block // 256)),
+            **early,
         )
     return out, total
 
@@ -110,8 +115,10 @@ def _gate(  # type: ignore[no-untyped-def]
     columns,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Multiply the activation of a gate by a factor, for a part of a row in each program; rounded once."""
+    await_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -141,7 +148,7 @@ def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     gates, ups = (part.reshape(-1, columns) for part in (gate, up))
     gates, ups = (part if part.stride(1) == 1 else part.contiguous() for part in (gates, ups))
     rows = len(gates)
-    with torch.cuda.device_of(gate):  # type: ignore[no-untyped-call]
+    with launching(gate) as early:
         _gate[(rows, triton.cdiv(columns, _GATE_BLOCK))](
             gates,
             ups,
@@ -151,5 +158,6 @@ def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
             KIND=kind,
             BLOCK=_GATE_BLOCK,
             num_warps=4,
+            **early,
         )
     return out

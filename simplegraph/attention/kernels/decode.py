@@ -5,10 +5,11 @@ Imported only if Triton is installed.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from simplegraph.fused.launches import await_others, launching
 
 BLOCK = 64  # keys that are read at a time, and the smallest part
 _LOG2E = 1.4426950408889634
@@ -111,11 +112,13 @@ def _decode(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     WITH_SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Attend, one program per request, key head and part of the sequence; the last part to finish adds them all up.
 
     A row is a query token and one of the query heads that share the key head.
     """
+    await_others(EARLY)
     request, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + request)
     begin = 0  # the first key that a token of the request sees
@@ -243,7 +246,7 @@ def decode(
     num_kv_heads, head_dim = keys.shape[head], keys.shape[3]
     group = q.shape[1] // num_kv_heads
     wide = keys.element_size() * head_dim > 256  # halve the block, to fit a multiprocessor's shared memory
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+    with launching(q) as early:
         _decode[(len(seq_lens), num_kv_heads, num_splits)](
             *(q, keys, values, block_table, seq_lens, out, out if lse is None else lse),
             *(out if sinks is None else sinks, parts, arrived),
@@ -264,4 +267,5 @@ def decode(
             WITH_SINKS=sinks is not None,
             num_warps=4,
             num_stages=2,
+            **early,
         )

@@ -1,0 +1,56 @@
+"""Launches of Triton's kernels, each of which may begin while the one before it still runs.
+
+Imported only if Triton is installed. Where a GPU has programmatic dependent launches, a kernel is launched before what
+it reads is there, and waits for that itself: the GPU has no pause between the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HOPPER = (9, 0)
+_CAPTURES = 12_040  # the CUDA version of drivers that capture such launches
+_PLAIN: Mapping[str, bool] = MappingProxyType({"EARLY": False})
+_EARLY: Mapping[str, bool] = MappingProxyType({"EARLY": True, "launch_pdl": True})
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def await_others(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for all that was launched before, then let the next kernel be launched; first of all in a kernel."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@contextlib.contextmanager
+def launching(tensor: Tensor) -> Iterator[Mapping[str, bool]]:
+    """Make a tensor's device the current one, where Triton launches, and yield the last arguments of a launch.
+
+    Args:
+        tensor: on the device. `EARLY` is the kernel's, which passes it to `await_others`; the rest is Triton's.
+    """
+    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+        yield _EARLY if _can_begin_early(tensor.device) else _PLAIN
+
+
+@functools.cache
+def _can_begin_early(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _HOPPER:
+        return False
+    return hasattr(getattr(tl.extra, "cuda", None), "gdc_wait") and _driver_version() >= _CAPTURES
+
+
+def _driver_version() -> int:
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError):  # it is another driver than Linux's
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
