@@ -412,7 +412,10 @@ def test_linear_layers_of_one_row(
         assert one.shape == exact.shape
         sizes = F.linear(x.double().abs(), weight.double().abs())  # what float32 rounds is of these
         error = (one.double() - exact).abs()
-        assert (error <= 0.51 * torch.finfo(dtype).eps * exact.abs() + 1e-5 * sizes).all()
+        rounded = 0.51 * exact.abs()
+        if make is Operators and bias is not None:  # cuBLAS may round the product, too
+            rounded += 0.51 * (exact - bias.double()).abs()
+        assert (error <= torch.finfo(dtype).eps * rounded + 1e-5 * sizes).all()
 
 
 @every
@@ -458,7 +461,9 @@ def test_a_query_that_sees_no_key_is_no_reason_to_be_wrong_for_others(
     mask = torch.zeros(2, 1, 1, 600, dtype=torch.bool, device=device)
     mask[0, ..., 5] = True
     found = make().attend(q, k, v, mask, None, 1.0)
-    assert torch.equal(found[0, 0], v[0, :, 5])
+    # Torch's kernels for float32 on a GPU multiply in parts.
+    exact = dtype is not torch.float32 or make is not Operators
+    torch.testing.assert_close(found[0, 0], v[0, :, 5], **({"rtol": 0, "atol": 0} if exact else {}))
 
 
 @every

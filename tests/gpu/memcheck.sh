@@ -19,8 +19,9 @@ files=(tests/gpu/test_cuda_wrapper.py tests/gpu/test_cuda_breaks.py tests/gpu/te
 awk -v most="$most" -v count="$(wc -l <"$out/all.txt")" 'int(NR * most / count) != int((NR - 1) * most / count)' \
     "$out/all.txt" >"$out/chosen.txt"
 mapfile -t chosen <"$out/chosen.txt"
-# Refused captures are API errors on purpose; only accesses to memory count.
-timeout -s INT "${TIMEOUT:-480}" "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 66 \
+# Refused captures are API errors on purpose; only accesses to memory count. Backtraces of the host would keep frames of
+# Python, with the tensors of their local variables: what is captured would be refused.
+timeout -s INT "${TIMEOUT:-480}" "$sanitizer" --tool memcheck --report-api-errors no --show-backtrace device --error-exitcode 66 \
     --log-file "$out/memcheck.log" "$python" -m pytest -q -x -p no:cacheprovider "${chosen[@]}" >"$out/tests.log" 2>&1
 status=$?
 printf '%d s, %d tests, status %d: %s\n' "$SECONDS" "${#chosen[@]}" "$status" "$(tail -n 1 "$out/tests.log")"
