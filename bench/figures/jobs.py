@@ -18,6 +18,7 @@ JSON = "{json}"
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 _MODEL_TABLES = ("model-table", "model-table-summary", "model-table-categories")
 _GENERATE_ARMS = "plain,static-compiled,simplegraph"
+_AT_ONCE = ("--models", ",".join(FAMILIES), "--arms", "static-compiled,simplegraph", "--at-once", str(len(FAMILIES)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,7 @@ def _one_gpu() -> list[Job]:
         Job("h200_engine", engine, ("first-token",)),
         Job("h200_first_token", first_token, ("first-token-process",)),
         Job("h200_transformers", generate, ("generate",), variables={"BENCH_FAMILIES": "llama"}),
+        Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
         Job("h200_spec_decode", _suite("spec_decode/test_rounds"), ("speculative",)),
         Job("h200_host_overhead", _suite("host_overhead/test_host_overhead"), ("host",), seconds=300),
         Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "560"), _MODEL_TABLES),

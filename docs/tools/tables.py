@@ -207,6 +207,15 @@ def _families() -> str:
     return grid([*head, "GPU busy, plain", "first generation sooner than compiled"], rows)
 
 
+def _tokens() -> str:
+    rows = []
+    for key, text in FAMILIES.items():
+        arms = load("h200_generate")["models"][key]["arms"]
+        compiled, graphs = (arms[arm]["ms_per_token"] for arm in ("static-compiled", "simplegraph"))
+        rows.append([text, f"{compiled:.2f}", f"{graphs:.2f}", f"{graphs / compiled:.2f}"])
+    return grid(["a token, ms", "static cache, compiled", "`graph_generation`", "ratio"], rows)
+
+
 MODELS = {
     "timm_vit": "timm ViT",
     "timm_convnext": "timm ConvNeXt",
@@ -328,6 +337,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "generate": _generate,
     "families": _families,
+    "tokens": _tokens,
     "models": _models,
     "speculative": _spec,
     "two-gpus": several_gpus.two_gpus,
