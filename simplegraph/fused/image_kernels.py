@@ -30,51 +30,54 @@ def _activate(x, kind):  # type: ignore[no-untyped-def]
 
 
 # What is added and the activation are arguments, so that one variant serves every convolution of a model.
-@triton.jit(do_not_specialize=["kind", "biased", "added"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["kind", "scaled", "biased", "added"])  # type: ignore[untyped-decorator]
 def _finish(  # type: ignore[no-untyped-def]
     x_ptr,
+    factor_ptr,
     bias_ptr,
     residual_ptr,
     channels,
     count,
     kind,
+    scaled,
     biased,
     added,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add a bias and a residual and activate, in place and rounded once."""
+    """Multiply by a factor, add a bias and a residual and activate, in place and rounded once."""
     await_others(EARLY)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
-    # Masked, not in branches: all are read at once. To add -0.0 changes no number.
-    bias = tl.load(bias_ptr + place % channels, inside & (biased != 0), -0.0).to(tl.float32)
+    # Masked, not in branches: all are read at once. To multiply by 1 and to add -0.0 change no number.
+    channel = place % channels
+    factor = tl.load(factor_ptr + channel, inside & (scaled != 0), 1.0).to(tl.float32)
+    bias = tl.load(bias_ptr + channel, inside & (biased != 0), -0.0).to(tl.float32)
     residual = tl.load(residual_ptr + place, inside & (added != 0), -0.0).to(tl.float32)
-    x = x + bias + residual
+    x = factor * x + bias + residual
     tl.store(x_ptr + place, _activate(x, kind).to(x_ptr.dtype.element_ty), inside)
 
 
-def finish(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
-    """Compute ``activation(x + bias + residual)`` in the memory of `x`, in float32 and rounded once.
+def finish(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, factor: Tensor | None = None) -> Tensor:
+    """Compute ``activation(factor * x + bias + residual)`` in the memory of `x`, in float32 and rounded once.
 
     Args:
         x: (images, channels, height, width), contiguous in channels_last, fewer than 2**31 elements; float32, bfloat16
             or float16.
-        bias: (channels,), the dtype of `x`; None for nothing.
+        bias: (channels,), the dtype of `x`, or float32 with a factor; None for nothing.
         residual: as `x`; None for nothing.
         kind: "relu", "silu", or "" for no activation.
+        factor: (channels,) float32; None for one.
     """
     with launching(x) as early:
         _finish[(triton.cdiv(x.numel(), _BLOCK),)](
             x,
-            x if bias is None else bias,
-            x if residual is None else residual,
+            *(x if each is None else each for each in (factor, bias, residual)),
             x.shape[1],
             x.numel(),
             _KINDS.index(kind),
-            int(bias is not None),
-            int(residual is not None),
+            *(int(each is not None) for each in (factor, bias, residual)),
             BLOCK=_BLOCK,
             num_warps=4,
             **early,

@@ -19,6 +19,8 @@ FINISHES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"": lambda x: x, "relu": torch.relu, "silu": F.silu}
 )
 
+PRODUCT_FINISHES = ("", "relu")  # of them, what a matrix product ends with by itself
+
 
 class KernelTrial(NamedTuple):
     """A kernel in the shape that a model has: the trial compiles the variant that the model will run.
@@ -156,17 +158,23 @@ class Operators:
             normed = normed * (1 + norm.scale.unsqueeze(1)) + norm.shift.unsqueeze(1)
         return normed, x if norm.residual is None else total
 
-    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
-        """Return ``activation(x + bias + residual)`` of images.
+    def finish(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, factor: Tensor | None = None
+    ) -> Tensor:
+        """Return ``activation(factor * x + bias + residual)`` of images.
 
         Args:
             x: (images, channels, height, width); may be overwritten.
             bias: (channels,); None for nothing.
             residual: as `x`; None for nothing.
             kind: a name in `FINISHES`.
+            factor: (channels,) float32, and so is `bias` then; None for one.
         """
+        dtype = x.dtype
+        if factor is not None:
+            x, residual = x.float() * factor.view(-1, 1, 1), None if residual is None else residual.float()
         x = x if bias is None else x + bias.view(-1, 1, 1)
-        return FINISHES[kind](x if residual is None else x + residual)
+        return FINISHES[kind](x if residual is None else x + residual).to(dtype)
 
     def pointwise(self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
         """Return the activation of a 1x1 convolution.
@@ -175,7 +183,7 @@ class Operators:
             x: (images, inputs, height, width).
             weight: (outputs, inputs, 1, 1).
             bias: (outputs,); None for nothing.
-            kind: a name in `FINISHES`.
+            kind: a name in `PRODUCT_FINISHES`.
         """
         return self.finish(F.conv2d(x, weight), bias, None, kind)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simplegraph.fused.operators import DTYPES, Adapted, Grouped, Operators, RotaryWrite
+from simplegraph.fused.operators import DTYPES, PRODUCT_FINISHES, Adapted, Grouped, Operators, RotaryWrite
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run on a CPU
 
@@ -102,16 +102,19 @@ class TritonOperators(Operators):
             return super().adapt(x, norm)
         return self._adaptive.adapt(x, norm)  # type: ignore[no-any-return]
 
-    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
+    def finish(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, factor: Tensor | None = None
+    ) -> Tensor:
         fits = x.is_contiguous(memory_format=torch.channels_last) and x.numel() < 2**31 - 2**16
-        fits = fits and (bias is None or bias.is_contiguous())
+        fits = fits and all(each is None or each.is_contiguous() for each in (bias, factor))
         fits = fits and (residual is None or (residual.shape == x.shape and residual.stride() == x.stride()))
-        if not fits or not self._takes(x, bias, residual):
-            return super().finish(x, bias, residual, kind)
-        return self._images.finish(x, bias, residual, kind)  # type: ignore[no-any-return]
+        taken = self._takes(x, bias, residual) if factor is None else self._takes(x, residual)
+        if not fits or not taken or (factor is not None and not self._takes(factor, bias)):
+            return super().finish(x, bias, residual, kind, factor)
+        return self._images.finish(x, bias, residual, kind, factor)  # type: ignore[no-any-return]
 
     def pointwise(self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-        fits = kind in ("", "relu") and x.is_contiguous(memory_format=torch.channels_last)
+        fits = kind in PRODUCT_FINISHES and x.is_contiguous(memory_format=torch.channels_last)
         if bias is None or not fits or not self._ends_products(x, weight, bias):
             return super().pointwise(x, weight, bias, kind)
         rows, matrix = x.permute(0, 2, 3, 1), weight.flatten(1)

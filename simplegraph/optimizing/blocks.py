@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from simplegraph.fused.layers.classes import is_depthwise, is_pointwise
 from simplegraph.fused.layers.written import hooked, plain_class
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.operators import PRODUCT_FINISHES, KernelTrial, Operators
 from simplegraph.optimizing.table import full_name, is_sequential, runs_own_forward
 
 Uses = Callable[[nn.Module], Mapping[int, Any]]  # a module's folds that serve now, by the ids of layers and norms
@@ -62,12 +62,13 @@ class BlockRun:
 
     def convolve(self, fold: Any, x: Tensor, kind: str, residual: Tensor | None = None) -> Tensor:
         """Run a folded convolution, and what follows it."""
-        weight, bias, _ = fold.weights
-        if residual is None and is_pointwise(fold.layer):
-            return self._operators.pointwise(x, weight, bias, kind)
-        if residual is None and is_depthwise(fold.layer):
-            return self._operators.depthwise(x, weight, bias, fold.layer.stride[0], fold.layer.padding[0], kind)
-        return self._operators.finish(fold.layer._conv_forward(x, weight, None), bias, residual, kind)
+        layer, weights = fold.layer, fold.weights
+        if residual is None and is_pointwise(layer) and kind in PRODUCT_FINISHES:
+            return self._operators.pointwise(x, weights.weight, weights.bias, kind)
+        if residual is None and is_depthwise(layer):
+            return self._operators.depthwise(x, weights.weight, weights.bias, layer.stride[0], layer.padding[0], kind)
+        out = layer._conv_forward(x, layer.weight, None)
+        return self._operators.finish(out, weights.shift, residual, kind, weights.factor)
 
     def _sequence(self, block: nn.Module, x: Any) -> Any:
         uses, modules, at = self._uses(block), list(block._modules.values()), 0
@@ -164,8 +165,8 @@ def block_trials(root: nn.Module, blocks: Collection[nn.Module]) -> list[KernelT
     kinds = dict.fromkeys(["", *(kind for each in root.modules() if (kind := _ACTIVATIONS.get(type(each))))])
     known = (_BLOCKS.get(full_name(each), (None, None)) for each in blocks)
     sums = dict.fromkeys(kind for _, kind in known if kind is not None)
-    trials = [KernelTrial("finish", (kind, added)) for added, some in enumerate((kinds, sums)) for kind in some]
+    trials = [KernelTrial("finish", (kind, added, 1)) for added, some in enumerate((kinds, sums)) for kind in some]
     convolutions = (each for each in root.modules() if isinstance(each, nn.Conv2d))
     windows = dict.fromkeys(each.kernel_size[0] for each in convolutions if is_depthwise(each))
     trials += [KernelTrial("depthwise", (size,)) for size in windows]
-    return [*trials, *(KernelTrial("pointwise", (kind,)) for kind in kinds)]
+    return [*trials, *(KernelTrial("pointwise", (kind,)) for kind in kinds if kind in PRODUCT_FINISHES)]

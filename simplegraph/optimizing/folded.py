@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,10 +23,19 @@ _version = operator.attrgetter("_version")
 
 
 class Weights(NamedTuple):
-    """The weights of a folded layer, and the dimensions of the batched input for which the norm is folded."""
+    """The weights of a folded layer, and the dimensions of the batched input for which the norm is folded.
+
+    Attributes:
+        weight: of the layer and the norm, in the layer's dtype; bias: as `weight`.
+        factor: (outputs,) float32, by which the norm multiplies what the layer's own weight gives; shift: as `factor`,
+            what is added then. They round nothing more than the layer and the norm do.
+        dims: of the input.
+    """
 
     weight: Tensor
     bias: Tensor
+    factor: Tensor
+    shift: Tensor
     dims: int
 
 
@@ -96,8 +106,8 @@ class Fold:
         self.weights = self.weights if possible else None
         return possible
 
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """Return the folded weight and bias: computed in float64, rounded once to the layer's dtype."""
+    def compute(self) -> Weights:
+        """Return the folded weights, computed in float64 and rounded once."""
         layer, norm = self.layer, self.norm
         with outside_modes():
             wide = torch.float32 if layer.weight.device.type == "mps" else torch.float64
@@ -107,7 +117,8 @@ class Fold:
             bias = (-mean if layer.bias is None else layer.bias.to(wide) - mean) * scale
             bias = bias if norm.bias is None else bias + norm.bias.to(wide)
             weight = weight * scale.view(-1, *[1] * (weight.dim() - 1))
-            return weight.to(layer.weight.dtype).contiguous(memory_format=self._format), bias.to(layer.weight.dtype)
+            weight = weight.to(layer.weight.dtype).contiguous(memory_format=self._format)
+            return Weights(weight, bias.to(weight.dtype), scale.float(), bias.float(), self.dims)
 
     @property
     def _format(self) -> torch.memory_format:
@@ -115,7 +126,7 @@ class Fold:
 
     def place(self, memory: Tensor, at: int) -> None:
         """Take the part of a flat tensor from element `at` on for its weights."""
-        shape, dtype = self.layer.weight.shape, self.layer.weight.dtype
+        shape = self.layer.weight.shape
         flat = memory[at : at + shape.numel()]
         out, channels, *window = shape
         if self.channels_last and is_depthwise(self.layer) and triton_runs(memory.device):
@@ -125,13 +136,20 @@ class Fold:
             weight = flat.view(out, height, width, channels).permute(0, 3, 1, 2)
         else:
             weight = flat.view(shape)
-        start = at + _aligned(shape.numel(), dtype)
-        self.weights = Weights(weight, memory[start : start + shape[0]], self.dims)
+        bias_at, vectors_at, end = (at + offset for offset in self._offsets())
+        bias, vectors = memory[bias_at : bias_at + out], memory[vectors_at:end].view(torch.float32)
+        self.weights = Weights(weight, bias, vectors[:out], vectors[out : 2 * out], self.dims)
 
     def elements(self) -> int:
         """Return the elements that its weights take."""
+        return self._offsets()[-1]
+
+    def _offsets(self) -> list[int]:
+        """List where the weight ends, the bias, and the two float32 vectors, in elements of the layer's dtype."""
         shape, dtype = self.layer.weight.shape, self.layer.weight.dtype
-        return _aligned(shape.numel(), dtype) + _aligned(shape[0], dtype)
+        vectors = -(-2 * shape[0] * torch.float32.itemsize // dtype.itemsize)
+        sizes = (shape.numel(), shape[0], vectors)
+        return list(itertools.accumulate(_aligned(size, dtype) for size in sizes))
 
     def fits(self) -> bool:
         """True if the folded weights have the layer's shape, dtype and device."""
@@ -150,7 +168,7 @@ class Fold:
         """
         if self.weights is None or not self.is_stale():
             return self.weights
-        return None if hindrance(self.layer, self.norm) else Weights(*self.compute(), self.dims)
+        return None if hindrance(self.layer, self.norm) else self.compute()
 
 
 def _aligned(elements: int, dtype: torch.dtype) -> int:
@@ -210,7 +228,7 @@ class FoldedMemory(dict[str, Tensor]):
         with outside_modes():
             for fold in stale:
                 if fold.weights is not None:
-                    for kept, new in zip(fold.weights[:2], fold.compute(), strict=True):
+                    for kept, new in zip(fold.weights[:4], fold.compute()[:4], strict=True):
                         kept.copy_(new)
         self._sources = [tensor for fold in usable for tensor in watched(fold.layer, fold.norm)]
         self._seen = sum(map(_version, self._sources))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from simplegraph.errors import ConfigError, VerificationError, did_you_mean
 from simplegraph.fused.choice import starting_triton
+from simplegraph.fused.layers.classes import is_depthwise
 from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.layers.table import (
     IMAGE_KINDS,
@@ -284,17 +285,19 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     channels_last = any_format and CHANNELS_LAST not in skip
     layers = find_layers(module, skip, images=channels_last)
     folds = {pair: _fold(module, pair, channels_last) for pair in usable}
-    memory = FoldedMemory(list(folds.values()))
     owners: dict[nn.Module, list[Fold]] = collections.defaultdict(list)
     for pair, fold in folds.items():
         owners[module.get_submodule(pair.owner)].append(fold)
     blocks = find_blocks(module, owners) if channels_last and EPILOGUE not in skip else []
-    stored = store_channels_last(module, {fold.layer for fold in folds.values()}) if channels_last else []
-    stored += [pair.layer for pair, fold in folds.items() if fold.channels_last]
-    found = _Rewrites(usable, stored, memory)
-    found.left_out |= left_out
     operators = _operators(module, layers, block_trials(module, blocks))
     blocks = blocks if operators.triton else []  # torch has no kernel for more than one of a block's steps
+    # Blocks run layers on their own weights, too, but depthwise ones.
+    copied = {fold.layer for fold in folds.values() if not blocks or fold.dims != 4 or is_depthwise(fold.layer)}
+    stored = store_channels_last(module, copied) if channels_last else []
+    stored += [pair.layer for pair, fold in folds.items() if fold.channels_last and pair.layer not in stored]
+    memory = FoldedMemory(list(folds.values()))  # of weights where they lie now
+    found = _Rewrites(usable, stored, memory)
+    found.left_out |= left_out
     run = BlockRun(operators, uses_of)
     install([(each, owners[each]) for each in {**owners, **dict.fromkeys(blocks)}], memory, dict.fromkeys(blocks, run))
     _fuse(module, {each: layer for each, layer in layers.items() if not is_changed(each)}, operators, found)

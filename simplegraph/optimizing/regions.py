@@ -130,8 +130,8 @@ def _forward_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         use = _ACTIVE.uses.get(id(self))
         if use is None:
             return original(self, input)
-        weight, bias, dims = use.weights
-        use.applied = input.dim() == dims  # else the norm takes another dimension for the channels
+        weight, bias = use.weights[:2]
+        use.applied = input.dim() == use.weights.dims  # else the norm takes another dimension for the channels
         if not use.applied:
             return original(self, input)
         if isinstance(self, nn.Linear):

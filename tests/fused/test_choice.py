@@ -67,8 +67,8 @@ class Kernels:
     def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
         return self.torch.adapt(x, norm)
 
-    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
-        return self.torch.finish(x, bias, residual, kind)
+    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
+        return self.torch.finish(x, bias, residual, *rest)
 
     def depthwise(self, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int, kind: str) -> Tensor:
         return self.torch.depthwise(x, weight, bias, stride, padding, kind)
@@ -114,8 +114,8 @@ class WrongKernels(Kernels):
     def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
         return super().adapt(x, norm._replace(shift=norm.scale))
 
-    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
-        return super().finish(x, bias, None, kind)
+    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
+        return super().finish(x, bias, None, *rest)
 
     def depthwise(self, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int, kind: str) -> Tensor:
         return super().depthwise(x, weight.flip(2), bias, stride, padding, kind)

@@ -197,6 +197,7 @@ def test_a_linear_layer_and_its_gelu(
 @every
 @pytest.mark.parametrize("kind", FINISHES)
 @pytest.mark.parametrize(("biased", "added"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(1, 24, 1, 1), (2, 64, 5, 7), (1, 3, 40, 30)])
 def test_what_follows_a_convolution(
     make: Callable[[], Operators],
@@ -204,21 +205,23 @@ def test_what_follows_a_convolution(
     kind: str,
     biased: bool,
     added: bool,
+    scaled: bool,
     shape: tuple[int, ...],
     device: torch.device,
 ) -> None:
     x, residual = (
         numbers(*shape, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last) for _ in range(2)
     )
-    bias = numbers(shape[1], dtype=dtype, device=device)
-    given = bias if biased else None, residual if added else None
-    exact = x.double() + (bias.double().view(-1, 1, 1) if biased else 0) + (residual.double() if added else 0)
+    bias, factor = (numbers(shape[1], dtype=torch.float32 if scaled else dtype, device=device) for _ in range(2))
+    given = bias if biased else None, residual if added else None, kind, factor if scaled else None
+    exact = x.double() * (factor.double().view(-1, 1, 1) if scaled else 1)
+    exact = exact + (bias.double().view(-1, 1, 1) if biased else 0) + (residual.double() if added else 0)
     exact = FINISHES[kind](exact)
-    text = Operators().finish(x.clone(), *given, kind)
-    found = make().finish(x.clone(), *given, kind)
+    text = Operators().finish(x.clone(), *given)
+    found = make().finish(x.clone(), *given)
     check(found, exact, text, kernels=make is triton)
     assert found.is_contiguous(memory_format=torch.channels_last)
-    assert torch.isnan(make().finish(torch.full_like(x, torch.nan), *given, kind)).all()
+    assert torch.isnan(make().finish(torch.full_like(x, torch.nan), *given)).all()
 
 
 @every

@@ -24,10 +24,10 @@ class Kernels(Operators):
     def __init__(self):
         self.calls = collections.Counter()
 
-    def finish(self, x, bias, residual, kind):
+    def finish(self, x, bias, residual, kind, factor=None):
         assert x.is_contiguous(memory_format=torch.channels_last)
         self.calls[kind, residual is not None] += 1
-        return super().finish(x, bias, residual, kind)
+        return super().finish(x, bias, residual, kind, factor)
 
 
 @pytest.fixture
@@ -68,6 +68,20 @@ def test_a_sequence_runs_what_follows_each_convolution_as_one(kernels):
     close(module(x), expected)
     assert not kernels.calls
     assert "epilogue" not in handle.changed
+
+
+def test_the_norms_factors_are_rounded_into_no_weight(kernels):
+    layers = [part for _ in range(6) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    module, x = settle(nn.Sequential(*layers)).bfloat16(), torch.randn(4, 8, 16, 16).bfloat16()
+    exact = copy.deepcopy(module).double()(x.double())
+
+    def error():
+        return float((module(x).double() - exact).norm() / exact.norm())
+
+    was = error()
+    sg.optimize(module)
+    assert error() <= 1.1 * was
+    assert kernels.calls == {("relu", False): 6}
 
 
 def test_hooks_run_where_the_module_has_them(kernels):
@@ -167,11 +181,11 @@ def test_only_kernels_that_will_run_are_tried(monkeypatch):
     sg.optimize(stack())
     trials = tried.pop()
     finished = [trial.sizes for trial in trials if trial.operator == "finish"]
-    assert finished == [("", 0), ("relu", 0), ("silu", 0)]
+    assert finished == [("", 0, 1), ("relu", 0, 1), ("silu", 0, 1)]
     assert [trial.sizes for trial in trials if trial.operator == "depthwise"] == [(3,)]
     sg.optimize(vision("resnet18"))
     finished = [trial.sizes for trial in tried.pop() if trial.operator == "finish"]
-    assert finished == [("", 0), ("relu", 0), ("relu", 1)]
+    assert finished == [("", 0, 1), ("relu", 0, 1), ("relu", 1, 1)]
 
 
 def test_a_block_whose_parts_are_not_its_class_s_runs_as_it_is_written(kernels):

@@ -56,7 +56,7 @@ EXPECTED = {
     ),
     "convnext": ({"adapt": 2}, {"image_block": 2}),
     "efficientnet": (
-        {"excite": 16, "finish": 49, "pointwise": 23, "depthwise": 16},
+        {"excite": 16, "finish": 49, "pointwise": 7, "depthwise": 16},
         {"image_block": 16, "batch_norm": 49, "epilogue": 49 + 16},
     ),
 }

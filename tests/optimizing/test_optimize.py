@@ -813,8 +813,8 @@ def test_an_unbatched_sequence_is_not_taken_for_a_batch():
 def test_extra_memory_is_that_of_the_folded_weights():
     module = stack()
     handle = sg.optimize(module)
-    weights = sum(module[at].weight.nbytes for at in (0, 3, 7)) + 4 * (8 + 8 + 5)
-    assert weights <= handle.extra_bytes <= weights + 6 * 256
+    weights = sum(module[at].weight.nbytes for at in (0, 3, 7)) + 3 * 4 * (8 + 8 + 5)  # with bias, factor and shift
+    assert weights <= handle.extra_bytes <= weights + 9 * 256
     assert "MiB" in str(handle)
 
 
@@ -825,7 +825,7 @@ def test_other_precision_moves_the_folded_weights():
     before = handle.extra_bytes
     close(module.double()(x.double()), original.double()(x.double()))
     assert norms_run(module, x.double()) == 0
-    assert handle.extra_bytes > 1.5 * before
+    assert handle.extra_bytes >= 1.5 * before
     close(module.bfloat16().float()(x), original.bfloat16().float()(x))
 
 
