@@ -148,6 +148,8 @@ def _load(arm: str, device: torch.device) -> None:
     if arm in (OPTIMIZED, STATIC):
         with contextlib.suppress(ImportError):  # torch's operators then run in the place of its kernels
             import triton  # noqa: F401
+        if device.type == "cuda":
+            sg.preload(device).wait()  # starts Triton, for the compiler, which comes after it, as well
     if ARMS[arm].compiles:
         require_cuda(device, "it")
         import torch._dynamo

@@ -16,6 +16,7 @@ from simplegraph.graph.cuda.first_use import without_collections
 from simplegraph.graph.cuda.triton_start import build_driver, read_compiler, triton_starts
 
 _log = logging.getLogger("simplegraph")
+_CPU = torch.device("cpu")
 
 
 def operators_for(device: torch.device, dtype: torch.dtype, trials: Collection[KernelTrial]) -> Operators:
@@ -135,15 +136,22 @@ def _problem(device: torch.device, dtype: torch.dtype, trial: KernelTrial) -> st
 
 
 def find_error(operators: Operators, device: torch.device, dtype: torch.dtype, trial: KernelTrial) -> str | None:
-    """Say how an operator's results differ from torch's; None if they do not."""
+    """Say how an operator's results differ from torch's; None if they do not.
+
+    Torch's are computed on the CPU: a GPU loads each of torch's kernels at its first use, and cuDNN compiles some.
+    """
     run, exact, wrong = _TRIALS[trial.operator]
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with contextlib.ExitStack() as stack:
+        for mode in (torch.inference_mode(False), torch.no_grad()):
+            stack.enter_context(mode)
+        for each in {device.type, _CPU.type}:
+            stack.enter_context(torch.autocast(each, enabled=False))
         found = run(operators, functools.partial(_numbers, device, dtype), *trial.sizes)
-        expected = run(Operators(), functools.partial(_numbers, device, dtype), *trial.sizes)
+        expected = run(Operators(), functools.partial(_numbers, _CPU, dtype), *trial.sizes)
         # Torch rounds up to three times, and adds up in another order.
         tolerance = 0.0 if exact else max(4 * torch.finfo(dtype).eps, 1e-5)
         for one, other in zip(found, expected, strict=True):
-            if not torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance):
+            if not torch.allclose(one.to(_CPU).float(), other.float(), rtol=tolerance, atol=tolerance):
                 return wrong
     return None
 
@@ -154,7 +162,7 @@ _Numbers = Callable[..., Tensor]
 def _numbers(device: torch.device, dtype: torch.dtype, *shape: int, phase: float = 0.0) -> Tensor:
     """Make numbers between -1 and 1. They are not random: the user's generators must not advance."""
     count = torch.Size(shape).numel()
-    return torch.cos(1.7 * torch.arange(count, device=device) + 0.3 + phase).to(dtype).view(shape)
+    return torch.cos(1.7 * torch.arange(count, device=_CPU) + 0.3 + phase).to(dtype).view(shape).to(device)
 
 
 def _rms_norm(operators: Operators, numbers: _Numbers, columns: int, offset: int = 0) -> Sequence[Tensor]:
