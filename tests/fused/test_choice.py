@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from interpreted import EXACT_DTYPES, needs_triton, stand_in_kernels
 from torch import Tensor
+from torch._C import DisableTorchFunction
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from simplegraph.fused import choice
 from simplegraph.fused.choice import operators_for
@@ -155,8 +158,8 @@ class Device:
 
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = choice._numbers
-    monkeypatch.setattr(choice, "_numbers", lambda device, *given, **more: numbers(torch.device("cpu"), *given, **more))
+    to = Tensor.to
+    monkeypatch.setattr(Tensor, "to", lambda x, *args: x.clone() if isinstance(args[0], Device) else to(x, *args))
 
 
 @pytest.mark.parametrize("operator", TRIALS)
@@ -237,6 +240,41 @@ def test_a_trial_draws_no_random_numbers() -> None:
     for trial in TRIALS.items():
         assert choice.find_error(Operators(), torch.device("cpu"), torch.float32, KernelTrial(*trial)) is None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_trial_runs_nothing_of_torch_on_the_device_but_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of torch's kernels is loaded or compiled at its first use there, up to 0.3 s for a convolution's."""
+    on_device: list[Tensor] = []  # kept, so that their addresses stay theirs
+    seen: set[str] = set()
+    to = Tensor.to
+
+    def move(x: Tensor, *args: Any) -> Tensor:
+        found = to(x, *args)
+        on_device.extend([found] if isinstance(args[0], Device) else [])
+        return found
+
+    class Watched(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with DisableTorchFunction():
+                places = {each.data_ptr() for each in on_device}
+                given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+                seen.update([function.__name__] if any(each.data_ptr() in places for each in given) else [])
+                return function(*args, **kwargs or {})
+
+    class OnDevice(Operators):
+        def __getattribute__(self, name: str) -> Any:
+            def run(*args: Any) -> Any:
+                with DisableTorchFunction():
+                    return getattr(Operators(), name)(*args)
+
+            return run
+
+    monkeypatch.setattr(Tensor, "to", move)
+    with Watched():
+        for trial in TRIALS.items():
+            assert choice.find_error(OnDevice(), Device(), torch.bfloat16, KernelTrial(*trial)) is None
+    assert len(on_device) > len(TRIALS)
+    assert seen == {"copy_"}  # what is written in place comes back
 
 
 def test_a_trial_under_autocast_says_nothing_wrong_of_a_kernel() -> None:
