@@ -114,8 +114,8 @@ class Fold:
             weight, mean = layer.weight.to(wide), norm.running_mean.to(wide)
             scale = torch.rsqrt(norm.running_var.to(wide) + norm.eps)
             scale = scale if norm.weight is None else scale * norm.weight.to(wide)
-            bias = (-mean if layer.bias is None else layer.bias.to(wide) - mean) * scale
-            bias = bias if norm.bias is None else bias + norm.bias.to(wide)
+            mean = mean if layer.bias is None else mean - layer.bias.to(wide)
+            bias = (0.0 if norm.bias is None else norm.bias.to(wide)) - mean * scale
             weight = weight * scale.view(-1, *[1] * (weight.dim() - 1))
             weight = weight.to(layer.weight.dtype).contiguous(memory_format=self._format)
             return Weights(weight, bias.to(weight.dtype), scale.float(), bias.float(), self.dims)

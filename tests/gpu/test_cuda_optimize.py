@@ -130,6 +130,22 @@ def test_known_models_take_fewer_kernels_and_are_as_exact(name, device):
         assert nodes[True] < nodes[False], nodes
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_bottleneck_blocks_are_as_exact_as_they_were(seed, device):
+    """Of their convolutions of 1x1 pixels some have a folded weight, which is rounded once more."""
+    pytest.importorskip("triton")
+    resnet = pytest.importorskip("torchvision.models.resnet")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        module = settle(resnet.ResNet(resnet.Bottleneck, [2, 2, 2, 2])).to(device, torch.bfloat16)
+        x = torch.randn(4, 3, 96, 96, device=device, dtype=torch.bfloat16)
+        exact = copy.deepcopy(module).double()(x.double())
+        was = error(module(x), exact)
+        handle = sg.optimize(module)
+        assert "Triton" in str(handle), handle
+        assert error(module(x), exact) <= 1.3 * was
+
+
 def test_a_graph_of_joined_projections_follows_weights_that_are_loaded(device):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
