@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from simplegraph.fused.operators import DTYPES, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
 from simplegraph.graph.cuda.first_use import without_collections
-from simplegraph.graph.cuda.triton_start import build_driver, read_compiler, triton_starts
+from simplegraph.graph.cuda.triton_start import build_driver, launchers_start, read_compiler, triton_starts
 
 _log = logging.getLogger("simplegraph")
 
@@ -94,7 +94,7 @@ def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTr
             _compiled.add(known)
             new.setdefault(kernel, []).append(trial)
     chains = [[[each] for each in some] if kernel in _VARIANTS else [some] for kernel, some in new.items()]
-    if sum(map(len, chains)) < 2:
+    if not chains:
         return
     read_compiler()  # else each of the threads does
     operators, on_stream = _triton(), _this_stream(device)
@@ -105,7 +105,7 @@ def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTr
                 _run(operators, device, dtype, trial)
 
     threads = ThreadPoolExecutor(sum(map(len, chains)), thread_name_prefix="simplegraph-compile")
-    with threads, contextlib.suppress(RuntimeError):  # of threads that cannot be started
+    with launchers_start(), threads, contextlib.suppress(RuntimeError):  # of threads that cannot be started
         begun = [(threads.submit(run, first), others) for first, *others in chains]
         for first, others in begun:
             for some in others if first.exception() is None else ():

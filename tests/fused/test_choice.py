@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,3 +360,68 @@ def test_triton_starts_once_beside_other_work_and_a_failure_is_left_to_its_use(
         with triton_start.triton_starts():
             release.set()  # the threads run beside this
         assert sorted(ran) == ["compiler", "driver"]
+
+
+class Launchers(ModuleType):
+    """Triton's settings and driver; no launcher is made before a kernel is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__("triton")
+        self.knobs = SimpleNamespace(runtime=SimpleNamespace(jit_cache_hook=None))
+        self.driver = SimpleNamespace(active=self)
+        self.made: list[tuple[Any, ...]] = []
+        self.compiled = threading.Event()
+
+    def launcher_cls(self, source: tuple[Any, ...], metadata: Any) -> None:
+        assert self.compiled.wait(20)  # beside the kernel: else nobody sets it
+        assert metadata.tensordesc_meta is None
+        self.made.append(source)
+
+    def compile(self, *constants: int) -> None:
+        """Compile a kernel as Triton does."""
+        if self.knobs.runtime.jit_cache_hook is not None:
+            fn = SimpleNamespace(jit_function=SimpleNamespace(ASTSource=lambda *given: given[1:]))
+            given = {"signature": {"x": "*bf16"}, "constants": constants, "configs": ["aligned"], "num_warps": 4}
+            assert not self.knobs.runtime.jit_cache_hook(fn=fn, compile=given, key="", already_compiled=False)
+        self.compiled.set()
+
+
+@pytest.fixture
+def launchers(monkeypatch: pytest.MonkeyPatch) -> Launchers:
+    found = Launchers()
+    for name in ("triton", "triton.runtime", "triton.runtime.driver"):
+        monkeypatch.setitem(sys.modules, name, found)
+    return found
+
+
+def test_a_kernel_s_launcher_is_compiled_beside_it(
+    launchers: Launchers, stands_in: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        launchers.compile(len(kind))
+        return Kernels.gated(stands_in, gate, up, kind)
+
+    monkeypatch.setattr(stands_in, "gated", gated, raising=False)
+    assert operators_for(Device(), torch.float16, [KernelTrial("gated", (32, "silu"))]).triton
+    assert launchers.made == [({"x": "*bf16"}, (4,), "aligned")]
+    assert launchers.knobs.runtime.jit_cache_hook is None
+
+
+def test_a_launcher_that_cannot_be_compiled_early_is_left_to_triton(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(launchers, "launcher_cls", fail)
+    with triton_start.launchers_start():
+        launchers.compile(1)
+    settings = launchers.knobs.runtime
+    settings.jit_cache_hook = user_s = lambda **given: False
+    with triton_start.launchers_start():
+        assert settings.jit_cache_hook is user_s
+    assert settings.jit_cache_hook is user_s
+    del launchers.knobs  # of another version
+    with triton_start.launchers_start():
+        launchers.compiled.clear()
+    assert launchers.made == []

@@ -7,6 +7,9 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+_MOST_LAUNCHERS = 16  # at once: each is a process of the C compiler
 
 
 class _Once:
@@ -50,3 +53,45 @@ def triton_starts() -> Iterator[None]:
             for part in (build_driver, read_compiler):
                 threads.submit(part)
         yield
+
+
+@contextlib.contextmanager
+def launchers_start() -> Iterator[None]:
+    """Compile the launcher of each kernel that is compiled in this context, a module in C, in a thread beside it.
+
+    Triton compiles it after the kernel, and finds it in its cache then. All threads have ended when the context ends.
+    """
+    try:
+        settings = importlib.import_module("triton").knobs.runtime
+        taken = settings.jit_cache_hook is not None  # by the user
+    except (ImportError, AttributeError):  # Triton without this setting
+        taken = True
+    if taken:
+        yield
+        return
+    with ThreadPoolExecutor(_MOST_LAUNCHERS, thread_name_prefix="simplegraph-launcher") as threads:
+
+        def start(*, fn: Any, compile: Any, **others: Any) -> bool:
+            with contextlib.suppress(RuntimeError):
+                threads.submit(_build_launcher, fn, compile)
+            return False  # the kernel is to be compiled
+
+        settings.jit_cache_hook = start
+        try:
+            yield
+        finally:
+            settings.jit_cache_hook = None
+
+
+class _Unknown:
+    """What a kernel's compilation finds out: its launcher's text does not depend on it."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _build_launcher(fn: Any, compile: Any) -> None:
+    driver = importlib.import_module("triton.runtime.driver").driver.active
+    function = fn.jit_function
+    source = function.ASTSource(function, compile["signature"], compile["constants"], compile["configs"][0])
+    driver.launcher_cls(source, _Unknown())
