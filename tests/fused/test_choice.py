@@ -288,6 +288,18 @@ def test_a_trial_under_autocast_says_nothing_wrong_of_a_kernel() -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("trial", [("pointwise", ("relu",)), ("linear_gelu", (64, 32))])
+def test_products_that_a_gpu_rounds_to_tf32_say_nothing_wrong_of_kernels(trial: tuple[str, Any]) -> None:
+    class Rounded(Operators):
+        def pointwise(self, x: Tensor, *rest: Any) -> Tensor:
+            return Operators().pointwise(x * (1 + 2**-11), *rest)
+
+        def linear_gelu(self, x: Tensor, *rest: Any) -> Tensor:
+            return Operators().linear_gelu(x * (1 + 2**-11), *rest)
+
+    assert choice.find_error(Rounded(), Device(), torch.float32, KernelTrial(*trial)) is None  # type: ignore[arg-type]
+
+
 def test_a_cpu_is_not_asked_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "find_error", lambda *args: pytest.fail("it was tried"))
     assert not operators_for(torch.device("cpu"), torch.float32, [KernelTrial("rms_norm", (8,))]).triton
