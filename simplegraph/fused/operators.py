@@ -168,11 +168,10 @@ class Operators:
             bias: (channels,); None for nothing.
             residual: as `x`; None for nothing.
             kind: a name in `FINISHES`.
-            factor: (channels,) float32, and so is `bias` then; None for one.
+            factor: (channels,), float32 or wider, and so is `bias` then; None for one.
         """
         dtype = x.dtype
-        if factor is not None:
-            x, residual = x.float() * factor.view(-1, 1, 1), None if residual is None else residual.float()
+        x = x if factor is None else x * factor.view(-1, 1, 1)  # wider, and so is the sum
         x = x if bias is None else x + bias.view(-1, 1, 1)
         return FINISHES[kind](x if residual is None else x + residual).to(dtype)
 

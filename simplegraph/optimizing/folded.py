@@ -27,8 +27,8 @@ class Weights(NamedTuple):
 
     Attributes:
         weight: of the layer and the norm, in the layer's dtype; bias: as `weight`.
-        factor: (outputs,) float32, by which the norm multiplies what the layer's own weight gives; shift: as `factor`,
-            what is added then. They round nothing more than the layer and the norm do.
+        factor: (outputs,), multiplies what the layer's own weight gives, without a bias; shift: as `factor`, is added
+            then. In float32, or the layer's dtype if that is wider.
         dims: of the input.
     """
 
@@ -118,7 +118,8 @@ class Fold:
             bias = (0.0 if norm.bias is None else norm.bias.to(wide)) - mean * scale
             weight = weight * scale.view(-1, *[1] * (weight.dim() - 1))
             weight = weight.to(layer.weight.dtype).contiguous(memory_format=self._format)
-            return Weights(weight, bias.to(weight.dtype), scale.float(), bias.float(), self.dims)
+            factor, shift = (each.to(_wider(weight.dtype)) for each in (scale, bias))
+            return Weights(weight, bias.to(weight.dtype), factor, shift, self.dims)
 
     @property
     def _format(self) -> torch.memory_format:
@@ -137,7 +138,7 @@ class Fold:
         else:
             weight = flat.view(shape)
         bias_at, vectors_at, end = (at + offset for offset in self._offsets())
-        bias, vectors = memory[bias_at : bias_at + out], memory[vectors_at:end].view(torch.float32)
+        bias, vectors = memory[bias_at : bias_at + out], memory[vectors_at:end].view(_wider(memory.dtype))
         self.weights = Weights(weight, bias, vectors[:out], vectors[out : 2 * out], self.dims)
 
     def elements(self) -> int:
@@ -145,9 +146,9 @@ class Fold:
         return self._offsets()[-1]
 
     def _offsets(self) -> list[int]:
-        """List where the weight ends, the bias, and the two float32 vectors, in elements of the layer's dtype."""
+        """List where the weight ends, the bias, and the two vectors, in elements of the layer's dtype."""
         shape, dtype = self.layer.weight.shape, self.layer.weight.dtype
-        vectors = -(-2 * shape[0] * torch.float32.itemsize // dtype.itemsize)
+        vectors = -(-2 * shape[0] * _wider(dtype).itemsize // dtype.itemsize)
         sizes = (shape.numel(), shape[0], vectors)
         return list(itertools.accumulate(_aligned(size, dtype) for size in sizes))
 
@@ -169,6 +170,10 @@ class Fold:
         if self.weights is None or not self.is_stale():
             return self.weights
         return None if hindrance(self.layer, self.norm) else self.compute()
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _aligned(elements: int, dtype: torch.dtype) -> int:

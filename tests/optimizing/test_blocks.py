@@ -84,6 +84,14 @@ def test_the_norms_factors_are_rounded_into_no_weight(kernels):
     assert kernels.calls == {("relu", False): 6}
 
 
+def test_a_module_in_float64_keeps_its_precision(kernels):
+    module, x = stack(), torch.randn(SHAPE, dtype=torch.float64)
+    expected = copy.deepcopy(module).double()(x)
+    sg.optimize(module)
+    torch.testing.assert_close(module.double()(x), expected, rtol=1e-12, atol=1e-12)
+    assert sum(kernels.calls.values()) == 3
+
+
 def test_hooks_run_where_the_module_has_them(kernels):
     module, x = stack(), torch.randn(SHAPE)
     expected, seen = module(x), []
