@@ -5,6 +5,7 @@ A block is known by its class, or is an `nn.Sequential`. Only what is folded run
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -83,6 +84,12 @@ class BlockRun:
                 x = module(x)  # type: ignore[misc]
                 at += 1
         return x
+
+
+def keeps_weight(fold: Any, block: nn.Module) -> bool:
+    """True if a block always runs a folded layer on its own weight; a call that it refuses runs layer and norm."""
+    known = _is_convolution(fold) and not is_pointwise(fold.layer) and not is_depthwise(fold.layer)
+    return known and (fold.layer, fold.norm) in itertools.pairwise(block._modules.values())
 
 
 def _is_image(x: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,17 +25,21 @@ class Weights(NamedTuple):
     """The weights of a folded layer, and the dimensions of the batched input for which the norm is folded.
 
     Attributes:
-        weight: of the layer and the norm, in the layer's dtype; bias: as `weight`.
+        weight: of the layer and the norm, in the layer's dtype; bias: as `weight`. None if the layer has its own.
         factor: (outputs,), multiplies what the layer's own weight gives, without a bias; shift: as `factor`, is added
             then. In float32, or the layer's dtype if that is wider.
         dims: of the input.
     """
 
-    weight: Tensor
-    bias: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
     factor: Tensor
     shift: Tensor
     dims: int
+
+    def tensors(self) -> list[Tensor]:
+        """List the tensors that there are."""
+        return [each for each in self[:4] if each is not None]
 
 
 class _Source:
@@ -68,16 +71,23 @@ class Fold:
         norm: the batch norm.
         paths: the names that lead from the owner to the layer, and to the norm.
         channels_last: True stores the folded weight of a 2-d convolution in that format.
+
+    Attributes:
+        keeps_weight: True if the layer runs on its own weight, and no other is computed.
     """
 
-    __slots__ = ("_before", "_eps", "channels_last", "dims", "layer", "norm", "paths", "weights")
+    __slots__ = (
+        *("_before", "_eps", "_placed", "channels_last", "dims"),
+        *("keeps_weight", "layer", "norm", "paths", "weights"),
+    )
 
     def __init__(self, layer: Any, norm: Any, paths: tuple[Sequence[str], Sequence[str]], channels_last: bool) -> None:
         self.layer, self.norm, self.paths = layer, norm, paths
         self.dims = KINDS[plain_class(layer)][1]
-        self.channels_last = channels_last and self.dims == 4
+        self.channels_last, self.keeps_weight = channels_last and self.dims == 4, False
         self.weights: Weights | None = None
         self._before: list[_Source] = []
+        self._placed: Any = None
         self._eps: float | None = None
 
     def serves(self, owner: nn.Module) -> bool:
@@ -116,51 +126,47 @@ class Fold:
             scale = scale if norm.weight is None else scale * norm.weight.to(wide)
             mean = mean if layer.bias is None else mean - layer.bias.to(wide)
             bias = (0.0 if norm.bias is None else norm.bias.to(wide)) - mean * scale
-            weight = weight * scale.view(-1, *[1] * (weight.dim() - 1))
-            weight = weight.to(layer.weight.dtype).contiguous(memory_format=self._format)
-            factor, shift = (each.to(_wider(weight.dtype)) for each in (scale, bias))
-            return Weights(weight, bias.to(weight.dtype), factor, shift, self.dims)
+            dtype = layer.weight.dtype
+            factor, shift = (each.to(_wider(dtype)) for each in (scale, bias))
+            if self.keeps_weight:
+                return Weights(None, None, factor, shift, self.dims)
+            weight = (weight * scale.view(-1, *[1] * (weight.dim() - 1))).to(dtype)
+            format = torch.channels_last if self.channels_last else torch.contiguous_format
+            return Weights(weight.contiguous(memory_format=format), bias.to(dtype), factor, shift, self.dims)
 
-    @property
-    def _format(self) -> torch.memory_format:
-        return torch.channels_last if self.channels_last else torch.contiguous_format
+    def place(self, memory: Tensor, at: int) -> int:
+        """Take the part of a flat tensor from byte `at` on for its weights; return where it ends."""
+        found, parts = [], self._parts()
+        for shape, dtype in parts:
+            size = shape.numel() * dtype.itemsize
+            found.append(self._shaped(memory[at : at + size].view(dtype), shape))
+            at += _aligned(size)
+        *folded, (factor, shift) = found
+        weight, bias = folded or (None, None)
+        self.weights, self._placed = Weights(weight, bias, factor, shift, self.dims), (memory.device, parts)
+        return at
 
-    def place(self, memory: Tensor, at: int) -> None:
-        """Take the part of a flat tensor from element `at` on for its weights."""
-        shape = self.layer.weight.shape
-        flat = memory[at : at + shape.numel()]
-        out, channels, *window = shape
-        if self.channels_last and is_depthwise(self.layer) and triton_runs(memory.device):
-            weight = flat.view(*window, channels, out).permute(3, 2, 0, 1)  # as its kernel reads it
-        elif self.channels_last:
-            height, width = window
-            weight = flat.view(out, height, width, channels).permute(0, 3, 1, 2)
-        else:
-            weight = flat.view(shape)
-        bias_at, vectors_at, end = (at + offset for offset in self._offsets())
-        bias, vectors = memory[bias_at : bias_at + out], memory[vectors_at:end].view(_wider(memory.dtype))
-        self.weights = Weights(weight, bias, vectors[:out], vectors[out : 2 * out], self.dims)
+    def _shaped(self, flat: Tensor, shape: torch.Size) -> Tensor:
+        if not self.channels_last or len(shape) != 4:
+            return flat.view(shape)
+        out, channels, height, width = shape
+        if is_depthwise(self.layer) and triton_runs(flat.device):
+            return flat.view(height, width, channels, out).permute(3, 2, 0, 1)  # as its kernel reads it
+        return flat.view(out, height, width, channels).permute(0, 3, 1, 2)
 
-    def elements(self) -> int:
-        """Return the elements that its weights take."""
-        return self._offsets()[-1]
-
-    def _offsets(self) -> list[int]:
-        """List where the weight ends, the bias, and the two vectors, in elements of the layer's dtype."""
-        shape, dtype = self.layer.weight.shape, self.layer.weight.dtype
-        vectors = -(-2 * shape[0] * _wider(dtype).itemsize // dtype.itemsize)
-        sizes = (shape.numel(), shape[0], vectors)
-        return list(itertools.accumulate(_aligned(size, dtype) for size in sizes))
+    def nbytes(self) -> int:
+        """Return the memory that its weights take."""
+        return sum(_aligned(shape.numel() * dtype.itemsize) for shape, dtype in self._parts())
 
     def fits(self) -> bool:
-        """True if the folded weights have the layer's shape, dtype and device."""
-        weight = self.layer.weight
-        known = self.weights and self.weights.weight
-        return known is not None and (known.shape, known.dtype, known.device) == (
-            weight.shape,
-            weight.dtype,
-            weight.device,
-        )
+        """True if the memory of its weights has the shapes, dtypes and device that the layer asks for."""
+        return self.weights is not None and self._placed == (self.layer.weight.device, self._parts())
+
+    def _parts(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """List the parts of its memory: weight and bias, if it has them, then factor and shift as one."""
+        shape, dtype = self.layer.weight.shape, self.layer.weight.dtype
+        both = torch.Size((2, shape[0])), _wider(dtype)
+        return [both] if self.keeps_weight else [(shape, dtype), (shape[:1], dtype), both]
 
     def weights_now(self) -> Weights | None:
         """Return the weights to use in a forward; None if the norm cannot be folded any more.
@@ -176,9 +182,8 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _aligned(elements: int, dtype: torch.dtype) -> int:
-    step = _ALIGNMENT // dtype.itemsize
-    return -(-elements // step) * step
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _at(owner: nn.Module, path: Sequence[str]) -> nn.Module | None:
@@ -189,7 +194,7 @@ def _at(owner: nn.Module, path: Sequence[str]) -> nn.Module | None:
 
 
 class FoldedMemory(dict[str, Tensor]):
-    """The memory of all folded weights of a module, by dtype and device: one flat tensor each.
+    """The memory of all folded weights of a module, by device: one flat tensor each.
 
     Reading a tensor of it brings the weights up to date. It lies among the attributes of the modules whose forwards use
     it, so the check for moved weights reads it before every replay: a weight that was written in place is folded again,
@@ -233,7 +238,7 @@ class FoldedMemory(dict[str, Tensor]):
         with outside_modes():
             for fold in stale:
                 if fold.weights is not None:
-                    for kept, new in zip(fold.weights[:4], fold.compute()[:4], strict=True):
+                    for kept, new in zip(fold.weights.tensors(), fold.compute().tensors(), strict=True):
                         kept.copy_(new)
         self._sources = [tensor for fold in usable for tensor in watched(fold.layer, fold.norm)]
         self._seen = sum(map(_version, self._sources))
@@ -242,15 +247,13 @@ class FoldedMemory(dict[str, Tensor]):
         self.clear()
         groups = collections.defaultdict(list)
         for fold in folds:
-            groups[fold.layer.weight.dtype, fold.layer.weight.device].append(fold)
+            groups[fold.layer.weight.device].append(fold)
         with outside_modes():
-            for (dtype, device), group in groups.items():
-                memory = torch.zeros(sum(fold.elements() for fold in group), dtype=dtype, device=device)
-                self[f"{dtype} {device}"] = memory
-                at = 0
+            for device, group in groups.items():
+                size, at = sum(fold.nbytes() for fold in group), 0
+                memory = self[str(device)] = torch.zeros(size, dtype=torch.uint8, device=device)
                 for fold in group:
-                    fold.place(memory, at)
-                    at += fold.elements()
+                    at = fold.place(memory, at)
 
 
 def _is_capturing(folds: Sequence[Fold]) -> bool:

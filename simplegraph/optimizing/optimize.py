@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from simplegraph.errors import ConfigError, VerificationError, did_you_mean
 from simplegraph.fused.choice import starting_triton
-from simplegraph.fused.layers.classes import is_depthwise
 from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.layers.table import (
     IMAGE_KINDS,
@@ -25,7 +24,7 @@ from simplegraph.fused.layers.table import (
 )
 from simplegraph.fused.operators import KernelTrial, Operators
 from simplegraph.module.mixin import OPTIMIZED, unwrap
-from simplegraph.optimizing.blocks import BlockRun, block_trials, find_blocks
+from simplegraph.optimizing.blocks import BlockRun, block_trials, find_blocks, keeps_weight
 from simplegraph.optimizing.folded import Fold, FoldedMemory
 from simplegraph.optimizing.joined import find_joined
 from simplegraph.optimizing.layout import restore_contiguous, store_channels_last
@@ -291,8 +290,10 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
     blocks = find_blocks(module, owners) if channels_last and EPILOGUE not in skip else []
     operators = _operators(module, layers, block_trials(module, blocks))
     blocks = blocks if operators.triton else []  # torch has no kernel for more than one of a block's steps
-    # Blocks run layers on their own weights, too, but depthwise ones.
-    copied = {fold.layer for fold in folds.values() if not blocks or fold.dims != 4 or is_depthwise(fold.layer)}
+    for block in blocks:
+        for fold in owners.get(block, ()):
+            fold.keeps_weight = keeps_weight(fold, block)
+    copied = {fold.layer for fold in folds.values() if not fold.keeps_weight}
     stored = store_channels_last(module, copied) if channels_last else []
     stored += [pair.layer for pair, fold in folds.items() if fold.channels_last and pair.layer not in stored]
     memory = FoldedMemory(list(folds.values()))  # of weights where they lie now

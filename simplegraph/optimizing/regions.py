@@ -131,8 +131,9 @@ def _forward_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         if use is None:
             return original(self, input)
         weight, bias = use.weights[:2]
-        use.applied = input.dim() == use.weights.dims  # else the norm takes another dimension for the channels
-        if not use.applied:
+        # With another number of dimensions the norm takes another one for the channels.
+        use.applied = weight is not None and input.dim() == use.weights.dims
+        if weight is None or not use.applied:
             return original(self, input)
         if isinstance(self, nn.Linear):
             return nn.functional.linear(input, weight, bias)

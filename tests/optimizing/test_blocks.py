@@ -133,6 +133,29 @@ def test_graphs_of_blocks_are_replayed_and_follow_the_weights(kernels):
     assert not torch.allclose(found, again)
 
 
+def test_no_weight_is_kept_twice_where_a_block_runs_the_layer_s_own(kernels):
+    """What such a block refuses runs layer and norm as they are written; others keep folded weights."""
+    layers = (nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)), (nn.Conv2d(64, 8, 1), nn.BatchNorm2d(8))
+    apart = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Identity(), nn.BatchNorm2d(8))  # no block runs these as one
+    module, x = settle(nn.Sequential(*layers[0], *layers[1], apart)), torch.randn(2, 64, 9, 9)
+    expected = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = module(x)
+    handle = sg.optimize(module, x)
+    assert len(handle.changed["batch_norm"]) == 3
+    folded = module[2].weight.nbytes + apart[0].weight.nbytes
+    vectors = 2 * 64 * 4 + 2 * 3 * 8 * 4
+    assert folded < handle.extra_bytes <= folded + vectors + 5 * 256
+    close(module(x), expected)
+    kernels.calls.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(module(x), rounded, rtol=0.05, atol=0.05)
+    assert not kernels.calls
+    module[0].weight.mul_(2)
+    close(module(x), copy.deepcopy(module)(x))
+    assert sum(kernels.calls.values()) == 2
+
+
 def vision(name):
     models = pytest.importorskip("torchvision.models")
     torch.manual_seed(0)
