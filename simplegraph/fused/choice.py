@@ -248,8 +248,9 @@ def _linear_gelu(operators: Operators, numbers: _Numbers, inputs: int, outputs: 
 
 def _finish(operators: Operators, numbers: _Numbers, kind: str, added: int = 0, scaled: int = 0) -> Sequence[Tensor]:
     x, residual = (numbers(2, 16, 3, 2, phase=at).contiguous(memory_format=torch.channels_last) for at in (0, 2))
-    bias, factor = numbers(16, phase=1), numbers(16, phase=3).float() if scaled else None
-    bias = bias if factor is None else bias.float()
+    bias, factor = numbers(16, phase=1), None
+    if scaled:
+        bias, factor = bias.float(), numbers(16, phase=3).float()
     return [operators.finish(x, bias, residual if added else None, kind, factor)]
 
 

@@ -50,7 +50,7 @@ def _finish(  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
-    # Masked, not in branches: all are read at once. To multiply by 1 and to add -0.0 change no number.
+    # Masked, not in branches: all are read at once. Multiplying by 1 and adding -0.0 change no number.
     channel = place % channels
     factor = tl.load(factor_ptr + channel, inside & (scaled != 0), 1.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel, inside & (biased != 0), -0.0).to(tl.float32)

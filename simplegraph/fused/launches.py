@@ -18,14 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 _HOPPER = (9, 0)
-_CAPTURES = 12_040  # the CUDA version of drivers that capture such launches
+_CAPTURES = 12_040  # drivers from this version of CUDA on capture such launches
 _PLAIN: Mapping[str, bool] = MappingProxyType({"EARLY": False})
 _EARLY: Mapping[str, bool] = MappingProxyType({"EARLY": True, "launch_pdl": True})
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def await_others(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait for all that was launched before, then let the next kernel be launched; first of all in a kernel."""
+    """Wait for all that was launched before, then let the next kernel be launched; a kernel calls this first."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -33,10 +33,9 @@ def await_others(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @contextlib.contextmanager
 def launching(tensor: Tensor) -> Iterator[Mapping[str, bool]]:
-    """Make a tensor's device the current one, where Triton launches, and yield the last arguments of a launch.
+    """Make a tensor's device the current one, where Triton launches, and yield keyword arguments for the launch.
 
-    Args:
-        tensor: on the device. `EARLY` is the kernel's, which passes it to `await_others`; the rest is Triton's.
+    A kernel passes `EARLY` on to `await_others`; the others are Triton's own.
     """
     with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
         yield _EARLY if _can_begin_early(tensor.device) else _PLAIN
@@ -51,6 +50,6 @@ def _can_begin_early(device: torch.device) -> bool:
 
 def _driver_version() -> int:
     version = ctypes.c_int()
-    with contextlib.suppress(OSError):  # it is another driver than Linux's
+    with contextlib.suppress(OSError):  # not on Linux, or not NVIDIA's
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return version.value

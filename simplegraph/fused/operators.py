@@ -18,8 +18,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 FINISHES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"": lambda x: x, "relu": torch.relu, "silu": F.silu}
 )
-
-PRODUCT_FINISHES = ("", "relu")  # of them, what a matrix product ends with by itself
+PRODUCT_FINISHES = ("", "relu")  # of these, what cuBLAS computes at the end of a product
 
 
 class KernelTrial(NamedTuple):

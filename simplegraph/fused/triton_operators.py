@@ -108,8 +108,9 @@ class TritonOperators(Operators):
         fits = x.is_contiguous(memory_format=torch.channels_last) and x.numel() < 2**31 - 2**16
         fits = fits and all(each is None or each.is_contiguous() for each in (bias, factor))
         fits = fits and (residual is None or (residual.shape == x.shape and residual.stride() == x.stride()))
-        taken = self._takes(x, bias, residual) if factor is None else self._takes(x, residual)
-        if not fits or not taken or (factor is not None and not self._takes(factor, bias)):
+        fits = fits and (factor is None or factor.device == x.device)
+        alike = [(x, bias, residual)] if factor is None else [(x, residual), (factor, bias)]
+        if not fits or not all(self._takes(*each) for each in alike):
             return super().finish(x, bias, residual, kind, factor)
         return self._images.finish(x, bias, residual, kind, factor)  # type: ignore[no-any-return]
 

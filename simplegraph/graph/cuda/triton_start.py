@@ -57,16 +57,16 @@ def triton_starts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def launchers_start() -> Iterator[None]:
-    """Compile the launcher of each kernel that is compiled in this context, a module in C, in a thread beside it.
+    """Compile launchers beside their kernels, in threads that have ended when this context ends.
 
-    Triton compiles it after the kernel, and finds it in its cache then. All threads have ended when the context ends.
+    A launcher is a module in C. Triton compiles it after its kernel, and here finds it in its cache.
     """
     try:
         settings = importlib.import_module("triton").knobs.runtime
-        taken = settings.jit_cache_hook is not None  # by the user
+        free = settings.jit_cache_hook is None  # else it is the user's
     except (ImportError, AttributeError):  # Triton without this setting
-        taken = True
-    if taken:
+        free = False
+    if not free:
         yield
         return
     with ThreadPoolExecutor(_MOST_LAUNCHERS, thread_name_prefix="simplegraph-launcher") as threads:
@@ -74,7 +74,7 @@ def launchers_start() -> Iterator[None]:
         def start(*, fn: Any, compile: Any, **others: Any) -> bool:
             with contextlib.suppress(RuntimeError):
                 threads.submit(_build_launcher, fn, compile)
-            return False  # the kernel is to be compiled
+            return False  # Triton compiles the kernel itself
 
         settings.jit_cache_hook = start
         try:
@@ -84,7 +84,7 @@ def launchers_start() -> Iterator[None]:
 
 
 class _Unknown:
-    """What a kernel's compilation finds out: its launcher's text does not depend on it."""
+    """Stands in for what compiling a kernel finds out; its launcher's source does not depend on that."""
 
     def __getattr__(self, name: str) -> None:
         return None
