@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from interpreted import EXACT_DTYPES, needs_triton, stand_in_kernels
+from interpreted import EXACT_DTYPES, needs_triton
+from stand_ins import TRIALS, Device, Kernels, move_to_devices, stand_in_kernels
 from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
@@ -19,83 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from simplegraph.fused import choice
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import ACTIVATIONS, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
-from simplegraph.graph.cuda import triton_start
+from simplegraph.fused.operators import Adapted, Grouped, KernelTrial, Operators, RotaryWrite
 
-TRIALS = {
-    "rms_norm": (64, 1),
-    "add_rms_norm": (64,),
-    "add_layer_norm": (64,),
-    "group_norm": (16, 4),
-    "activated_group_norm": (16, 4),
-    "adapt": (64, "gate", "residual", "scale", "shift"),
-    "finish": ("silu", 1),
-    "depthwise": (3,),
-    "excite": (32, 8, "relu"),
-    "linears": (100, 3, 1),
-    "attend": (2, 16, 1),
-    "gated": (64, "gelu_tanh"),
-    "rotate": (64,),
-    "rotate_and_write": (4, 2, 16, 8, 1),
-    "write_pages": (64, "HND"),
-}
-
-
-class Kernels:
-    """Stands in for Triton's kernels, by torch's operators."""
-
-    MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = MAX_WINDOW = MAX_ELEMENTS = 64
-    MOST_TOGETHER = 3
-    torch = Operators()
-
-    def norm(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        *,
-        offset: float = 0.0,
-        centered: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        total = x if residual is None else x + residual
-        if centered:
-            return F.layer_norm(total, weight.shape, weight, bias, eps), total
-        return F.rms_norm(total.float(), weight.shape, weight.float() + offset, eps).type_as(x), total
-
-    def group_norm(self, x: Tensor, norm: Grouped) -> Tensor:
-        return self.torch.group_norm(x, norm)
-
-    def adapt(self, x: Tensor, norm: Adapted) -> tuple[Tensor, Tensor]:
-        return self.torch.adapt(x, norm)
-
-    def finish(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
-        return self.torch.finish(x, bias, residual, *rest)
-
-    def depthwise(self, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int, kind: str) -> Tensor:
-        return self.torch.depthwise(x, weight, bias, stride, padding, kind)
-
-    def excite(self, means: Tensor, narrow: Any, wide: Any, kind: str) -> Tensor:
-        return self.torch.excite(means, narrow, wide, kind)
-
-    def linear(self, *given: Any) -> list[Tensor]:
-        return self.torch.linears(*given)
-
-    def attend(self, *given: Any) -> Tensor:
-        return self.torch.attend(*given)
-
-    def gated(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
-        return (ACTIVATIONS[kind](gate.float()) * up).to(gate.dtype)
-
-    def rotate(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return self.torch.rotate(*tensors)
-
-    def rotate_and_write(self, qkv: Tensor, cached: RotaryWrite) -> None:
-        self.torch.rotate_and_write(qkv, cached)
-
-    def write_pages(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, *rest: Any) -> None:
-        self.torch.write_pages(k, v, (keys, values), slots, rest[-1])
+MORE_TRIALS = [("rotate", (2,)), ("rotate", (80,)), ("rms_norm", (4096,)), ("finish", ("relu", 1, 1))]
 
 
 class WrongKernels(Kernels):
@@ -147,19 +72,9 @@ class Uncompiled:
         raise RuntimeError("Failed to find C compiler")
 
 
-class Device:
-    """A GPU, as far as the question goes."""
-
-    type = "cuda"
-
-    def __str__(self) -> str:
-        return "cuda:7"
-
-
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    to = Tensor.to
-    monkeypatch.setattr(Tensor, "to", lambda x, *args: x.clone() if isinstance(args[0], Device) else to(x, *args))
+    move_to_devices(monkeypatch)
 
 
 @pytest.mark.parametrize("operator", TRIALS)
@@ -226,7 +141,7 @@ def test_where_triton_can_launch_nothing_no_kernel_is_tried(
 
 @needs_triton
 @pytest.mark.parametrize("dtype", EXACT_DTYPES)
-@pytest.mark.parametrize("trial", [*TRIALS.items(), ("rotate", (2,)), ("rotate", (80,)), ("rms_norm", (4096,))])
+@pytest.mark.parametrize("trial", [*TRIALS.items(), *MORE_TRIALS])
 def test_the_kernels_pass_their_own_trial(
     dtype: torch.dtype, trial: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,137 +218,3 @@ def test_products_that_a_gpu_rounds_to_tf32_say_nothing_wrong_of_kernels(trial: 
 def test_a_cpu_is_not_asked_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "find_error", lambda *args: pytest.fail("it was tried"))
     assert not operators_for(torch.device("cpu"), torch.float32, [KernelTrial("rms_norm", (8,))]).triton
-
-
-@pytest.fixture
-def stands_in(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    kernels = Kernels()
-    stand_in_kernels(monkeypatch, kernels)
-    return kernels
-
-
-def test_kernels_are_compiled_side_by_side_and_each_by_one_thread(
-    stands_in: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    norms = [KernelTrial("rms_norm", (64, 1)), KernelTrial("add_layer_norm", (64,))]
-    gates = [KernelTrial("gated", (64, kind)) for kind in ("silu", "gelu")]
-    threads: dict[str, list[Any]] = {"norm": [], "gated": []}
-    both = threading.Barrier(2, timeout=20)  # passed only if both kernels run at once
-    here = threading.current_thread()
-    for name, seen in threads.items():
-        kernel = getattr(stands_in, name)
-
-        def run(*args: Any, kernel: Any = kernel, seen: Any = seen, **settings: Any) -> Any:
-            if not seen:
-                both.wait()
-            seen.append(threading.current_thread())
-            return kernel(*args, **settings)
-
-        monkeypatch.setattr(stands_in, name, run, raising=False)
-    device, alive = Device(), threading.active_count()
-    for _ in range(2):  # the second time nothing is new
-        assert operators_for(device, torch.float16, [*norms, *gates, *norms]).triton
-    assert threading.active_count() == alive
-    compiled = {name: [each for each in seen if each is not here] for name, seen in threads.items()}
-    assert {name: len(each) for name, each in compiled.items()} == {"norm": 2, "gated": 2}
-    assert len(set(compiled["gated"])) == 1  # one variant: the second trial finds it
-    assert compiled["norm"][0] is not compiled["gated"][0]
-
-
-def test_without_threads_kernels_are_tried_one_after_the_other(
-    stands_in: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    trials = [KernelTrial(*each) for each in TRIALS.items()]
-    assert operators_for(Device(), torch.float16, trials).triton
-
-
-def test_triton_starts_once_beside_other_work_and_a_failure_is_left_to_its_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ran: list[str] = []
-
-    def fail() -> None:
-        ran.append("driver")
-        raise RuntimeError("Failed to find C compiler")
-
-    release = threading.Event()
-
-    def read() -> None:
-        release.wait(20)
-        ran.append("compiler")
-
-    monkeypatch.setattr(triton_start, "build_driver", triton_start._Once(fail))
-    monkeypatch.setattr(triton_start, "read_compiler", triton_start._Once(read))
-    for _ in range(2):
-        with triton_start.triton_starts():
-            release.set()  # the threads run beside this
-        assert sorted(ran) == ["compiler", "driver"]
-
-
-class Launchers(ModuleType):
-    """Triton's settings and driver; no launcher is made before a kernel is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__("triton")
-        self.knobs = SimpleNamespace(runtime=SimpleNamespace(jit_cache_hook=None))
-        self.driver = SimpleNamespace(active=self)
-        self.made: list[tuple[Any, ...]] = []
-        self.compiled = threading.Event()
-
-    def launcher_cls(self, source: tuple[Any, ...], metadata: Any) -> None:
-        assert self.compiled.wait(20)  # beside the kernel: else nobody sets it
-        assert metadata.tensordesc_meta is None
-        self.made.append(source)
-
-    def compile(self, *constants: int) -> None:
-        """Compile a kernel as Triton does."""
-        if self.knobs.runtime.jit_cache_hook is not None:
-            fn = SimpleNamespace(jit_function=SimpleNamespace(ASTSource=lambda *given: given[1:]))
-            given = {"signature": {"x": "*bf16"}, "constants": constants, "configs": ["aligned"], "num_warps": 4}
-            assert not self.knobs.runtime.jit_cache_hook(fn=fn, compile=given, key="", already_compiled=False)
-        self.compiled.set()
-
-
-@pytest.fixture
-def launchers(monkeypatch: pytest.MonkeyPatch) -> Launchers:
-    found = Launchers()
-    for name in ("triton", "triton.runtime", "triton.runtime.driver"):
-        monkeypatch.setitem(sys.modules, name, found)
-    return found
-
-
-def test_a_kernel_s_launcher_is_compiled_beside_it(
-    launchers: Launchers, stands_in: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-        launchers.compile(len(kind))
-        return Kernels.gated(stands_in, gate, up, kind)
-
-    monkeypatch.setattr(stands_in, "gated", gated, raising=False)
-    assert operators_for(Device(), torch.float16, [KernelTrial("gated", (32, "silu"))]).triton
-    assert launchers.made == [({"x": "*bf16"}, (4,), "aligned")]
-    assert launchers.knobs.runtime.jit_cache_hook is None
-
-
-def test_a_launcher_that_cannot_be_compiled_early_is_left_to_triton(
-    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*given: Any) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(launchers, "launcher_cls", fail)
-    with triton_start.launchers_start():
-        launchers.compile(1)
-    settings = launchers.knobs.runtime
-    settings.jit_cache_hook = user_s = lambda **given: False
-    with triton_start.launchers_start():
-        assert settings.jit_cache_hook is user_s
-    assert settings.jit_cache_hook is user_s
-    del launchers.knobs  # of another version
-    with triton_start.launchers_start():
-        launchers.compiled.clear()
-    assert launchers.made == []

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import tiny_models as tiny  # noqa: E402
-from interpreted import EXACT_DTYPES, needs_triton, stand_in_kernels  # noqa: E402
+from interpreted import EXACT_DTYPES, needs_triton  # noqa: E402
 from operators_seen import OperatorRecorder  # noqa: E402
+from stand_ins import stand_in_kernels  # noqa: E402
 from tiny_generation import GREEDY, TOKENS  # noqa: E402
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # noqa: E402

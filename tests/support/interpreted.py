@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from typing import Any
 
 import pytest
 import torch
@@ -26,19 +24,3 @@ def has_triton() -> bool:
 
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
-
-
-def stand_in_kernels(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
-    """Make `kernels` stand in for Triton's kernels, on any device: an object with the functions that are called."""
-    from simplegraph import fused
-    from simplegraph.fused import choice, triton_operators
-
-    names = "row_kernels", "cache_kernels", "group_kernels", "image_kernels", "adaptive_kernels", "one_row_kernels"
-    for name in names:
-        monkeypatch.setitem(sys.modules, f"simplegraph.fused.{name}", kernels)
-        monkeypatch.setattr(fused, name, kernels, raising=False)
-    monkeypatch.setattr(triton_operators, "_INTERPRETED", True)
-    monkeypatch.setattr(choice, "_has_launcher", lambda: True)
-    for function in (choice._triton, choice._problem):
-        plain = getattr(function, "__wrapped__", function)  # without what is known of the real ones
-        monkeypatch.setattr(choice, function.__name__, plain)
