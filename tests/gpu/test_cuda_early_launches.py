@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from simplegraph.fused.choice import chosen_operators
 from simplegraph.fused.operators import Operators
 from simplegraph.graph.cuda.driver import cuda_driver
 
@@ -70,12 +71,6 @@ def both_streams(x: Tensor, new: Tensor) -> None:
 WRITES: list[Write] = [kernel, copy, memset_and_kernel, memset_of_the_last, product, other_stream, both_streams]
 
 
-def ours() -> Operators:
-    from simplegraph.fused.triton_operators import TritonOperators
-
-    return TritonOperators()
-
-
 def run(operators: Operators, write: Write, x: Tensor, new: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """Write x, run three kernels one after the other, and overwrite what they read."""
     write(x, new)
@@ -89,7 +84,7 @@ def run(operators: Operators, write: Write, x: Tensor, new: Tensor, weight: Tens
 @pytest.mark.parametrize("write", WRITES)
 def test_kernels_wait_for_what_they_read_and_what_follows_waits_for_them(write: Write) -> None:
     x, new = torch.zeros(ROWS, COLUMNS, device="cuda"), torch.randn(ROWS, COLUMNS, device="cuda")
-    weight, operators = torch.randn(COLUMNS, device="cuda"), ours()
+    weight, operators = torch.randn(COLUMNS, device="cuda"), chosen_operators(triton=True)
     run(operators, write, x, new, weight)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -108,7 +103,8 @@ def test_kernels_wait_for_what_they_read_and_what_follows_waits_for_them(write: 
 def test_a_graph_of_our_kernels_starts_each_before_the_last_has_ended() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the GPU has no programmatic launches")
-    x, weight, operators = torch.randn(4, COLUMNS, device="cuda"), torch.randn(COLUMNS, device="cuda"), ours()
+    x, weight = torch.randn(4, COLUMNS, device="cuda"), torch.randn(COLUMNS, device="cuda")
+    operators = chosen_operators(triton=True)
     operators.rms_norm(x, weight, 1e-5)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
