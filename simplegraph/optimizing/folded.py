@@ -121,16 +121,16 @@ class Fold:
         layer, norm = self.layer, self.norm
         with outside_modes():
             wide = torch.float32 if layer.weight.device.type == "mps" else torch.float64
-            weight, mean = layer.weight.to(wide), norm.running_mean.to(wide)
             scale = torch.rsqrt(norm.running_var.to(wide) + norm.eps)
             scale = scale if norm.weight is None else scale * norm.weight.to(wide)
+            mean = norm.running_mean.to(wide)
             mean = mean if layer.bias is None else mean - layer.bias.to(wide)
             bias = (0.0 if norm.bias is None else norm.bias.to(wide)) - mean * scale
             dtype = layer.weight.dtype
             factor, shift = (each.to(_wider(dtype)) for each in (scale, bias))
             if self.keeps_weight:
                 return Weights(None, None, factor, shift, self.dims)
-            weight = (weight * scale.view(-1, *[1] * (weight.dim() - 1))).to(dtype)
+            weight = (layer.weight.to(wide) * scale.view(-1, *[1] * (layer.weight.dim() - 1))).to(dtype)
             format = torch.channels_last if self.channels_last else torch.contiguous_format
             return Weights(weight.contiguous(memory_format=format), bias.to(dtype), factor, shift, self.dims)
 
