@@ -43,7 +43,8 @@ def launching(tensor: Tensor) -> Iterator[Mapping[str, bool]]:
 
 @functools.cache
 def _can_begin_early(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _HOPPER:
+    interpreted = not isinstance(await_others, triton.JITFunction)
+    if device.type != "cuda" or interpreted or torch.cuda.get_device_capability(device) < _HOPPER:
         return False
     return hasattr(getattr(tl.extra, "cuda", None), "gdc_wait") and _driver_version() >= _CAPTURES
 
