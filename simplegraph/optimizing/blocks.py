@@ -69,6 +69,8 @@ class BlockRun:
         if residual is None and is_depthwise(layer):
             return self._operators.depthwise(x, weights.weight, weights.bias, layer.stride[0], layer.padding[0], kind)
         out = layer._conv_forward(x, layer.weight, None)
+        # One channel, a 1x1 window or a weight that was set since may leave it in another format.
+        out = out.contiguous(memory_format=torch.channels_last)
         return self._operators.finish(out, weights.shift, residual, kind, weights.factor)
 
     def _sequence(self, block: nn.Module, x: Any) -> Any:
@@ -150,19 +152,32 @@ def _inverted(run: BlockRun, block: Any, x: Tensor) -> Tensor:
     return run.convolve(fold, out, "", x if block.use_res_connect else None)
 
 
-# How each known block runs, and the activation of its sum.
-_BLOCKS: Mapping[str, tuple[Callable[[BlockRun, Any, Tensor], Tensor], str | None]] = {
-    "torchvision.models.resnet.BasicBlock": (_basic, "relu"),
-    "torchvision.models.resnet.Bottleneck": (_bottleneck, "relu"),
-    "torchvision.models.resnet.ResNet": (_resnet, None),
-    "torchvision.models.efficientnet.MBConv": (_inverted, ""),
+# How each known block runs, the activation of its sum, and the convolutions of its own.
+_BLOCKS: Mapping[str, tuple[Callable[[BlockRun, Any, Tensor], Tensor], str | None, Collection[str]]] = {
+    "torchvision.models.resnet.BasicBlock": (_basic, "relu", ("conv1", "conv2")),
+    "torchvision.models.resnet.Bottleneck": (_bottleneck, "relu", ("conv1", "conv2", "conv3")),
+    "torchvision.models.resnet.ResNet": (_resnet, None, ("conv1",)),
+    "torchvision.models.efficientnet.MBConv": (_inverted, "", ()),
 }
 
 
-def find_blocks(root: nn.Module, owners: Collection[nn.Module]) -> list[nn.Module]:
-    """List the modules that can run so: owners of folded convolutions, and blocks whose last part is one."""
-    found = [each for each in root.modules() if full_name(each) in _BLOCKS and runs_own_forward(each)]
+def find_blocks(root: nn.Module, owners: Mapping[nn.Module, Collection[Any]]) -> list[nn.Module]:
+    """List the modules that can run so: owners of folded convolutions, and blocks whose last part is one.
+
+    Args:
+        root: the whole module.
+        owners: the folds of each owner.
+    """
+    known = [each for each in root.modules() if full_name(each) in _BLOCKS and runs_own_forward(each)]
+    found = [each for each in known if _is_complete(each, [fold.layer for fold in owners.get(each, ())])]
     return [each for each in owners if is_sequential(each)] + found if owners else []
+
+
+def _is_complete(block: Any, folded: Collection[nn.Module]) -> bool:
+    """True if a block has what its class makes; else it would refuse every call."""
+    names = _BLOCKS[full_name(block)][2]
+    complete = all(block._modules.get(name) in folded for name in names)
+    return complete and (not names or activation(block._modules.get("relu")) == "relu")
 
 
 def block_trials(root: nn.Module, blocks: Collection[nn.Module]) -> list[KernelTrial]:
@@ -171,7 +186,7 @@ def block_trials(root: nn.Module, blocks: Collection[nn.Module]) -> list[KernelT
         return []
     kinds = dict.fromkeys(["", *(kind for each in root.modules() if (kind := _ACTIVATIONS.get(type(each))))])
     known = (_BLOCKS.get(full_name(each), (None, None)) for each in blocks)
-    sums = dict.fromkeys(kind for _, kind in known if kind is not None)
+    sums = dict.fromkeys(kind for _, kind, *_ in known if kind is not None)
     trials = [KernelTrial("finish", (kind, added, 1)) for added, some in enumerate((kinds, sums)) for kind in some]
     convolutions = (each for each in root.modules() if isinstance(each, nn.Conv2d))
     windows = dict.fromkeys(each.kernel_size[0] for each in convolutions if is_depthwise(each))

@@ -168,6 +168,11 @@ class Fold:
         both = torch.Size((2, shape[0])), _wider(dtype)
         return [both] if self.keeps_weight else [(shape, dtype), (shape[:1], dtype), both]
 
+    def in_channels_last(self) -> bool:
+        """True if the weight that the layer runs on is stored in that format."""
+        kept = not self.keeps_weight or self.layer.weight.is_contiguous(memory_format=torch.channels_last)
+        return self.channels_last and kept
+
     def weights_now(self) -> Weights | None:
         """Return the weights to use in a forward; None if the norm cannot be folded any more.
 

@@ -295,7 +295,7 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
             fold.keeps_weight = keeps_weight(fold, block)
     copied = {fold.layer for fold in folds.values() if not fold.keeps_weight}
     stored = store_channels_last(module, copied) if channels_last else []
-    stored += [pair.layer for pair, fold in folds.items() if fold.channels_last and pair.layer not in stored]
+    stored += [pair.layer for pair, fold in folds.items() if fold.in_channels_last() and pair.layer not in stored]
     memory = FoldedMemory(list(folds.values()))  # of weights where they lie now
     found = _Rewrites(usable, stored, memory)
     found.left_out |= left_out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -156,6 +157,47 @@ def test_no_weight_is_kept_twice_where_a_block_runs_the_layer_s_own(kernels):
     assert sum(kernels.calls.values()) == 2
 
 
+def tile(channels=3, window=3, stride=1, **settings):
+    convolution = nn.Conv2d(channels, 8, window, stride, **settings)
+    return settle(nn.Sequential(convolution, nn.BatchNorm2d(8), nn.ReLU()))
+
+
+# Of these the weight itself tells torch no format.
+OTHER_FORMATS = {
+    "one channel": (lambda: tile(1), True),
+    "one pixel": (lambda: tile(3, 1, 2), True),
+    "each channel by itself": (lambda: tile(8, padding="same", groups=8), True),
+    "shared with processes": (lambda: tile().share_memory(), False),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_what_follows_is_one_kernel_in_whatever_format_a_weight_lies(name, kernels):
+    make, stored = OTHER_FORMATS[name]
+    module = make()
+    x = torch.randn(2, module[0].in_channels, 9, 9)
+    expected = module(x)
+    handle = sg.optimize(module)
+    close(module(x), expected)  # `Kernels` refuses images in another format
+    assert handle.changed["channels_last"] == ["0"] * stored
+    module.load_state_dict(make().state_dict(), assign=True)
+    close(module(x), copy.deepcopy(module)(x))
+    assert kernels.calls == {("relu", False): 2}
+
+
+def test_graphs_follow_statistics_of_a_training_step_between_two_replays(kernels):
+    module, x = stack(), torch.randn(SHAPE)
+    sg.optimize(module)
+    model = sg.wrap(module, capture_sizes=[2], progress=False)
+    for _ in range(4):
+        model(x)
+    replays = model.graph_stats.replays
+    module.train()(torch.randn(4, 3, 16, 16) + 1)
+    module.eval()
+    close(model(x), copy.deepcopy(module)(x))
+    assert model.graph_stats.replays == replays + 1
+
+
 def vision(name):
     models = pytest.importorskip("torchvision.models")
     torch.manual_seed(0)
@@ -219,12 +261,15 @@ def test_only_kernels_that_will_run_are_tried(monkeypatch):
     assert finished == [("", 0, 1), ("relu", 0, 1), ("relu", 1, 1)]
 
 
-def test_a_block_whose_parts_are_not_its_class_s_runs_as_it_is_written(kernels):
+def test_a_block_whose_parts_are_not_its_class_s_runs_as_it_is_written(kernels, monkeypatch):
     module, x = vision("resnet18"), torch.randn(1, 3, 64, 64)
     module.layer1[0].relu = nn.Tanh()
     module.layer2[0].bn2 = nn.Identity()
     module.eval()
     expected = module(x)
     sg.optimize(module)
+    norms = mock.Mock(wraps=nn.functional.batch_norm)
+    monkeypatch.setattr(nn.functional, "batch_norm", norms)
     close(module(x), expected)
     assert sum(kernels.calls.values()) == 20 - 4
+    assert not norms.called  # all are folded
