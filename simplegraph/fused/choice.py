@@ -191,7 +191,8 @@ class _OnDevice:
 def _numbers(dtype: torch.dtype, *shape: int, phase: float = 0.0) -> Tensor:
     """Make numbers between -1 and 1. They are not random: the user's generators must not advance."""
     count = torch.Size(shape).numel()
-    return torch.cos(1.7 * torch.arange(count, device=_CPU) + 0.3 + phase).to(dtype).view(shape)
+    places = torch.arange(count, dtype=torch.float32, device=_CPU)  # the default dtype may be one of too few digits
+    return torch.cos(1.7 * places + 0.3 + phase).to(dtype).view(shape)
 
 
 def _rms_norm(operators: Operators, numbers: _Numbers, columns: int, offset: int = 0) -> Sequence[Tensor]:

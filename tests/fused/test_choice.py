@@ -203,6 +203,15 @@ def test_a_trial_under_autocast_says_nothing_wrong_of_a_kernel() -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
+def test_a_default_dtype_of_few_digits_says_nothing_wrong_of_a_kernel() -> None:
+    cpu, before = torch.device("cpu"), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)  # in which what the trial's numbers are counted by overflows
+    try:
+        assert choice.find_error(Operators(), cpu, torch.float16, KernelTrial("linears", (20_000, 3, 1))) is None
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("trial", [("pointwise", ("relu",)), ("linear_gelu", (64, 32))])
 def test_products_that_a_gpu_rounds_to_tf32_say_nothing_wrong_of_kernels(trial: tuple[str, Any]) -> None:
     class Rounded(Operators):
