@@ -104,12 +104,13 @@ def _compile(device: torch.device, dtype: torch.dtype, trials: Iterable[KernelTr
             for trial in some:
                 _run(operators, device, dtype, trial)
 
-    threads = ThreadPoolExecutor(sum(map(len, chains)), thread_name_prefix="simplegraph-compile")
-    with launchers_start(), threads, contextlib.suppress(RuntimeError):  # of threads that cannot be started
-        begun = [(threads.submit(run, first), others) for first, *others in chains]
-        for first, others in begun:
-            for some in others if first.exception() is None else ():
-                threads.submit(run, some)
+    with launchers_start() as join:
+        threads = ThreadPoolExecutor(sum(map(len, chains)), "simplegraph-compile", initializer=join)
+        with threads, contextlib.suppress(RuntimeError):  # of threads that cannot be started
+            begun = [(threads.submit(run, first), others) for first, *others in chains]
+            for first, others in begun:
+                for some in others if first.exception() is None else ():
+                    threads.submit(run, some)
 
 
 def _this_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:

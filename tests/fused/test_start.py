@@ -108,7 +108,7 @@ class Launchers(ModuleType):
 
     def compile(self, *constants: int) -> None:
         """Compile a kernel as Triton does."""
-        if self.knobs.runtime.jit_cache_hook is not None:
+        if self.knobs.runtime.jit_cache_hook:  # as Triton asks
             fn = SimpleNamespace(jit_function=SimpleNamespace(ASTSource=lambda *given: given[1:]))
             given = {"signature": {"x": "*bf16"}, "constants": constants, "configs": ["aligned"], "num_warps": 4}
             assert not self.knobs.runtime.jit_cache_hook(fn=fn, compile=given, key="", already_compiled=False)
@@ -143,7 +143,8 @@ def test_a_launcher_that_cannot_be_compiled_early_is_left_to_triton(
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(launchers, "launcher_cls", fail)
-    with triton_start.launchers_start():
+    with triton_start.launchers_start() as join:
+        join()
         launchers.compile(1)
     settings = launchers.knobs.runtime
     settings.jit_cache_hook = user_s = lambda **given: False
@@ -154,3 +155,18 @@ def test_a_launcher_that_cannot_be_compiled_early_is_left_to_triton(
     with triton_start.launchers_start():
         launchers.compiled.clear()
     assert launchers.made == []
+
+
+def test_kernels_and_hooks_of_others_are_left_alone(launchers: Launchers) -> None:
+    """Triton describes a kernel to a hook as JSON, which fails for one with a function among its constants."""
+    settings = launchers.knobs.runtime
+    with triton_start.launchers_start() as join:
+        ours = threading.Thread(target=join)
+        ours.start()
+        ours.join()
+        launchers.compile(1)  # a user's, who is in another thread
+    assert launchers.made == []
+    assert settings.jit_cache_hook is None
+    with triton_start.launchers_start():
+        settings.jit_cache_hook = user_s = lambda **given: False
+    assert settings.jit_cache_hook is user_s

@@ -55,11 +55,31 @@ def triton_starts() -> Iterator[None]:
         yield
 
 
+class _Hook:
+    """Hook of Triton's before a compilation, which starts that of the launcher; false in threads that did not join."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads, self._thread = threads, threading.local()
+
+    def join(self) -> None:
+        """Let it see the kernels of this thread. Others' are not looked at: Triton cannot describe every one."""
+        self._thread.joined = True
+
+    def __bool__(self) -> bool:
+        return hasattr(self._thread, "joined")
+
+    def __call__(self, *, fn: Any, compile: Any, **others: Any) -> bool:
+        with contextlib.suppress(RuntimeError):
+            self._threads.submit(_build_launcher, fn, compile)
+        return False  # Triton compiles the kernel itself
+
+
 @contextlib.contextmanager
-def launchers_start() -> Iterator[None]:
+def launchers_start() -> Iterator[Callable[[], None]]:
     """Compile launchers beside their kernels, in threads that have ended when this context ends.
 
-    A launcher is a module in C. Triton compiles it after its kernel, and here finds it in its cache.
+    A launcher is a module in C. Triton compiles it after its kernel, and here finds it in its cache. Threads that
+    compile kernels call what the context yields first.
     """
     try:
         settings = importlib.import_module("triton").knobs.runtime
@@ -67,20 +87,15 @@ def launchers_start() -> Iterator[None]:
     except (ImportError, AttributeError):  # Triton without this setting
         free = False
     if not free:
-        yield
+        yield lambda: None
         return
     with ThreadPoolExecutor(_MOST_LAUNCHERS, thread_name_prefix="simplegraph-launcher") as threads:
-
-        def start(*, fn: Any, compile: Any, **others: Any) -> bool:
-            with contextlib.suppress(RuntimeError):
-                threads.submit(_build_launcher, fn, compile)
-            return False  # Triton compiles the kernel itself
-
-        settings.jit_cache_hook = start
+        settings.jit_cache_hook = hook = _Hook(threads)
         try:
-            yield
+            yield hook.join
         finally:
-            settings.jit_cache_hook = None
+            if settings.jit_cache_hook is hook:  # else somebody has set another since
+                settings.jit_cache_hook = None
 
 
 class _Unknown:
