@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import operator
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,16 +46,16 @@ class Weights(NamedTuple):
 class _Source:
     """Remembers a tensor, its memory and its version."""
 
-    __slots__ = ("_alias", "_dtype", "_tensor", "_version")
+    __slots__ = ("_alias", "_dtype", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         # The alias keeps the memory: no other can come to lie at its address meanwhile.
-        self._tensor, self._alias = tensor, tensor.detach()
+        self.tensor, self._alias = tensor, tensor.detach()
         self._version, self._dtype = tensor._version, tensor.dtype
 
     def is_still(self, tensor: Tensor) -> bool:
         return (
-            tensor is self._tensor
+            tensor is self.tensor
             and not tensor.is_inference()
             and tensor._version == self._version
             and tensor.data_ptr() == self._alias.data_ptr()
@@ -108,13 +109,20 @@ class Fold:
             return True
         return not all(before.is_still(tensor) for before, tensor in zip(self._before, now, strict=True))
 
-    def note(self) -> bool:
-        """Remember the tensors that are folded now; False if they cannot be, and then nothing is."""
-        possible = not hindrance(self.layer, self.norm)
-        self._before = [_Source(tensor) for tensor in watched(self.layer, self.norm)] if possible else []
-        self._eps = self.norm.eps
-        self.weights = self.weights if possible else None
-        return possible
+    def look(self) -> tuple[list[_Source], float] | None:
+        """Return the tensors to be folded and `eps`, as they are now; None if they cannot be, and then nothing is.
+
+        It is stale until they are noted.
+        """
+        self._before = []  # memory that weights were moved out of is free from here on
+        if hindrance(self.layer, self.norm):
+            self.weights = None
+            return None
+        return [_Source(tensor) for tensor in watched(self.layer, self.norm)], self.norm.eps
+
+    def note(self, seen: tuple[list[_Source], float] | None) -> None:
+        """Remember what was folded: what `look` returned."""
+        self._before, self._eps = ([], None) if seen is None else seen
 
     def compute(self) -> Weights:
         """Return the folded weights, computed in float64 and rounded once."""
@@ -206,11 +214,11 @@ class FoldedMemory(dict[str, Tensor]):
     into the same memory, which graphs then read.
     """
 
-    __slots__ = ("_folds", "_seen", "_sources")
+    __slots__ = ("_folds", "_lock", "_seen", "_sources")
 
     def __init__(self, folds: Sequence[Fold]) -> None:
         super().__init__()
-        self._folds = list(folds)
+        self._folds, self._lock = list(folds), threading.RLock()
         self._sources: list[Tensor] = []
         self._seen = -1
         self.refresh()
@@ -233,10 +241,15 @@ class FoldedMemory(dict[str, Tensor]):
 
     def refresh(self, *, everything: bool = False) -> None:
         """Fold again what changed, or everything; a capture, which would record that, leaves it as it is."""
-        stale = [fold for fold in self._folds if everything or fold.is_stale()]
-        if not stale or _is_capturing(self._folds):
-            return
-        usable = [fold for fold in self._folds if fold.note()]
+        with self._lock:
+            stale = [fold for fold in self._folds if everything or fold.is_stale()]
+            if stale and not _is_capturing(self._folds):
+                self._fold(stale)
+
+    def _fold(self, stale: Sequence[Fold]) -> None:
+        # Noted when all is done: until then other threads see that it is stale, and wait. After an error it is so, too.
+        seen = {fold: fold.look() for fold in self._folds}
+        usable = [fold for fold in self._folds if seen[fold] is not None]
         if not all(fold.fits() for fold in usable):
             self._allocate(usable)
             stale = usable
@@ -245,8 +258,10 @@ class FoldedMemory(dict[str, Tensor]):
                 if fold.weights is not None:
                     for kept, new in zip(fold.weights.tensors(), fold.compute().tensors(), strict=True):
                         kept.copy_(new)
-        self._sources = [tensor for fold in usable for tensor in watched(fold.layer, fold.norm)]
-        self._seen = sum(map(_version, self._sources))
+        for fold in self._folds:
+            fold.note(seen[fold])
+        sources = [source for known in seen.values() if known is not None for source in known[0]]
+        self._sources, self._seen = [each.tensor for each in sources], sum(map(_version, sources))
 
     def _allocate(self, folds: Sequence[Fold]) -> None:
         self.clear()

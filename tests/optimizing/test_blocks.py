@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import threading
+import time
 from unittest import mock
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import simplegraph as sg
 from simplegraph.fused.operators import Operators
+from simplegraph.optimizing.folded import Fold
 from tests.optimizing.models import settle
 
 SHAPE = (2, 3, 16, 16)
@@ -196,6 +199,39 @@ def test_graphs_follow_statistics_of_a_training_step_between_two_replays(kernels
     module.eval()
     close(model(x), copy.deepcopy(module)(x))
     assert model.graph_stats.replays == replays + 1
+
+
+def test_threads_never_get_what_another_is_still_folding(kernels, monkeypatch):
+    module, x = stack(), torch.randn(SHAPE)
+    sg.optimize(module)
+    module[0].weight.mul_(2)
+    module[1].weight.mul_(2)
+    expected, folding = copy.deepcopy(module)(x), threading.Event()
+    compute = Fold.compute
+
+    def slow_compute(fold):
+        folding.set()
+        time.sleep(0.05)  # the other thread runs beside this
+        return compute(fold)
+
+    monkeypatch.setattr(Fold, "compute", slow_compute)
+    other = threading.Thread(target=torch.no_grad()(module), args=(x,))
+    other.start()
+    assert folding.wait(20)
+    found = module(x)
+    other.join()
+    close(found, expected)
+
+
+def test_folding_that_failed_is_tried_again(kernels, monkeypatch):
+    module, x = stack(), torch.randn(SHAPE)
+    sg.optimize(module)
+    module.load_state_dict(stack().state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(Fold, "compute", mock.Mock(side_effect=torch.OutOfMemoryError("for a moment")))
+        with pytest.raises(torch.OutOfMemoryError):
+            module(x)
+    close(module(x), copy.deepcopy(module)(x))
 
 
 def vision(name):
