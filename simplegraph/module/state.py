@@ -177,7 +177,8 @@ class CapturedState(Watcher):
             return True
         self._hold(survey)  # another thing changed, or this one was changed and changed back
         self.seen = count
-        return self.watches_plain and self._plain_replaced()  # some containers bring up to date what is read of them
+        self._plain_replaced()  # read it as every call does: some containers bring up to date what is read of them
+        return False
 
     def _plain_replaced(self) -> bool:
         """True if a container or attribute holds something else than it did."""
