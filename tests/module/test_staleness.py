@@ -230,3 +230,23 @@ def test_debug_names_a_static_input_that_was_moved(device):
     model.reset_graphs()
     for _ in range(3):
         close(model(x), module(x))
+
+
+def test_a_container_whose_items_are_made_when_they_are_read_recaptures_nothing(device):
+    class Views(dict):
+        def __getitem__(self, key):
+            return super().__getitem__(key).detach()
+
+    module = Model(device).eval()
+    module.views = Views(shift=torch.ones(WIDTH, device=device))
+    module.register_forward_hook(lambda module, args, output: output + module.views["shift"].sum())
+    model = sg.wrap(module, capture_sizes=[4])
+    for _ in range(4):
+        model(rows(4, device))
+    module.train()
+    module.eval()  # as it was: somebody has to look
+    module.views["shift"].mul_(2)
+    x, replays = rows(4, device), model.graph_stats.replays
+    close(model(x), module(x))
+    assert model.graph_stats.recaptures == 0
+    assert model.graph_stats.replays == replays + 1
