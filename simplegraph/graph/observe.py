@@ -150,7 +150,7 @@ class MemoryObserver(OperatorMode):
             self.written.update(key for key in map(storage_key, strided_tensors((value,))) if key not in own)
         if inside is None:
             self.numbers.note(func, args, kwargs, tensors)
-        result = func(*args, **kwargs)
+        result = self.leave(func, args, kwargs)
         if self._device is not None:
             self._last = self._device.recorded()
         made = strided_tensors((result,))

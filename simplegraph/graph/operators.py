@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
@@ -39,6 +40,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     supports_higher_order_operators = True
+    _next: OperatorMode | None = None  # what this one leaves operators to, without another dispatch
     _cast = _KeySet(_Key.Undefined)  # autocast keys that have run for an operator that is being taken apart
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OperatorMode:
@@ -73,7 +75,20 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on plain tensors."""
-        return func(*args, **kwargs)
+        return self.leave(func, args, kwargs)
+
+    def leave(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Leave an operator to the mode that comes next, or else run it."""
+        return func(*args, **kwargs) if self._next is None else self._next.run(func, args, kwargs)
+
+    @contextlib.contextmanager
+    def before(self, mode: OperatorMode) -> Iterator[None]:
+        """Let another mode see every operator after this one: as if it were entered first, but for half the time."""
+        self._next = mode
+        try:
+            yield
+        finally:
+            self._next = None
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what an operator is made of, and see each of these; call it from `run`."""

@@ -61,7 +61,7 @@ def run_observed(
         operators = breaking_operators(table.config.break_ops)
         tracer = BreakTracer(operators, observer, table.device.torch_device)
     host = HostWarmup(table.device.torch_device)
-    following = contextlib.nullcontext() if key is None else host.following()
+    following = contextlib.nullcontext() if key is None else host.following(observer)
     before = decisions()
     # The observer is asked first: it sees the operators of the forward, not those that stand in for them.
     with autocast_cache_off(), recording_breaks(tracer), following, observer:
@@ -276,7 +276,7 @@ class GraphCapture:
         observer = MemoryObserver(self.table.device, job.rows, self.observers[-1] if job.follows else None)
         followed = observed or self.table.constants.met_host
         with (
-            host.following() if followed else contextlib.nullcontext(),
+            host.following(observer if observed else None) if followed else contextlib.nullcontext(),
             answering(self.table.constants.decisions),
             observer if observed else contextlib.nullcontext(),
         ):

@@ -59,6 +59,9 @@ class Snapshot:
     def __init__(self, module: Any, *, tensors: bool = True) -> None:
         # A container or an object's attributes, what it held, the index of what holds it, and under which key.
         self._holders: list[tuple[Any, Any, int, Any]] = []
+        # Most are empty dicts, a module's ten for hooks: those are asked together, and are holders once one is filled.
+        self._empty: list[dict[Any, Any]] = []
+        self._empty_in: list[tuple[int, Any]] = []  # the index of what holds each, and under which key
         self._modules: dict[int, tuple[nn.Module, type]] = {}  # by the index of their attributes, with their class
         self._tensors: list[tuple[Tensor, Tensor, tuple[Any, ...], int, Any]] = []
         seen: set[int] = set()
@@ -77,10 +80,11 @@ class Snapshot:
                 before, index = _copied(container), len(self._holders)
                 self._holders.append((container, before, parent, key))
                 for name, item in _items(before):
-                    if type(item) in _EXACT and not item:  # a module has ten, for hooks: they need no queue
+                    if type(item) in _EXACT and not item:
                         if id(item) not in seen:
                             seen.add(id(item))
-                            self._holders.append((item, {}, index, name))
+                            self._empty.append(item)
+                            self._empty_in.append((index, name))
                     elif _kind_of(type(item)) is not None:
                         left.append((item, index, name))
 
@@ -97,12 +101,12 @@ class Snapshot:
         texts and tuples of them are the same.
         """
         found: list[Change] = []
-        for index, (container, before, parent, key) in enumerate(self._holders):
-            now = None if _untouched(container, before) else _copied(container)
+        for index, (container, before, parent, key) in self._touched():
+            now = _copied(container)
             if isinstance(now, dict):
                 keys = [name for name in now | before if not _same(now.get(name, _UNSEEN), before.get(name, _UNSEEN))]
                 found += [Change(self._name(index, name), now.get(name)) for name in keys if name != _UNSEEN]
-            elif now is not None and not _same(tuple(now), tuple(before)):
+            elif not _same(tuple(now), tuple(before)):
                 found.append(Change(self._name(parent, key), now))
         return found + [Change(self._name(parent, key), tensor) for tensor, _, _, parent, key in self._moved()]
 
@@ -116,9 +120,9 @@ class Snapshot:
         Not in sets, nor in a list that grew or shrank; parameters, buffers and submodules are left out.
         """
         found = []
-        for index, (container, before, parent, key) in enumerate(self._holders):
+        for index, (container, before, parent, key) in self._touched():
             registered = parent in self._modules and key in _REGISTERED
-            if registered or not isinstance(container, (dict, list)) or _untouched(container, before):
+            if registered or not isinstance(container, (dict, list)):
                 continue
             now, then = dict(_items(_copied(container))), dict(_items(before))
             if not isinstance(container, dict) and now.keys() != then.keys():
@@ -135,7 +139,7 @@ class Snapshot:
     @property
     def container_ids(self) -> set[int]:
         """The ids of all containers that were there."""
-        return {id(container) for container, *_ in self._holders}
+        return {id(container) for container, *_ in self._holders} | set(map(id, self._empty))
 
     def _held_as(self, index: int) -> Any:
         """Return the object that has these attributes, or the container itself."""
@@ -169,10 +173,8 @@ class Snapshot:
         for module, kind in self._modules.values():
             if type(module) is not kind:
                 module.__class__ = kind
-        for index, (container, before, parent, key) in enumerate(self._holders):
+        for index, (container, before, parent, key) in self._touched():
             own = index in self._modules or (parent in self._modules and key in _REGISTERED)
-            if _untouched(container, before):
-                continue
             listed = bool(names) and not isinstance(container, dict) and self._name(parent, key) in names
             if own or listed or _tensors_differ(container, before):
                 _refill(container, before)
@@ -183,6 +185,15 @@ class Snapshot:
         for tensor, memory, *_ in self._moved():
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = memory
+
+    def _touched(self) -> list[tuple[int, tuple[Any, Any, int, Any]]]:
+        """List the holders that do not hold the very same objects, with their indices."""
+        if any(self._empty):
+            filled = [at for at, container in enumerate(self._empty) if container]
+            self._holders += [(self._empty[at], {}, *self._empty_in[at]) for at in filled]
+            for at in reversed(filled):
+                del self._empty[at], self._empty_in[at]
+        return [(at, entry) for at, entry in enumerate(self._holders) if not _untouched(entry[0], entry[1])]
 
     def _moved(self) -> list[tuple[Tensor, Tensor, tuple[Any, ...], int, Any]]:
         return [entry for entry in self._tensors if place(entry[0]) != entry[2]]
@@ -249,8 +260,6 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
 
 def _untouched(container: Any, before: Any) -> bool:
     """True if it holds the very same objects in the same order; quick, since it is asked of every container."""
-    if not before and type(container) in _EXACT:
-        return not container
     kind = _kind_of(type(container))
     if kind.__len__(container) != len(before) or not all(map(operator.is_, kind.__iter__(container), before)):
         return False

@@ -85,7 +85,7 @@ class PairBuilder:
         observer, host, hooks = MemoryObserver(), HostWarmup(self.device.torch_device), HookWatch()
         limit = copy_limit(self.device.free_memory())
         run = binding.counted.eager_run(call.module)
-        with bypassed(Reason.NESTED), run, replicas_refused(binding), hooks, host.following(), observer:
+        with bypassed(Reason.NESTED), run, replicas_refused(binding), hooks, host.following(observer), observer:
             result = wait_collectives(invoke_watched(call, self.reader, call.args, call.kwargs, limit))
         self.table.constants.learn(key, host.copies, host.sources, met_host=host.met_host)
         binding.draws |= observer.may_draw and drew(generators, before)

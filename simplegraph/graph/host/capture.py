@@ -17,7 +17,7 @@ from simplegraph.graph.failures import BREAK
 from simplegraph.graph.host.constants import LARGEST_BYTES, SERVING, WATCHED_BYTES, content, is_watchable, span
 from simplegraph.graph.host.draws import UnreadDraws
 from simplegraph.graph.host.modes import HostMode, is_list, target, target_device
-from simplegraph.graph.operators import is_higher_order, reads_no_value, strided_tensors, written_args
+from simplegraph.graph.operators import OperatorMode, is_higher_order, reads_no_value, strided_tensors, written_args
 from simplegraph.graph.tensors import storage_key
 
 
@@ -59,12 +59,12 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         return list(self._served.values())
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow the capture in here, but for what is done for breaks."""
+    def following(self, observer: OperatorMode | None = None) -> Iterator[None]:
+        """Follow the capture in here, but for what is done for breaks; `observer` as for `HostMode`."""
         SERVING.active, before = True, SERVING.active
         self._draws.begin()
         try:
-            with super().following(), self._splits_noted():
+            with super().following(observer), self._splits_noted():
                 yield
         except RuntimeError as error:
             if self._error is None or error is self._error or error.__cause__ is not None:

@@ -72,10 +72,14 @@ class HostMode(OperatorMode, abc.ABC):
         self._recorder: Any = None
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow the run in here, but for what runs inside of breaks: it is not in the graph."""
+    def following(self, observer: OperatorMode | None = None) -> Iterator[None]:
+        """Follow the run in here, but for what runs inside of breaks: it is not in the graph.
+
+        Args:
+            observer: a mode that is entered in here, and sees every operator before this one.
+        """
         self._recorder = ACTIVE.recorder
-        with _lifting_visible(), self:
+        with _lifting_visible(), self if observer is None else observer.before(self):
             yield
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
