@@ -11,15 +11,20 @@ Result = dict[str, Any]
 _READY = ("seconds", "ready")
 # Figures of a second start in the same process, which exclude loading the libraries.
 _AGAIN, _KEPT = ("primed", "seconds", "ready"), ("primed", "device_bytes")
-# Numerator and denominator of each ratio. Times: until all sizes are ready. Memory: bytes kept.
+# Of ours, without the warmup and what is looked up about the graphs.
+_ALONE, _ALONE_AGAIN = ("details", "captures_alone_s"), ("primed", "details", "captures_alone_s")
+# Numerator and denominator of each ratio: a run, and a figure of it, seconds until all sizes are ready or bytes kept.
 RATIOS = {
-    "ready_plain_loop_over_ours": (_READY, "plain-loop", "simplegraph"),
-    "again_plain_loop_over_ours": (_AGAIN, "plain-loop", "simplegraph"),
-    "memory_ours_over_plain_loop": (_KEPT, "simplegraph", "plain-loop"),
-    "again_breakable_over_our_piecewise": (_AGAIN, "breakable", "simplegraph-piecewise"),
-    "memory_our_piecewise_over_breakable": (_KEPT, "simplegraph-piecewise", "breakable"),
-    "ready_piecewise_cold_over_ours": (_READY, "compiled-piecewise (cold)", "simplegraph"),
-    "ready_piecewise_warm_over_ours": (_READY, "compiled-piecewise (warm)", "simplegraph"),
+    "ready_plain_loop_over_ours": (("plain-loop", _READY), ("simplegraph", _READY)),
+    "ready_ours_over_eager": (("simplegraph", _READY), ("eager", _READY)),
+    "ready_our_captures_alone_over_eager": (("simplegraph", _ALONE), ("eager", _READY)),
+    "again_plain_loop_over_ours": (("plain-loop", _AGAIN), ("simplegraph", _AGAIN)),
+    "again_our_captures_alone_over_plain_loop": (("simplegraph", _ALONE_AGAIN), ("plain-loop", _AGAIN)),
+    "memory_ours_over_plain_loop": (("simplegraph", _KEPT), ("plain-loop", _KEPT)),
+    "again_breakable_over_our_piecewise": (("breakable", _AGAIN), ("simplegraph-piecewise", _AGAIN)),
+    "memory_our_piecewise_over_breakable": (("simplegraph-piecewise", _KEPT), ("breakable", _KEPT)),
+    "ready_piecewise_cold_over_ours": (("compiled-piecewise (cold)", _READY), ("simplegraph", _READY)),
+    "ready_piecewise_warm_over_ours": (("compiled-piecewise (warm)", _READY), ("simplegraph", _READY)),
 }
 
 
@@ -41,11 +46,17 @@ def medians(values: Sequence[Any]) -> Any:
 
 
 def comparison(results: dict[str, Result]) -> dict[str, float]:
-    """Compute `RATIOS`, and steps on DTensors over those on plain tensors, for all runs that have figures."""
+    """Compute `RATIOS`, and steps on DTensors over those on plain tensors, for all runs that have figures.
+
+    None of the emulator's, whose times are not speed.
+    """
+    if any(result.get("device") == "cpu" for result in results.values()):
+        return {}
     ratios = dict(RATIOS)
     for batch in results.get("simplegraph-dtensor", {}).get("step_ms", {}):
-        ratios[f"step_dtensor_over_plain_at_{batch}"] = (("step_ms", batch), "simplegraph-dtensor", "simplegraph")
-    pairs = {name: [figure(results.get(label), *path) for label in labels] for name, (path, *labels) in ratios.items()}
+        step = ("step_ms", batch)
+        ratios[f"step_dtensor_over_plain_at_{batch}"] = (("simplegraph-dtensor", step), ("simplegraph", step))
+    pairs = {name: [figure(results.get(label), *path) for label, path in pair] for name, pair in ratios.items()}
     return {name: one / other for name, (one, other) in pairs.items() if one is not None and other}
 
 

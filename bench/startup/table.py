@@ -16,6 +16,7 @@ equal: comparisons with eager at captured sizes that agree to the bit."""
 GPU_EXPLANATION = """\
 piecewise/: how many times sooner than compiled-piecewise (cold, warm cache) every size is ready.
 again: the same start a second time in the process, when the GPU's libraries are loaded: seconds, memory kept.
+captures alone: what our graphs' captures and instantiation take of it, without the warmup and checks around them.
 keeps: device memory gone after the start, libraries' own included in the first start. peak: tensors, weights included.
 host: time to issue one call at batch 1."""
 

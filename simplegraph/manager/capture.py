@@ -116,6 +116,8 @@ class GraphCapture:
 
     def __post_init__(self) -> None:
         self._ranks = self.table.ranks
+        following = [at for at, job in enumerate(self.jobs) if job.follows is not None]
+        self._followed = {job.key for job in self.jobs[: max(following, default=0)]}
 
     def run(self, num_warmups: int = 0, warmed_up: Callable[[], object] = bool) -> CaptureSummary:
         """Run the first job eagerly `num_warmups` times, then capture them all.
@@ -261,7 +263,9 @@ class GraphCapture:
                 observed=functools.partial(observed_tensors, self.observers),
                 search=observed,
                 wait=False,  # the driver instantiates it while the next one is captured
-                **_neighbours(self.table, self.jobs, job),
+                follows=None if job.follows is None else self.table.graphs[job.follows].program,
+                followed=job.key in self._followed,
+                ended=job.ended,
             )
         except BaseException as error:
             if self.table.config.on_capture_failure != "raise":
@@ -274,10 +278,12 @@ class GraphCapture:
     def _run_captured(self, job: CaptureJob, host: HostCapture, observed: bool) -> Any:
         """Run the forward as it is recorded, hooks included."""
         observer = MemoryObserver(self.table.device, job.rows, self.observers[-1] if job.follows else None)
-        followed = observed or self.table.constants.met_host
+        followed, decisions = observed or self.table.constants.met_host, self.table.constants.decisions
+        # Known values are followed by a mode that comes between the two.
+        together = observer if observed and not decisions else None
         with (
-            host.following(observer if observed else None) if followed else contextlib.nullcontext(),
-            answering(self.table.constants.decisions),
+            host.following(together) if followed else contextlib.nullcontext(),
+            answering(decisions),
             observer if observed else contextlib.nullcontext(),
         ):
             outputs = job.run()
@@ -327,14 +333,6 @@ class GraphCapture:
 
 def _labelled(job: CaptureJob, error: CaptureError | None) -> dict[str, CaptureError]:
     return {} if error is None else {job.label: error}
-
-
-def _neighbours(table: ProgramTable, jobs: Sequence[CaptureJob], job: CaptureJob) -> dict[str, Any]:
-    """Return what `CaptureSession.capture` is told of the graphs before and after a job's."""
-    following = jobs[jobs.index(job) + 1 :]
-    follows = None if job.follows is None else table.graphs[job.follows].program
-    followed = any(other.follows is not None for other in following)
-    return {"follows": follows, "followed": followed, "ended": job.ended}
 
 
 def _announce(table: ProgramTable, job: CaptureJob) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -61,7 +62,7 @@ class CaptureJob:
         """The padded batch size."""
         return self.descriptor.num_tokens
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         kind = "" if self.mode is CudaGraphMode.FULL else f", {self.mode.name}"
         if self.exact:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def invoke_watched(
         limit: bytes of arguments that may be copied, to find what kernels write that torch does not dispatch.
     """
     arguments = _Arguments(args, kwargs, reader)
-    values = _Values(call, arguments.named_leaves(), limit)
+    values = _Values(call, arguments, limit)
     result = invoke(call.module, args, kwargs)
     values.note_written()
     call.binding.unsupported = arguments.effect(result) or call.binding.unsupported
@@ -40,12 +40,13 @@ def invoke_watched(
 class _Values:
     """Holds the values of a forward's tensors before one run of it, small tensors first."""
 
-    def __init__(self, call: Call, leaves: Iterable[tuple[str, Any]], limit: int) -> None:
+    def __init__(self, call: Call, arguments: _Arguments, limit: int) -> None:
         self._binding, self._copies = call.binding, []
         if not limit:
             return
         copied = {arg.name for arg in call.layout.args if isinstance(arg, TensorArg) and arg.batch_dim != "reference"}
         left = copied - self._binding.written
+        leaves = arguments.named_leaves()
         tensors = [(name, leaf) for name, leaf in leaves if name in left and type(leaf) in PLAIN_TENSORS]
         with outside_modes():
             for name, leaf in sorted(tensors, key=lambda entry: entry[1].nbytes):
@@ -93,23 +94,27 @@ class _Arguments:
     def effect(self, result: Any) -> CannotBind | None:
         """Say what the forward did that a replay cannot; `result` is what it returned."""
         leaves, spec = flatten(self._value)
-        before, after = self._names(self._spec), self._names(spec)
         if spec != self._spec:
-            changed = sorted(set(before) ^ set(after)) or before
-        else:
-            pairs = zip(before, self._leaves, leaves, self._looks, strict=True)
-            changed = [name for name, then, now, look in pairs if then is not now or _look(now) != look]
+            before = self._names(self._spec)
+            return _changed(sorted(set(before) ^ set(self._names(spec))) or before)
+        pairs = enumerate(zip(self._leaves, leaves, self._looks, strict=True))
+        changed = [at for at, (then, now, look) in pairs if then is not now or _look(now) != look]
         held = containers(self._value)
         if not changed and any(then is not now for then, now in zip(self._containers, held, strict=True)):
-            changed = before
+            changed = list(range(len(leaves)))
         if changed:
-            return CannotBind(Reason.CHANGED_ARGUMENTS, ", ".join(changed[:5]))
+            names = self._names(spec)
+            return _changed([names[at] for at in changed])
         own = {id(container) for container in self._containers}
         found = next((container for container in containers(result) if id(container) in own), None)
         if found is not None:
             kind = type(found).__name__
             return CannotBind(Reason.UNSUPPORTED_OUTPUT, f"a {kind} that the forward was passed; return a new one")
         return None
+
+
+def _changed(names: Sequence[str]) -> CannotBind:
+    return CannotBind(Reason.CHANGED_ARGUMENTS, ", ".join(names[:5]))
 
 
 def _look(leaf: Any) -> Any:

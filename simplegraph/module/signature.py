@@ -32,6 +32,14 @@ class Signature:
     specs: tuple[tuple[str, TreeSpec], ...]
     context: Hashable
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Computed once: every graph is found by its signature, and a capture looks for it a dozen times."""
+        return hash((self.args, self.specs, self.context))
+
 
 class CallReader:
     """Reads calls of one module: names the leaves, finds the batch dimension, keeps what it has learnt.

@@ -438,3 +438,21 @@ def test_a_counter_in_an_object_counts_each_call_once_where_a_capture_fails_othe
         model(torch.randn(2, 4, device=device))
         assert module.s.calls == turn + 1
     assert "boolean mask" in model.graph_stats.failures["batch size 2"]
+
+
+def test_a_dict_that_was_empty_is_named_once_it_is_filled_and_emptied_again() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.cache = {}
+    before = Snapshot(module)
+    assert before.changes() == []
+    for name in ("a", "b"):
+        module.cache[name] = torch.ones(1)
+        hook = module[0].register_forward_hook(lambda *_: None)
+        assert {change.name for change in before.changes()} == {f"cache.{name}", f"0._forward_hooks.{hook.id}"}
+        assert [(place.name, now) for place, _, now in before.changed_places()] == [
+            (f"cache.{name}", module.cache[name]),
+            (f"0._forward_hooks.{hook.id}", module[0]._forward_hooks[hook.id]),
+        ]
+        before.put_back(before.changed_names())
+        assert (module.cache, module[0]._forward_hooks, before.changes()) == ({}, {}, [])
+    assert {id(module.cache), id(module[0]._forward_hooks), id(vars(module))} <= before.container_ids

@@ -78,7 +78,7 @@ def breaking_operators(names: Sequence[str] = ()) -> frozenset[Any]:
     Raises:
         ConfigError: no such operator is registered.
     """
-    found = set(_tagged(len(torch._C._dispatch_get_all_op_names())))
+    found = set(_tagged())
     for name in names:
         overloads = _overloads(name)
         if not overloads:
@@ -93,17 +93,22 @@ def breaking_operators(names: Sequence[str] = ()) -> frozenset[Any]:
     return frozenset(found)
 
 
-@functools.lru_cache(maxsize=1)
-def _tagged(count: int) -> list[Any]:
-    """List the registered operators with the tag; `count` makes it look again when their number has changed."""
-    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    found = []
-    for name in torch._C._dispatch_get_all_op_names():
-        packet, _, overload = name.partition(".")
-        operation = torch._C._get_operation_overload(packet, overload)
-        if operation is not None and tag in operation[2]:
-            found += _overloads(name, exact=True)
-    return found
+def _tagged() -> list[Any]:
+    """List the registered operators with the tag; looks at those that are new, since each takes microseconds."""
+    names = frozenset(torch._C._dispatch_get_all_op_names())
+    with _lock:
+        for gone in _looked_at.keys() - names:
+            del _looked_at[gone]
+        for name in names - _looked_at.keys():
+            packet, _, overload = name.partition(".")
+            operation = torch._C._get_operation_overload(packet, overload)
+            unsafe = operation is not None and _UNSAFE in operation[2]
+            _looked_at[name] = _overloads(name, exact=True) if unsafe else []
+        return [each for found in filter(None, _looked_at.values()) for each in found]
+
+
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_looked_at: dict[str, list[Any]] = {}
 
 
 def _overloads(name: str, *, exact: bool = False) -> list[Any]:

@@ -31,9 +31,9 @@ def preload(
     """Load what CUDA loads at its first use in a thread, while the program imports and reads weights.
 
     Call it first in a program: the device's context is created while this call imports torch. Then come torch's
-    allocator, cuBLAS and Triton, which the model's first call would otherwise wait for. Captures by this library wait
-    until all is loaded. On a CPU only torch is imported. As after any use of a GPU, processes that are forked later
-    cannot use it.
+    allocator, cuBLAS, Triton and the kernels that captures use beside the model, which its first call would otherwise
+    wait for. Captures by this library wait until all is loaded. On a CPU only torch is imported. As after any use of a
+    GPU, processes that are forked later cannot use it.
 
     Args:
         device: the GPU; the first one by default. Ranks on several GPUs each name their own.
@@ -59,7 +59,7 @@ class Preload:
 
     Attributes:
         seconds: from the call of `preload` until each part was there: "context", "torch", "device", "cublas", "triton",
-            "then". Parts that this machine does not have are missing.
+            "kernels", "then". Parts that this machine does not have are missing.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class Preload:
                 build_driver()
                 read_compiler()
             self._imported.wait()
-            for part, load in (("device", self._load_device), ("cublas", self._load_cublas), ("triton", _load_triton)):
+            loads = self._load_device, self._load_cublas, _load_triton, self._load_kernels
+            for part, load in zip(("device", "cublas", "triton", "kernels"), loads, strict=True):
                 if self._on_gpu and load():
                     self._mark(part)
         except Exception as error:  # the program's own first use says it again, and where
@@ -157,6 +158,22 @@ class Preload:
             torch.nn.functional.linear(ones, ones)
             torch.nn.functional.linear(ones, ones, ones[0])
             torch.cuda.synchronize()
+        return True
+
+    def _load_kernels(self) -> bool:
+        """Run what captures run beside the model: kernels that fill and compare static inputs, and cuBLASLt's."""
+        import torch
+
+        from simplegraph.graph.breaks.operators import breaking_operators
+
+        breaking_operators()
+        with torch.inference_mode(), torch.cuda.device(self._index):
+            half = torch.empty(16, 16, device="cuda", dtype=torch.float16)
+            torch.addmm(half[0], half, half)
+            for dtype in (torch.int64, torch.int32, torch.uint8, self._dtype or torch.bfloat16):
+                filled = torch.full((4, 4), 1, device="cuda", dtype=dtype)
+                filled[1:].copy_(filled.index_select(0, torch.arange(3, device="cuda") % 2))
+                torch.equal(filled, filled.clone())  # waits
         return True
 
 

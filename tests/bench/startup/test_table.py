@@ -85,6 +85,17 @@ def test_the_comparison_holds_the_ratios_of_what_ran(results: dict[str, Any]) ->
     }
 
 
+def test_captures_alone_are_compared_with_the_loop_and_with_eager(results: dict[str, Any]) -> None:
+    results["eager"] = result("eager", 0.4)
+    results["simplegraph"] |= {"details": {"captures_alone_s": 0.3}}
+    results["simplegraph"]["primed"] |= {"details": {"captures_alone_s": 0.2}}
+    ratios = comparison(results)
+    assert ratios["ready_ours_over_eager"] == 1.25
+    assert ratios["ready_our_captures_alone_over_eager"] == pytest.approx(0.75)
+    assert ratios["again_our_captures_alone_over_plain_loop"] == 0.2
+    assert comparison({name: each | {"device": "cpu"} for name, each in results.items()}) == {}
+
+
 def test_our_piecewise_is_compared_with_the_breakable_package(results: dict[str, Any]) -> None:
     theirs, ours = (
         {"seconds": {"ready": seconds}, "device_bytes": mib * MIB} for seconds, mib in ((3.0, 400), (1.5, 100))

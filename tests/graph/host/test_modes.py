@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -16,6 +17,7 @@ from simplegraph.errors import HostError
 from simplegraph.graph.breaks.operators import recording_breaks
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.host.capture import HostCapture
+from simplegraph.graph.host.modes import HostMode
 from simplegraph.graph.host.warmup import HostWarmup
 from simplegraph.graph.observe import MemoryObserver
 
@@ -24,9 +26,27 @@ META = torch.device("meta")
 Forward = Callable[[Tensor], Any]
 
 
+class _Way:
+    """How the modes of a test follow a run: alone, or behind an observer, in whose dispatch they are asked."""
+
+    observed = False
+
+
+@contextlib.contextmanager
+def followed(mode: HostMode) -> Iterator[None]:
+    observer = MemoryObserver() if _Way.observed else None
+    with mode.following(observer), observer or contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "observed"], autouse=True)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Way, "observed", request.param)
+
+
 def warmed(forward: Forward) -> HostWarmup:
     warmup = HostWarmup(META)
-    with warmup.following():
+    with followed(warmup):
         forward(torch.empty(3, 4, device=META))
     return warmup
 
@@ -35,7 +55,7 @@ def captured(forward: Forward, warmup: HostWarmup | None = None, name: Any = lam
     """A capture after a warmup; the copies that it was served are in `served`."""
     warmup = warmup or warmed(forward)
     capture = HostCapture(META, warmup.copies, name)
-    with capture.following():
+    with followed(capture):
         result = forward(torch.empty(3, 4, device=META))
     capture.check_refused()
     del result  # what a forward returns is held until it has been looked at
@@ -268,7 +288,7 @@ def test_what_runs_inside_a_break_is_left_alone() -> None:
         operators: frozenset[Any] = frozenset()
 
     table, capture = torch.ones(100), HostCapture(META, {})
-    with recording_breaks(Recorder()), capture.following():
+    with recording_breaks(Recorder()), followed(capture):
         with recording_breaks(None):
             table.add_(torch.rand(100))
         assert not capture.met_host
@@ -327,7 +347,7 @@ def test_torch_is_left_as_it_was_whatever_the_forward_does() -> None:
     captured(CONSTANTS["a list"][0])
     refused(lambda x: x * torch.rand(()))
     for mode in (HostWarmup(META), HostCapture(META, {})):
-        with pytest.raises(ValueError, match="the forward's own"), mode.following():
+        with pytest.raises(ValueError, match="the forward's own"), followed(mode):
             fails(torch.empty(3, 4, device=META))
     assert not torch._C._only_lift_cpu_tensors()
     assert torch._C._len_torch_dispatch_stack() == 0
