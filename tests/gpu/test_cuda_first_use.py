@@ -83,8 +83,8 @@ def test_a_program_that_preloads_captures_and_replays() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     seconds = found["seconds"]
     print(seconds)  # "context" comes beside "torch", not after it
-    assert {"context", "torch", "device", "cublas"} <= seconds.keys()
-    assert max(seconds["context"], seconds["torch"]) <= seconds["device"] <= seconds["cublas"]
+    assert {"context", "torch", "device", "cublas", "kernels"} <= seconds.keys()
+    assert max(seconds["context"], seconds["torch"]) <= seconds["device"] <= seconds["cublas"] <= seconds["kernels"]
     assert found["equal"]
     assert found["replays"] > 0
     assert found["total"] > 0
