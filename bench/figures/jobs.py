@@ -79,11 +79,13 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 
 def _one_gpu() -> list[Job]:
     startup = _command("bench", "--rounds", "2", "--timeout", "150")  # it writes what it has after every arm
+    preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop", "--preloaded", "--rounds", "2")
     engine = _suite("serve/test_agreement", "startup/test_first_token")
     first_token = _command("bench.startup.first_token", "--rounds", "2")
     generate = _suite("transformers_generate/test_transformers_generate")
     return [
         Job("h200_startup", startup, ("startup", "readme")),
+        Job("h200_startup_preloaded", preloaded, ("startup-preloaded",)),
         Job("h200_piecewise", _suite("piecewise/test_piecewise"), ("mixed",)),
         Job("h200_attention", _suite("serve/test_attention_steps"), ("attention",)),
         Job("h200_engine_steps", _suite("serve/test_decode_steps"), ("decode", "generation")),

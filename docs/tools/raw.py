@@ -23,9 +23,9 @@ def extra(name: str, benchmark: str = "") -> Any:
     return next(one for one in found if not benchmark or one["name"].partition("[")[0] == benchmark)["extra_info"]
 
 
-def startup() -> dict[str, Any]:
+def startup(file: str = "h200_startup") -> dict[str, Any]:
     """Return the figures of every arm of the startup benchmark on one GPU, from the command's file or the suite's."""
-    found = load("h200_startup")
+    found = load(file)
     if "results" in found:
         return {name: run for name, run in found["results"].items() if run["status"] == "ok"}
     return {one["param"]: one["extra_info"] for one in found["benchmarks"]}

@@ -79,6 +79,16 @@ def _startup() -> str:
     return grid([*head, "step, ms, at batch 1", "8", "64", "256"], rows)
 
 
+def _preloaded() -> str:
+    keys = ("seconds", "ready"), ("details", "captures_alone_s")
+    head = ["every size ready, s", "of it captures alone", "the same again in the process, s", "of it captures alone"]
+    rows = [
+        [name, *(seconds_cell(run, *first, *key) for first in ((), ("primed",)) for key in keys)]
+        for name, run in startup("h200_startup_preloaded").items()
+    ]
+    return grid(["arm", *head], rows)
+
+
 def _mixed() -> str:
     rows = []
     for mix in extra("h200_piecewise")["mixed"]:
@@ -324,6 +334,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "model-table-summary": model_table.summary,
     "readme": _readme,
     "startup": _startup,
+    "startup-preloaded": _preloaded,
     "mixed": _mixed,
     "attention": _attention,
     "decode": _decode,
