@@ -127,7 +127,12 @@ def imported(arm: str) -> str:
 
 def weights() -> str:
     found = [each["seconds"] for each in raw.load("h200_first_token")["results"]]
-    return between((seconds["weights"] - seconds["imported"] for seconds in found), ".1f")
+    least, _, most = between((seconds["weights"] - seconds["imported"] for seconds in found), ".1f").partition(" to ")
+    return least if least == most else f"{least} to {most}"
+
+
+def preloaded(name: str) -> str:
+    return f"{raw.load('h200_startup_preloaded')['comparison'][name]:.2f}"
 
 
 NUMBERS = {7: "seven", 8: "all eight"}
@@ -141,6 +146,13 @@ CLAIMS: list[tuple[str, Callable[[], str]]] = [
     ),
     ("takes {} of the plain loop's time", lambda: f"{again('ready', 'simplegraph', 'plain-loop'):.2f}"),
     ("keeps {} of its memory", lambda: f"{again('device_bytes', 'simplegraph', 'plain-loop'):.2f}"),
+    ("takes {} times as long as eager needs", lambda: preloaded("ready_ours_over_eager")),
+    ("for the first time, its captures alone {}.", lambda: preloaded("ready_our_captures_alone_over_eager")),
+    (
+        "second one takes {} of the plain loop's time, its",
+        lambda: f"{1 / float(raw.load('h200_startup_preloaded')['comparison']['again_plain_loop_over_ours']):.2f}",
+    ),
+    ("time, its captures alone {}.", lambda: preloaded("again_our_captures_alone_over_plain_loop")),
     ("{} of the capture time", lambda: f"{again('ready', 'simplegraph-piecewise', 'breakable'):.2f}"),
     (
         "{} of the memory of its quick start",
