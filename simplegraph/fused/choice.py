@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_map_only
 
 from simplegraph.fused.operators import DTYPES, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
 from simplegraph.graph.cuda.first_use import without_collections
-from simplegraph.graph.cuda.triton_start import build_driver, launchers_start, read_compiler, triton_starts
+from simplegraph.graph.cuda.triton_start import (
+    build_driver,
+    import_triton,
+    launchers_start,
+    read_compiler,
+    triton_starts,
+)
 
 _log = logging.getLogger("simplegraph")
 
@@ -61,17 +67,19 @@ def triton_runs(device: torch.device) -> bool:
 
 @functools.cache
 def _has_launcher() -> bool:
-    try:
-        with triton_starts():
-            build_driver()
-            from triton.runtime.driver import driver
-
-            return driver.active is not None
-    except ImportError:
-        return False
-    except Exception as error:
-        _log.warning("Triton cannot launch kernels, so torch's operators run instead: %s", error)
-        return False
+    problem: Exception | None = None
+    # Alone the second time: what other threads of the program import of Triton meanwhile may have been in the way.
+    for start in (triton_starts, contextlib.nullcontext):
+        try:
+            with start():
+                build_driver()
+                return import_triton("runtime.driver").driver.active is not None
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+                return False
+            problem = error
+    _log.warning("Triton cannot launch kernels, so torch's operators run instead: %s", problem)
+    return False
 
 
 @functools.cache

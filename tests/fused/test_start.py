@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from stand_ins import TRIALS, Device, Kernels, move_to_devices, stand_in_kernels
 from torch import Tensor
 
+from simplegraph.fused import choice
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.operators import KernelTrial
 from simplegraph.graph.cuda import triton_start
@@ -170,3 +174,64 @@ def test_kernels_and_hooks_of_others_are_left_alone(launchers: Launchers) -> Non
     with triton_start.launchers_start():
         settings.jit_cache_hook = user_s = lambda **given: False
     assert settings.jit_cache_hook is user_s
+
+
+# Triton's modules as they import each other; with pauses, so that threads meet.
+CIRCULAR = {
+    "__init__": "from triton import runtime",
+    "runtime/__init__": "from triton.runtime.driver import driver",
+    "runtime/driver": (
+        "import types, triton.backends\n"
+        "driver = types.SimpleNamespace(active=types.SimpleNamespace(get_current_device=lambda: 0))"
+    ),
+    "runtime/cache": "import time; time.sleep(0.05)\ndef triton_key(): print('read')\ndef get_cache_manager(): pass",
+    "backends/__init__": "import importlib; importlib.import_module('triton.backends.nvidia.driver')",
+    "backends/nvidia/__init__": "",
+    "backends/nvidia/driver": (
+        "import time; time.sleep(0.05)\nfrom triton.runtime.cache import get_cache_manager\n"
+        "class CudaUtils:\n    def __init__(self): print('built')"
+    ),
+}
+STARTS = """
+from simplegraph.fused import choice
+print(choice._has_launcher())
+"""
+
+
+def test_threads_that_start_triton_import_it_one_after_the_other(tmp_path: Path) -> None:
+    for name, text in CIRCULAR.items():
+        file = tmp_path / "triton" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    # The first try, by threads, did all: where one of them fails, nothing of its part is printed.
+    assert (sorted(done.stdout.split()), done.stderr) == (["True", "built", "read"], "")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_is_in_the_way_of_triton_once_is_tried_again(
+    times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    problems = [ImportError("cannot import name 'driver' from partially initialized module")] * times
+
+    def start(module: str) -> Any:
+        if problems:
+            raise problems.pop()
+        return SimpleNamespace(driver=SimpleNamespace(active=object()))
+
+    monkeypatch.setattr(choice, "import_triton", start)
+    monkeypatch.setattr(choice, "build_driver", lambda: None)
+    choice._has_launcher.cache_clear()
+    try:
+        assert choice._has_launcher() is (times == 1)
+    finally:
+        choice._has_launcher.cache_clear()
+    assert ["partially initialized" in record.message for record in caplog.records] == [True] * (times - 1)

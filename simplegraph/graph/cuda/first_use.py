@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from simplegraph.errors import ConfigError
-from simplegraph.graph.cuda.triton_start import build_driver, read_compiler
+from simplegraph.graph.cuda.triton_start import build_driver, import_triton, read_compiler
 
 if TYPE_CHECKING:
     import torch
@@ -228,7 +228,5 @@ def _load_triton() -> bool:
 
     # Not installed, no driver that it takes, no compiler or one that fails: what needs Triton says so, with the reason.
     with contextlib.suppress(ImportError, RuntimeError, OSError, subprocess.SubprocessError):
-        from triton.runtime.driver import driver
-
-        return bool(driver.active.get_current_device() >= 0)
+        return bool(import_triton("runtime.driver").driver.active.get_current_device() >= 0)
     return False

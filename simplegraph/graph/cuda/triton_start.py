@@ -28,17 +28,29 @@ class _Once:
                     self._run()
 
 
+def import_triton(module: str) -> Any:
+    """Import Triton, then one of its modules, which import each other in circles.
+
+    Threads that begin with different ones wait for each other, and Python ends that by an ImportError in one of them.
+
+    Raises:
+        ImportError: it is not installed, in a `ModuleNotFoundError` that names "triton", or cannot be imported.
+    """
+    importlib.import_module("triton")
+    return importlib.import_module(f"triton.{module}")
+
+
 def _build_driver() -> None:
     """Compile Triton's driver, a module in C that its start finds in its cache then."""
-    importlib.import_module("triton.backends.nvidia.driver").CudaUtils()
+    import_triton("backends.nvidia.driver").CudaUtils()
 
 
 def _read_compiler() -> None:
     """Compute Triton's part of its cache's keys, for which it reads all of itself, hundreds of megabytes."""
     try:
-        keys = importlib.import_module("triton.runtime.cache").triton_key  # since 3.6
+        keys = import_triton("runtime.cache").triton_key  # since 3.6
     except AttributeError:
-        keys = importlib.import_module("triton.compiler.compiler").triton_key
+        keys = import_triton("compiler.compiler").triton_key
     keys()
 
 
@@ -106,7 +118,7 @@ class _Unknown:
 
 
 def _build_launcher(fn: Any, compile: Any) -> None:
-    driver = importlib.import_module("triton.runtime.driver").driver.active
+    driver = import_triton("runtime.driver").driver.active
     function = fn.jit_function
     source = function.ASTSource(function, compile["signature"], compile["constants"], compile["configs"][0])
     driver.launcher_cls(source, _Unknown())
