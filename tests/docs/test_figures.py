@@ -207,6 +207,13 @@ CLAIMS: list[tuple[str, Callable[[], str]]] = [
 ]
 
 
+def test_the_readme_says_what_a_start_takes_since() -> None:
+    readme, loop = " ".join(prose(ROOT / "README.md").split()), raw.startup()["plain-loop"]["seconds"]["ready"]
+    since = 1 / raw.load("h200_startup_preloaded")["comparison"]["ready_plain_loop_over_ours"]
+    assert f"ready after {since:.2f} of the plain loop's time" in readme
+    assert f"which was {raw.startup()['simplegraph']['seconds']['ready'] / loop:.2f} in this run" in readme
+
+
 @pytest.mark.parametrize(("sentence", "value"), CLAIMS, ids=[sentence for sentence, _ in CLAIMS])
 def test_a_sentence_says_what_the_raw_figures_say(sentence: str, value: Callable[[], str]) -> None:
     assert sentence.format(value()) in " ".join(prose(FIGURES).split())
