@@ -182,6 +182,9 @@ class PiecewiseFused(_Fused, Piecewise):
 
 def _of_captures(summary: Any) -> dict[str, Any]:
     parts = dict(summary.parts)
-    alone = parts.get("capture", 0.0) + parts.get("instantiate", 0.0)
-    figures = {"capture_s": summary.seconds, "captures_alone_s": alone, "capture_bytes": summary.bytes}
-    return figures | {"parts_s": parts}
+    return {
+        "capture_s": summary.seconds,
+        "captures_alone_s": parts.get("capture", 0.0) + parts.get("instantiate", 0.0),
+        "capture_bytes": summary.bytes,
+        "parts_s": parts,
+    }

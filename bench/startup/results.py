@@ -48,7 +48,7 @@ def medians(values: Sequence[Any]) -> Any:
 def comparison(results: dict[str, Result]) -> dict[str, float]:
     """Compute `RATIOS`, and steps on DTensors over those on plain tensors, for all runs that have figures.
 
-    Of the emulator's, whose times are not speed, the latter alone.
+    Runs on the emulator, whose times are not speed, have the latter alone.
     """
     ratios = {} if any(result.get("device") == "cpu" for result in results.values()) else dict(RATIOS)
     for batch in results.get("simplegraph-dtensor", {}).get("step_ms", {}):

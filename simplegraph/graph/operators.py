@@ -83,7 +83,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def before(self, mode: OperatorMode) -> Iterator[None]:
-        """Let another mode see every operator after this one: as if it were entered first, but for half the time."""
+        """Let another mode see every operator that this one leaves: as if entered first, but in half the time."""
         self._next = mode
         try:
             yield

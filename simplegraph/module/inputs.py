@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -82,12 +81,12 @@ class StaticInput:
     def _new_view(self, padded: int) -> Tensor:
         if self._reference is not None:
             return self._reference
-        shape, order = self._shape(padded), self.arg.order
+        shape = self._shape(padded)
+        ordered = [shape[dim] for dim in self.arg.order]
+        places = [self.arg.order.index(dim) for dim in range(len(shape))]
         with torch.inference_mode(False), torch.no_grad():
-            flat = self._buffer[: math.prod(shape)]
-            if order == tuple(range(len(shape))):
-                return flat.view(shape)
-            return flat.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+            flat = self._buffer[: torch.Size(shape).numel()]
+            return flat.view(ordered).permute(places)
 
     def _new_part(self, padded: int, start: int, end: int) -> Tensor:
         view = self.view(padded)

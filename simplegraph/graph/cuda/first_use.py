@@ -117,8 +117,12 @@ class Preload:
                 build_driver()
                 read_compiler()
             self._imported.wait()
-            loads = self._load_device, self._load_cublas, _load_triton, self._load_kernels
-            for part, load in zip(("device", "cublas", "triton", "kernels"), loads, strict=True):
+            for part, load in (
+                ("device", self._load_device),
+                ("cublas", self._load_cublas),
+                ("triton", _load_triton),
+                ("kernels", self._load_kernels),
+            ):
                 if self._on_gpu and load():
                     self._mark(part)
         except Exception as error:  # the program's own first use says it again, and where
@@ -168,8 +172,8 @@ class Preload:
 
         breaking_operators()
         with torch.inference_mode(), torch.cuda.device(self._index):
-            half = torch.empty(16, 16, device="cuda", dtype=torch.float16)
-            torch.addmm(half[0], half, half)
+            half = torch.zeros(16, 16, device="cuda", dtype=torch.float16)
+            torch.addmm(half[0], half, half)  # by which the capture stream gets its workspaces
             for dtype in (torch.int64, torch.int32, torch.uint8, self._dtype or torch.bfloat16):
                 filled = torch.full((4, 4), 1, device="cuda", dtype=dtype)
                 filled[1:].copy_(filled.index_select(0, torch.arange(3, device="cuda") % 2))
