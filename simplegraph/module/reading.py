@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from simplegraph.graph.modes import ANY_AUTOCAST
 from simplegraph.graph.tensors import is_wrapper, parts
 from simplegraph.module.snapshot import has_address
 
 Link = tuple[Any, Any, Any]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NUMBERS = frozenset({bool, int, float, str})
+_BY_VALUE = frozenset({type(None), bool, int, float, str})
 _CONTAINERS = frozenset({list, dict, collections.deque, collections.OrderedDict})
 _chain = itertools.chain.from_iterable
+_is_inference_mode = torch.is_inference_mode_enabled  # looked up once
 _training = operator.itemgetter("training")
 _layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requires_grad")
 # Compares types, shapes, strides and dtypes of many tensors by one call. Private to torch, and an object of it holds
@@ -76,27 +78,25 @@ class Reading:
         self._kinds = list({type(module): None for module in modules})
         self._forwards = [kind.forward for kind in self._kinds]
         bases, self._levels = _levels(vars(root), attributes, links)
-        self._held = [(filled, attributes, bases, list(dicts))]
+        self._held = [(filled, attributes, [*attributes, *dicts], bases)]
         self._deaths = _clear_at_death(children, self._held)
         values, self._lengths = self._read(vars(root)) or ([], [])
         tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor) and _is_comparable(value)]
         # Of containers their length and what is read of them is compared, whichever objects they are.
         others = sorted(set(range(len(values))) - set(tensors) - self._opened(sum(map(len, filled))))
-        numbers = [at for at in others if type(values[at]) in _NUMBERS]
+        numbers = [at for at in others if type(values[at]) in _BY_VALUE]
         others = sorted(set(others) - set(numbers))
         self._tensors_at, self._others_at, self._numbers_at = map(_getter, (tensors, others, numbers))
         self._numbers = self._numbers_at(values)
-        self._children_at = _getter([at for at in others if isinstance(values[at], nn.Module)])
         # A module's id is its own for as long as it lives, and it is noticed when it ends; others are owned.
         self._anchors = [value for at in others if not isinstance(value := values[at], nn.Module)]
         self._ids = list(map(id, self._others_at(values)))
-        self._types = list(map(type, self._children_at(values)))
         self._modes = list(map(_training, attributes))
         self._wraps = any(is_wrapper(values[at]) for at in tensors)
         live = self._of(values)
         self._addresses = list(map(Tensor.data_ptr, live))
         self._layouts = _layouts_of(live)
-        self._checks: dict[tuple[int, int], Any] = {}
+        self._checks: dict[tuple[bool, bool], Any] = {}
 
     def _opened(self, start: int) -> set[int]:
         """Return the indices of the containers among all values; those of slots begin at `start`."""
@@ -111,9 +111,12 @@ class Reading:
         held = next(iter(self._held), None)
         if held is None:
             return None
-        filled, below, bases, dicts = held
+        filled, below, counted, bases = held
         values = list(_chain(map(dict.values, filled)))
-        lengths = [len(values), len(attributes), *map(len, below), *map(len, dicts)]
+        lengths = list(map(len, counted))
+        lengths += len(values), len(attributes)
+        if not self._levels:
+            return values, lengths
         holders: Sequence[Any] = [attributes, *below, *bases]
         for parents, keys, opened in self._levels:
             found = list(map(operator.getitem, map(holders.__getitem__, parents), keys))
@@ -151,7 +154,6 @@ class Reading:
             return False
         return (
             self._same_layouts(tensors)
-            and list(map(type, self._children_at(values))) == self._types
             and list(map(_training, self._held[0][1])) == self._modes
             and [kind.forward for kind in self._kinds] == self._forwards
         )
@@ -167,10 +169,7 @@ class Reading:
     def _same_layouts(self, tensors: Sequence[Tensor]) -> bool:
         if _TensorGuards is None or not tensors:
             return _layouts_of(tensors) == self._layouts
-        state = (
-            torch._C._dispatch_tls_local_include_set().raw_repr(),
-            torch._C._dispatch_tls_local_exclude_set().raw_repr(),
-        )
+        state = _is_inference_mode(), ANY_AUTOCAST()
         check = self._checks.get(state)
         if check is None:
             if _layouts_of(tensors) != self._layouts:

@@ -26,10 +26,6 @@ GLOBAL_BACKWARD_PRE_HOOKS = _modules._global_backward_pre_hooks
 # What decides which kernel an operator runs, what it may round, or what a factory makes, by the name of its getter in
 # torch._C. A release that lacks one lacks the setting.
 _GETTERS = (
-    "_get_cublas_allow_tf32",
-    "_get_cudnn_allow_tf32",
-    "_get_onednn_allow_tf32",
-    "_get_float32_matmul_precision",
     "_get_cublas_allow_fp16_accumulation",
     "_get_cublas_allow_fp16_reduced_precision_reduction",
     "_get_cublas_allow_bf16_reduced_precision_reduction",
@@ -51,11 +47,8 @@ _GETTERS = (
     "_get_sdp_priority_order",
     "_get_math_sdp_allow_fp16_bf16_reduction",
 )
-# The newer way to set precisions, by backend and operator.
-_PRECISIONS = (
-    *(("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
-    *(("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
-)
+# Precisions of float32 by backend and operator, however they were set: torch resolves what they follow.
+_PRECISIONS = tuple((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("matmul", "conv", "rnn"))
 _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 _READ: dict[str, Callable[[], Any]] = {
     "default dtype": torch.get_default_dtype,
@@ -73,20 +66,12 @@ class TorchSettings:
     """
 
     def __init__(self) -> None:
-        self.values = tuple(map(_value, _ALL))
-        try:
-            self._raw: list[Any] | None = [read() for read in _ALL]
-        except RuntimeError:  # see `_value`
-            self._raw = None
+        self._raw = [read() for read in _ALL]
+        self.values = tuple(map(_comparable, self._raw))
 
     def hold(self) -> bool:
         """True if every setting still has its value; quick, since it is asked at every call."""
-        try:
-            if self._raw is not None:
-                return [read() for read in _ALL] == self._raw
-        except RuntimeError:
-            return False
-        return TorchSettings() == self
+        return [read() for read in _ALL] == self._raw or TorchSettings() == self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TorchSettings) and self.values == other.values
@@ -94,17 +79,17 @@ class TorchSettings:
     def __hash__(self) -> int:
         return hash(self.values)
 
-    def difference(self, other: TorchSettings) -> str:
-        """Say which settings are others by now, such as "sdp_priority_order (1, 2) became (2, 1)"; empty if none."""
+    def difference(self, other: TorchSettings | None = None) -> str:
+        """Say which settings are others in `other`, or now: "sdp_priority_order (1, 2) became (2, 1)"; empty if none."""
+        if other is None:
+            if self.hold():
+                return ""
+            other = TorchSettings()
         triples = zip(_READ, self.values, other.values, strict=True)
         return ", ".join(f"{name} {then} became {now}" for name, then, now in triples if then != now)
 
 
-def _value(read: Callable[[], Any]) -> Any:
-    try:
-        value = read()
-    except RuntimeError:  # set in the old way and in the new, which torch refuses to tell apart
-        return "mixed"
+def _comparable(value: Any) -> Any:
     if value == "none":  # neither it was set, nor anything that it follows
         return "ieee"
     return tuple(value) if isinstance(value, list) else value

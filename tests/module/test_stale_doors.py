@@ -110,7 +110,6 @@ CHANGES = {
     "forward of a child in a list": lambda m: setattr(m.hidden[1], "forward", torch.tanh),
     "forward of the module": lambda m: setattr(m, "forward", types.MethodType(lambda self, x: x * 3, m)),
     "function in an attribute": lambda m: setattr(m, "act", torch.relu),
-    "class of a child": lambda m: with_class(m.linear, Negated),
     "hook on the module itself": lambda m: m.register_forward_hook(doubled),
     "pre-hook on the module itself": lambda m: m.register_forward_pre_hook(doubling),
     "hook on a module in a list": lambda m: m.hidden[0].register_forward_hook(doubled),
@@ -155,6 +154,7 @@ UNNOTICED = {
     "_modules replaced": lambda m: setattr(m.blocks, "_modules", {"one": nn.ReLU()}),
     "_modules in another order": reorder,
     "hook written into an empty dict": lambda m: m.linear._forward_hooks.__setitem__(12345, doubled),
+    "class of a child": lambda m: with_class(m.linear, Negated),
     "hook dict replaced": lambda m: setattr(m.linear, "_forward_hooks", collections.OrderedDict({1: doubled})),
 }
 
