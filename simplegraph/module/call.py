@@ -95,6 +95,7 @@ class Binding:
         self.unsliceable = why
         for layout in self.layouts.values():
             layout.plans = {key: plan for key, plan in layout.plans.items() if not plan.padding}
+            layout.refusals.clear()
 
     def note_trace(self, rows: int, trace: BreakTrace) -> None:
         """Remember what the breaks of an eager call of so many rows returned."""
@@ -142,8 +143,9 @@ class CallLayout:
         args: what each leaf must be.
         autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
         settings: those of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
-        binding: what is known about the signature.
-        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`).
+        device_type: of the device that they run on; binding: what is known about the signature.
+        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`); refusals: by the
+            same, why it is not (a `Refusal`).
     """
 
     spec: TreeSpec
@@ -152,8 +154,10 @@ class CallLayout:
     state: Hashable
     settings: TorchSettings
     modes: tuple[Any, ...]
+    device_type: str
     binding: Binding
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    refusals: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positional, keyword = self.spec.children
@@ -292,6 +296,11 @@ class Call(NamedTuple):
         """The tensor leaves that have static inputs, by name."""
         found = zip(self.names, self.leaves, self.layout.args, strict=True)
         return ((name, leaf) for name, leaf, arg in found if isinstance(arg, TensorArg))
+
+    def at_exact_size(self) -> Call:
+        """Return the call as one of a graph of exactly its rows, which no guess about batch dimensions can spoil."""
+        descriptor = dataclasses.replace(self.dispatch.descriptor, num_tokens=self.batch)
+        return self._replace(dispatch=Dispatch(self.dispatch.mode, descriptor, Reason.EXACT, 0))
 
     @property
     def memory(self) -> dict[str, int]:

@@ -74,7 +74,7 @@ class KnownCalls:
             binding = self.bindings.get(signature) or Binding(signature)
             numbered = any(isinstance(arg, TensorArg) and arg.number is not None for arg in args)
             kind = NumberedLayout if numbered else CallLayout
-            layout = kind(spec, args, autocast, state, settings, modes, binding)
+            layout = kind(spec, args, autocast, state, settings, modes, device.type, binding)
         if isinstance(module, FunctionModule):
             module.serve(layout.binding)
             full = self.is_full(layout)
@@ -129,6 +129,7 @@ class KnownCalls:
         """Forget how calls are replayed and which sizes are warm; what calls look like is kept."""
         for layout in self.layouts.values():
             layout.plans.clear()
+            layout.refusals.clear()
         for binding in self.bindings.values():
             binding.warm.clear()
             binding.ran.clear()

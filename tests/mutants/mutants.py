@@ -12,7 +12,7 @@ ESCAPES = ("tests/module/test_escapes.py",)
 PROOFS = ("tests/module/test_proofs.py",)
 HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
 NUMBERS = ("tests/module/test_batch_numbers.py",)
-EAGER = ("tests/module/test_eager_plans.py",)
+EAGER = ("tests/module/test_refusals.py",)
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
 
 
@@ -337,14 +337,14 @@ MUTANTS = [
     ),
     Mutant(
         "calls run eagerly for a reason that is gone",
-        "module/eager_plan.py",
-        "return self._owner.lessons == self._number",
-        "return True",
+        "module/refusal.py",
+        "self._owner.lessons != self._lessons or ",
+        "",
         EAGER,
     ),
     Mutant(
         "a call that no graph serves is taken for one of another argument",
-        "module/eager_plan.py",
+        "module/refusal.py",
         "if not arg.holds(leaf):",
         "if False:",
         EAGER,
