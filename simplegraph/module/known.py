@@ -13,10 +13,9 @@ from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
 from simplegraph.graph.modes import autocast_dtype
 from simplegraph.module.args import TensorArg
-from simplegraph.module.call import Binding, CallLayout, NumberedLayout
+from simplegraph.module.call import Binding, CallLayout
 from simplegraph.module.changes import Changes
-from simplegraph.module.changing import ChangingNumbers
-from simplegraph.module.functions import FunctionModule, computes_gradients
+from simplegraph.module.functions import FunctionModule
 from simplegraph.module.signature import CallReader
 from simplegraph.module.switches import known_switches
 from simplegraph.module.torch_modules import known_arguments
@@ -33,7 +32,6 @@ class KnownCalls:
 
     Args:
         config: how arguments are read, and how many signatures there may be.
-        changing: True if numbers that change from call to call may become tensors.
 
     Attributes:
         outdated: True if there are as many signatures as may be, and some belong to a state that is over.
@@ -41,9 +39,8 @@ class KnownCalls:
         state_key: reads the module's Python state that is part of the key; None if there is none.
     """
 
-    def __init__(self, config: CudaGraphConfig, *, changing: bool = False) -> None:
+    def __init__(self, config: CudaGraphConfig) -> None:
         self._config = config
-        self._changing = ChangingNumbers() if changing else None
         self.layouts: dict[Hashable, CallLayout] = {}
         self.bindings: dict[Hashable, Binding] = {}
         self.last: CallLayout | None = None
@@ -56,8 +53,6 @@ class KnownCalls:
         """Return what names the leaves of the module's calls."""
         if self._reader is None:
             self._reader = CallReader(module.forward, self._config, known_arguments(module))
-            # Not of what trains: to find out takes runs whose effects are put back, and a step's may be too large.
-            self._reader.changing = None if computes_gradients(module) else self._changing
         return self._reader
 
     def read(
@@ -74,19 +69,12 @@ class KnownCalls:
         layout = self.layouts.get((spec, signature))
         if layout is None:
             binding = self.bindings.get(signature) or Binding(signature)
-            numbered = any(isinstance(arg, TensorArg) and arg.number is not None for arg in args)
-            kind = NumberedLayout if numbered else CallLayout
-            layout = kind(spec, args, autocast, state, settings, modes, binding)
+            layout = CallLayout(spec, args, autocast, state, settings, modes, binding)
         if isinstance(module, FunctionModule):
             module.serve(layout.binding)
             full = self.is_full(layout)
             self.outdated = full and any(module.is_over(each.context) for each in self.bindings)  # type: ignore[attr-defined]
         return size, layout
-
-    @property
-    def advice(self) -> str:
-        """Say which arguments' values made signatures, for a message; empty if none were tried otherwise."""
-        return "" if self._changing is None else self._changing.advice
 
     def context(
         self, module: Any, autocast: torch.dtype | None
