@@ -238,7 +238,7 @@ class GraphCapture:
             _announce(self.table, job)
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"), self.parts.timed("capture"):
                 program = self._recorded(session, job, trace, host, observed)
-            program.use_host(host.served, host.draws)
+            program.constants = host.served
             try:
                 _check_breaks(self.table, job, program)
                 self.table.add(job, program)
