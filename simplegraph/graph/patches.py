@@ -2,10 +2,6 @@
 
 They are made at the first capture that needs them, once a process:
 
-    tensor.data, set_, resize_, ...    notices that something a graph reads was moved (module.changes)
-    Module.__setattr__, register_forward_hook, ...    the same of modules, and of code that they run
-    Optimizer.__setattr__, Tensor.register_hook, ...    the same of code that training steps run
-    torch._C._set_cublas_allow_tf32, ...    notices that a setting changed, on which kernels depend (module.torch_state)
     torch.cuda.Event.record, wait      names the line that forked to a side stream (graph.cuda.forks)
     break operators                    kernels on a spare dispatch key, so that operators can break (graph.breaks)
     torch.cuda.is_current_stream_capturing  true in the emulator's captures, too, while one runs (graph.emulator)
@@ -72,10 +68,7 @@ def installed() -> list[str]:
 
 
 def remove() -> None:
-    """Take every change back, last first. The next capture makes those that it needs again.
-
-    Until then, graphs captured before are told of nothing, so every call looks for itself, which is slow.
-    """
+    """Take every change back, last first. The next capture makes those that it needs again."""
     for label in reversed(installed()):
         undo(label)
     for install in _installers:

@@ -15,7 +15,6 @@ from simplegraph.module.args import PLAIN_TENSORS, ConstantArg
 from simplegraph.module.call import Call
 from simplegraph.module.functions import computes_gradients
 from simplegraph.module.state import CapturedState, any_requires_grad
-from simplegraph.module.torch_state import watch_settings
 from simplegraph.reasons import CannotBind, Reason
 
 _NOTHING: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -122,11 +121,7 @@ class _NoGraphs:
     Where it misses that, as for a tensor that no module registers, the call is counted under another reason.
     """
 
-    seen = count = 0
-    watches_plain = False
-
     def __init__(self, call: Call) -> None:
-        watch_settings()  # as graphs do: reading torch's settings takes longer than all else
         # Not of parameters: torch refuses to swap a tensor that somebody refers to weakly.
         modules = () if computes_gradients(call.module) else call.module.modules()
         self._holders = [weakref.ref(module) for module in modules if module._parameters]

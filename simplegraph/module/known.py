@@ -15,7 +15,6 @@ from simplegraph.graph.extras import StateKey, state_key_of
 from simplegraph.graph.modes import autocast_dtype
 from simplegraph.module.args import TensorArg
 from simplegraph.module.call import Binding, CallLayout
-from simplegraph.module.changes import Changes
 from simplegraph.module.functions import FunctionModule
 from simplegraph.module.signature import CallReader
 from simplegraph.module.torch_modules import known_arguments
@@ -44,7 +43,6 @@ class KnownCalls:
         self.last: CallLayout | None = None
         self.outdated = False
         self.state_key = config.state_key
-        self._looked_at: float = -1  # the count of changes at which its state was looked for
         self._reader: CallReader | None = None
 
     def reader(self, module: Any) -> CallReader:
@@ -76,9 +74,9 @@ class KnownCalls:
 
     def context(
         self, module: Any, autocast: torch.dtype | None
-    ) -> tuple[torch.dtype | None, Hashable, tuple[Any, ...], tuple[Any, ...]]:
+    ) -> tuple[torch.dtype | None, Hashable, TorchSettings, tuple[Any, ...]]:
         """Read what is around a call and tells its graph apart: autocast, Python state, settings, default devices."""
-        return autocast, self._state_of(module), TorchSettings.read(), function_modes()
+        return autocast, self._state_of(module), TorchSettings(), function_modes()
 
     def is_full(self, layout: CallLayout) -> bool:
         """True if the layout would be of one signature too many."""
@@ -102,8 +100,7 @@ class KnownCalls:
 
     def _state_of(self, module: Any) -> Hashable:
         """Read the Python state that is part of the key: what extras know, unless `state_key` says which."""
-        if self._looked_at != Changes.count:
-            self.state_key, self._looked_at = _state_key(module, self._config.state_key), Changes.count
+        self.state_key = _state_key(module, self._config.state_key)
         state = None if self.state_key is None else self.state_key(module)
         try:
             hash(state)
