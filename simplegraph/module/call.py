@@ -19,8 +19,8 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.scalars import NumbersBySize
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.args import Arg, ConstantArg, HostArg, TensorArg, batch_dim_of, short_repr
+from simplegraph.module.effects import CountedState
 from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
-from simplegraph.module.left import CountedState
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import CallReader, Signature
 from simplegraph.module.torch_state import TorchSettings
@@ -118,11 +118,6 @@ class Binding:
     def note_made(self, observer: MemoryObserver, outputs: Sequence[Any]) -> None:
         """Remember which outputs of a capture it made, rather than found."""
         self.made |= {at for at, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and observer.made(leaf)}
-
-    def learn_run(self, size: int, result: Any) -> None:
-        """Remember how what an eager run returned, and left below the module, looks at a size."""
-        self.learn_outputs(size, *flatten(result))
-        self.counted.left.learn(size)
 
     def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""

@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "tensors in plain attributes are not compared before a replay",
         "module/state.py",
-        "links = (*held, *survey.links,",
-        "links = (*survey.links,",
+        "(*held, *survey.links)",
+        "survey.links",
         STALE,
     ),
     Mutant(
@@ -267,7 +267,7 @@ MUTANTS = [
     ),
     Mutant(
         "what every run changes in Python is frozen",
-        "module/left.py",
+        "module/effects.py",
         "if complete or names:",
         "if False:",
         FAULTS,
