@@ -39,10 +39,6 @@ class Reason(str, enum.Enum):
         "too_many_signatures",
         "max_signatures are captured already; raise it, pass changing values as tensors, or let the others be flushed",
     )
-    CHANGING_NUMBER = (
-        "changing_number",
-        "a number changes from call to call and the forward needs its value: each has its own graph; pass a tensor",
-    )
     OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
     # What is going on around the call.
     TRAINING = "training", "the module is in training mode; call .eval() first, or wrap it with training=True"

@@ -30,7 +30,6 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.touched import inspect_graphs
 from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
-from simplegraph.module.changing import PROVEN_VALUES
 from simplegraph.module.effects import ModuleState, warning_of_eager
 from simplegraph.module.functions import FunctionModule, computes_gradients, note_read
 from simplegraph.module.inputs import InputSet
@@ -299,7 +298,6 @@ class GraphBuilder:
             graph = self.manager.table.graphs.get(job.key)
             if graph is not None:
                 self.inputs_of[job.key] = inputs
-                graph.need_proofs(PROVEN_VALUES if call.layout.numbers else 0)
                 _learn_program(call, job, graph.program)
         if self.state is None:
             self.state = CapturedState(call.module)
@@ -338,8 +336,8 @@ def _check_settings(call: Call) -> None:
 
 
 def _is_unlike_warmups(call: Call, manager: CudaGraphManager) -> bool:
-    """True if calls so far ran with fewer rows, with numbers that were no tensors, or as their data decided."""
-    return bool(call.padding or call.layout.numbers or manager.table.constants.decisions)
+    """True if calls so far ran with fewer rows, or in another way that an extra noted."""
+    return bool(call.padding or manager.table.constants.notes)
 
 
 def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, capture: GraphCapture) -> None:

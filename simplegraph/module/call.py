@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.scalars import NumbersBySize
 from simplegraph.graph.tensors import storage_key
-from simplegraph.manager.table import CapturedGraph
 from simplegraph.module.args import Arg, ConstantArg, HostArg, TensorArg, batch_dim_of, short_repr
-from simplegraph.module.changing import value_key, with_tensors
 from simplegraph.module.effects import CountedState
 from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
 from simplegraph.module.outputs import OutputShapes, unreturnable
@@ -165,12 +163,6 @@ class CallLayout:
         self._num_args, self._keywords = len(positional.children), keyword.keys
         # The number of arguments if all of them are leaves, passed by position: then they are the leaves.
         self.positional = self._num_args if self._flat and not self._keywords else -1
-        numbers = (arg.number if isinstance(arg, TensorArg) else None for arg in self.args)
-        found = [(index, kind) for index, kind in enumerate(numbers) if kind is not None]
-        # Its numbers that are tensors in graphs: their indices, types and devices.
-        self.numbers = [(index, kind, cast(TensorArg, self.args[index]).device) for index, kind in found]
-        if self.numbers:
-            self.positional = -1
         dims = enumerate(map(batch_dim_of, self.args))
         # The leaf and dimension that tell the batch size; without any, all are of size 1.
         self.anchor, self.anchor_dim = next(((index, dim) for index, dim in dims if dim is not None), (-1, 0))
@@ -191,14 +183,6 @@ class CallLayout:
         if kwargs:
             return (*args, *kwargs.values()) if tuple(kwargs) == self._keywords else None
         return args if not self._keywords else None
-
-
-class NumberedLayout(CallLayout):
-    """One way of passing arguments with numbers among them that are tensors in graphs."""
-
-    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
-        """Return the leaves with tensors in place of these numbers."""
-        return with_tensors(super().leaves(args, kwargs), self.numbers)
 
 
 class Call(NamedTuple):
@@ -229,16 +213,6 @@ class Call(NamedTuple):
     def plan_key(self) -> Hashable:
         """Return the key of such calls' plan in their layout."""
         return self.batch if CALLS.context is None else (self.batch, CALLS.context.batch)
-
-    @property
-    def number_values(self) -> Hashable:
-        """Return the values of numbers that are tensors in graphs, and if it has padding rows."""
-        passed, _ = flatten((self.args, dict(self.kwargs)))
-        return self.padding > 0, tuple(value_key(passed[index]) for index, _, _ in self.layout.numbers)
-
-    def proven_with(self, graph: CapturedGraph) -> bool:
-        """True if a graph that numbers go into was proven with those of this call."""
-        return bool(self.layout.numbers) and self.number_values in graph.proven_numbers
 
     @property
     def padded(self) -> int:

@@ -11,9 +11,9 @@ from torch.nn.utils import parametrize
 
 from simplegraph.context import CallContext
 from simplegraph.errors import StaleGraphError
+from simplegraph.graph.extras import StateKey
 from simplegraph.graph.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.module.call import CallLayout
-from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan, check_places
 from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import any_requires_grad
