@@ -68,7 +68,7 @@ class GraphReport:
         stats = self.stats
         where = f"{self.device}, emulated: no speed" if self.emulated else self.device
         lines = [
-            f"{stats.name} ({where}): {len(stats.graphs)} graphs, {stats.capture_seconds:.3f} s, "
+            f"{stats.name} ({where}): {len(stats.graphs)} graph{'s' * (len(stats.graphs) != 1)}, {stats.capture_seconds:.3f} s, "
             f"{_mib(stats.graph_bytes)} MiB; {stats.replays} replays, {stats.padded_tokens} padded {stats.unit}, "
             f"{sum(stats.eager.values())} eager calls"
         ]
