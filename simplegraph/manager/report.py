@@ -70,7 +70,8 @@ class GraphReport:
         count = "1 graph" if len(stats.graphs) == 1 else f"{len(stats.graphs)} graphs"
         lines = [
             f"{stats.name} ({where}): {count}, {stats.capture_seconds:.3f} s, {_mib(stats.graph_bytes)} MiB; "
-            f"{stats.replays} replays, {stats.padded_tokens} padded {stats.unit}, {sum(stats.eager.values())} eager calls"
+            f"{stats.replays} replays, {stats.padded_tokens} padded {stats.unit}, "
+            f"{sum(stats.eager.values())} eager calls"
         ]
         graphs = self._graphs()
         lines += _table([_COLUMNS, *map(_row, graphs)], _told_apart(graphs)) if graphs else []
