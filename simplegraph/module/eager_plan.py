@@ -64,6 +64,12 @@ class _Lesson:
         return self._owner.lessons == self._number
 
 
+class _NoGraph:
+    """Stands for a graph, of which no replay is compared with eager."""
+
+    left = -1
+
+
 class EagerPlan:
     """Stands among a layout's plans for a batch size that no graph serves; replaying it raises why not.
 
@@ -78,6 +84,7 @@ class EagerPlan:
     guarded = False
     debug = False
     pool = _Unlocked()
+    graph = _NoGraph()
 
     def __init__(self, call: Call, why: CannotBind, device: GraphDevice, owner: Learner) -> None:
         self.device, self.device_type = device, device.torch_device.type

@@ -89,7 +89,7 @@ class Plan:
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
         if not self._static:
             clone |= self._ours
-        self.outputs = self.compared = self._real_rows(call)
+        self.outputs = self.compared = self.cut(call, whole, self.rows, self.padded)
         self._clone = sorted(clone)
         passed = inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone)
@@ -106,9 +106,9 @@ class Plan:
         """Surround a proof, whose eager run must find things where replays do."""
         return contextlib.nullcontext()
 
-    def _real_rows(self, call: Call) -> list[Any]:
-        """View the real rows of what a replay writes. Raises CannotBind."""
-        return call.binding.outputs.cut(self._whole, self.rows, self.padded)
+    def cut(self, call: Call, leaves: Sequence[Any], rows: int, padded: int) -> list[Any]:
+        """View the first rows of what a run of `padded` rows returned, as `whole` gives it. Raises CannotBind."""
+        return call.binding.outputs.cut(leaves, rows, padded)
 
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
         """View the padding rows, and prepare what goes into them."""
@@ -124,7 +124,7 @@ class Plan:
     @property
     def unproven(self) -> bool:
         """True if the next such call is to be compared with eager."""
-        return (self.graph.unproven_padded if self.padding else self.graph.unproven) > 0
+        return self.graph.unproven(self.rows)
 
     def laid_alike(self, leaves: Sequence[Any]) -> bool:
         """True if a call's tensors lie as the static inputs do, so that eager's kernels are the graph's."""
@@ -271,15 +271,16 @@ class Plan:
 class LeavingPlan(Plan):
     """Serves calls whose forward leaves tensors below the module: replays leave theirs there."""
 
-    def _real_rows(self, call: Call) -> list[Any]:
-        left = call.binding.counted.left
-        self._places = left.of(call.key)
-        rows, padded, whole = self.rows, self.padded, self._whole
+    def _prepare_outputs(self, call: Call) -> None:
+        self._places = call.binding.counted.left.of(call.key)
+        super()._prepare_outputs(call)
+
+    def cut(self, call: Call, leaves: Sequence[Any], rows: int, padded: int) -> list[Any]:
         result, others = self._spec.children
         begin = result.num_leaves
-        outputs = call.binding.outputs.cut(whole[:begin], rows, padded)
+        outputs = super().cut(call, leaves[:begin], rows, padded)
         try:
-            return outputs + left.cut(call.key, whole[begin:], others.children, rows, padded)
+            return outputs + call.binding.counted.left.cut(call.key, leaves[begin:], others.children, rows, padded)
         except CannotBind as error:
             call.binding.refuse_padding(error.again())
             raise

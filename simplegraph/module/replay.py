@@ -66,7 +66,7 @@ def try_replay(
         return MISS
     with plan.pool.lock:
         moved = (state.seen != state.count or state.watches_plain) and state.moved()
-        if moved or not plan.program.live or is_capturing():
+        if moved or not plan.program.live or not plan.graph.left or is_capturing():
             return MISS
         if plan.debug:
             return replay_checked(module, plan, leaves, copies)
