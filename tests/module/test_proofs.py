@@ -13,7 +13,7 @@ import simplegraph as sg
 from simplegraph.graph import memory
 from simplegraph.graph.select import graph_device
 from simplegraph.manager import table
-from simplegraph.module import proof
+from simplegraph.module import proof as proofs_of_calls
 from tests.module.answers import reasons
 
 WIDTH = 6
@@ -205,6 +205,277 @@ def test_what_the_further_runs_of_a_padded_proof_do_is_taken_back(device):
     assert proofs(model) == {8: "exact, padded"}
 
 
+def batch_statistics(m, x):
+    return F.batch_norm(x, None, None, training=True)
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        lambda m, x: x - x.mean(0),
+        batch_statistics,
+        lambda m, x: x / x.shape[0],
+        lambda m, x: (x @ m.weight).softmax(0),
+        lambda m, x: x - x.flip(0),
+        lambda m, x: x[:, 0].argsort(),
+    ],
+    ids=["mean", "batch statistics", "divided by rows", "softmax over rows", "flipped", "order"],
+)
+@pytest.mark.parametrize("upfront", [True, False], ids=["upfront", "lazy"])
+def test_a_forward_that_mixes_rows_is_right_at_every_call_and_says_why_it_is_not_padded(device, mixing, upfront):
+    twins = Twins(device, mixing)
+    if upfront:
+        twins.capture()
+    twins.call(4, 3, 2, 3, 4, 4, 5, 7, 8, 8, 6, 3, 4)
+    assert reasons(twins.model)["padding_shows"] >= 2
+    assert twins.model.graph_stats.replays > 0  # exact sizes are graphs all the same
+
+
+def test_one_warning_tells_what_differed_and_what_to_do(device, caplog):
+    twins = Twins(device, lambda m, x: x - x.mean(0))
+    twins.capture()
+    twins.call(3, 2, 5, 3, 7, 6)
+    said = [record.getMessage() for record in caplog.records if "padding" in record.getMessage()]
+    assert "output 0 differs by up to" in said[0]
+    assert "padding=False" in said[0]
+    assert sum("changes the answer" in text for text in said) == 1
+
+
+def test_an_lstm_over_the_batch_and_a_pooled_embedding_are_right(device):
+    class Sequence(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(WIDTH, 5)  # dimension 0 is time
+
+        def forward(self, x):
+            return self.lstm(x)[0][-1:]
+
+    model = graphed(device, Sequence(), batch_dims={"x": 0})
+    model.capture_graphs(rows(8, device))
+    for size in (3, 5, 8, 8, 2, 4):
+        x = rows(size, device)
+        torch.testing.assert_close(model(x), sg.unwrap(model)(x), rtol=1e-4, atol=1e-5)
+    assert reasons(model)
+
+
+def test_padding_that_writes_memory_of_the_module_is_refused(device):
+    def slots(m, x, slot):
+        m.state.index_copy_(0, slot, x)  # padding writes slot 0
+        return x * 2
+
+    model = graphed(device, slots)
+    eager = Function(slots).to(device)
+    model.capture_graphs(rows(8, device), torch.arange(8, device=device))
+    model.state.zero_()
+    eager.load_state_dict(model.state_dict())
+    for step in range(6):
+        x, slot = rows(3, device), torch.tensor([4, 5, 0 if step % 2 else 7], device=device)
+        assert torch.equal(model(x, slot), eager(x, slot))
+        assert torch.equal(model.state, eager.state)
+    assert reasons(model)["padding_shows"] >= 1
+
+
+def test_a_declared_pad_rule_may_write_memory_of_the_module(device):
+    def slots(m, x, slot):
+        m.state.index_copy_(0, slot, x)
+        return x * 2
+
+    model = graphed(device, slots, pad_values={"args.1": 7})  # slot 7 is for padding
+    model.capture_graphs(rows(8, device), torch.arange(8, device=device))
+    for _ in range(4):
+        x, slot = rows(3, device), torch.tensor([4, 5, 0], device=device)
+        assert torch.equal(model(x, slot), x * 2)
+        assert torch.equal(model.state[slot], x)
+    assert proofs(model)[4] == "padded"
+    assert model.graph_stats.replays == 3
+
+
+def test_frozen_python_state_is_found_and_the_size_runs_eagerly(device, caplog):
+    scale = [1.0]
+    twins = Twins(device, lambda m, x: x * scale[0])
+    twins.call(4, 4)
+    twins.call(8)
+    scale[0] = 3.0
+    twins.model.reset_graphs()
+    twins.model.capture_graphs(rows(8, device))
+    scale[0] = 5.0  # between the capture and the first replay
+    twins.call(8, 8, 4, 4)
+    assert twins.model.graph_stats.replays == 0
+    assert reasons(twins.model)["capture_failed"] == 2
+    assert "does not equal eager" in caplog.text
+
+
+@pytest.mark.parametrize("written", ["first", "second", "spread", "foreign"])
+def test_a_wrong_write_to_any_part_of_one_buffer_is_found(device, written):
+    step = [1.0]
+
+    flat, other = torch.zeros(3 * WIDTH, device=device), torch.zeros(2 * WIDTH, device=device)
+    parts = {"first": flat[:WIDTH], "second": flat[WIDTH:-WIDTH], "spread": flat[-WIDTH:].expand(2, WIDTH)}
+    read, parts["foreign"] = other.chunk(2)  # in a closure, which nothing watches
+
+    def count(m, x):
+        y = x * 2 + read
+        parts[written][0] += step[0]
+        return y
+
+    model = graphed(device, count)
+    model.first, model.second, model.spread = list(parts.values())[:3]
+    model.capture_graphs(rows(4, device))
+    flat.zero_()
+    other.zero_()
+    step[0] = 2.0  # between the capture and the first replay
+    for _ in range(3):
+        model(rows(4, device))
+    assert parts[written].max() == 6
+    assert model.graph_stats.replays == 0
+
+
+def test_memory_that_is_viewed_in_several_dtypes_is_padded(device):
+    def count(m, x):
+        m.part[0] += 1
+        return x * 2 + m.part[0]
+
+    model = graphed(device, count)
+    model.flat = torch.zeros(16, device=device)
+    model.half, model.part, model.whole = model.flat.view(torch.bfloat16), model.flat[4:8], model.flat.view(4, 4).t()
+    for step in range(6):
+        x = rows(3 if step > 1 else 4, device)
+        assert torch.equal(model(x), x * 2 + (step + 1))
+    assert proofs(model)[4] == "exact, padded"
+
+
+def test_configured_to_raise_a_difference_is_an_error(device):
+    model = graphed(device, lambda m, x: x - x.mean(0), on_capture_failure="raise")
+    model.capture_graphs(rows(8, device))
+    with pytest.raises(sg.VerificationError, match="padding 3 rows to 4 changes the answer"):
+        model(rows(3, device).abs() + 1)
+    x = rows(3, device)
+    torch.testing.assert_close(model(x), x - x.mean(0))
+
+
+def test_random_numbers_are_eagers_and_padding_waits_for_permission(device):
+    twins = Twins(device, lambda m, x: x + torch.rand_like(x))
+    twins.call(4, 4, 4, 3, 3, 2, 8, 8, 8, 4)
+    assert reasons(twins.model)["random_padding"] == 3
+    assert twins.model.graph_stats.replays > 1
+    allowed = graphed(device, lambda m, x: x + torch.rand_like(x), pad_random=True)
+    for size in (4, 4, 3, 3, 3):
+        x = rows(size, device)
+        assert (allowed(x) - x).min() >= 0
+    assert "random_padding" not in reasons(allowed)
+
+
+def test_an_input_that_is_written_is_written_once(device):
+    def step(m, x, state):
+        state.add_(x)
+        return state * 2
+
+    model = graphed(device, step)
+    state, expected = torch.zeros(4, WIDTH, device=device), torch.zeros(4, WIDTH, device=device)
+    for _ in range(6):
+        x = rows(4, device)
+        expected += x
+        assert torch.equal(model(x, state), expected * 2)
+        assert torch.equal(state, expected)
+    assert proofs(model) == {4: "exact"}
+
+
+def test_static_outputs_and_inputs_in_place_are_proven_too(device):
+    twins = Twins(device, lambda m, x: x @ m.weight, outputs="static")
+    twins.capture()
+    static = twins.model.static_inputs(3)["args.0"]
+    addresses = set()
+    for _ in range(4):
+        x = rows(3, device)
+        static.copy_(x)
+        result = twins.model(static)
+        torch.testing.assert_close(result, x @ twins.model.weight)
+        addresses.add(result.data_ptr())
+    assert len(addresses) == 1
+    assert proofs(twins.model)[4] == "padded"
+
+
+def test_breaks_run_once_a_call_and_their_results_are_played_back(device):
+    seen = []
+
+    @sg.eager_break
+    def attend(x, cache):
+        seen.append(x.shape[0])
+        cache[: x.shape[0]] += x
+        return x * 2, cache[: x.shape[0]].clone()
+
+    def forward(m, x):
+        one, other = attend(x @ m.weight, m.state)
+        return (one + other).relu()
+
+    twins = Twins(device, forward, mode="PIECEWISE")
+    twins.capture()
+    runs = len(seen)
+    twins.call(4, 4, 3, 8, 8, 6, 5)
+    assert len(seen) == runs + 2 * 7  # the twin's calls, too
+    assert proofs(twins.model) == {4: "exact, padded", 8: "exact, padded"}
+
+
+def test_an_error_in_the_call_that_proves_is_the_callers_and_the_next_call_proves(device):
+    trouble = []
+
+    def forward(m, x):
+        if trouble:
+            raise trouble.pop()
+        return x * 2
+
+    twins = Twins(device, forward)
+    twins.capture()
+    trouble.append(KeyError("mine"))
+    with pytest.raises(KeyError, match="mine"):
+        twins.model(rows(4, device))
+    twins.call(4, 4)
+    assert proofs(twins.model)[4] == "exact"
+    assert twins.model.graph_stats.replays == 1
+
+
+def test_an_interrupt_in_a_replay_of_a_proof_leaves_eagers_state(device, monkeypatch):
+    twins = Twins(device, accumulate, padding=False)
+    twins.call(4)
+    table_replay = table.ProgramTable.replay
+
+    def interrupted(*args, **kwargs):
+        table_replay(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(table.ProgramTable, "replay", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            twins.model(rows(4, device))
+    twins.eager(rows(4, device))
+    twins.call(4, 4, 4)
+    assert proofs(twins.model) == {4: "exact"}
+
+
+def test_a_replay_that_fails_is_a_difference(device, monkeypatch):
+    twins = Twins(device, lambda m, x: x * 2)
+    twins.call(4)
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("the device said no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(table.ProgramTable, "replay", failing)
+        twins.call(4)
+    assert "the device said no" in next(iter(twins.model.graph_stats.failures.values()))
+    twins.call(4, 4, 8, 8, 8)
+    assert proofs(twins.model) == {8: "exact"}
+
+
+def test_more_memory_than_may_be_copied_is_reported_as_unverified(device, monkeypatch):
+    monkeypatch.setattr(memory, "_LIMIT_BYTES", 16)
+    twins = Twins(device, accumulate, padding=False)
+    twins.call(4, 4, 4)
+    assert proofs(twins.model)[4].startswith("unverified")
+    assert twins.model.graph_stats.replays == 2
+    assert "unverified" in str(twins.model.graph_report())
+
+
 def test_zero_proves_nothing(device):
     none = graphed(device, lambda m, x: x * 2, verify=0)
     for _ in range(5):
@@ -215,7 +486,7 @@ def test_zero_proves_nothing(device):
 @pytest.fixture
 def compared_after_four(monkeypatch):
     """Let calls be compared again after 4 replays, then after 8 more, 16 more and so on, however long they take."""
-    monkeypatch.setattr(proof, "first_distance", lambda cost, verify: 4 // verify)
+    monkeypatch.setattr(proofs_of_calls, "first_distance", lambda cost, verify: 4 // verify)
 
 
 @pytest.mark.usefixtures("compared_after_four")
@@ -260,7 +531,7 @@ def test_rows_that_meet_only_for_some_data_stop_padding_when_that_is_seen(device
     turns = {"harmless": 10, "mixing": 40}
     for size in (8, 8):
         model(harmless[:size])
-    for turn in range(turns["harmless"]):
+    for _ in range(turns["harmless"]):
         torch.testing.assert_close(model(harmless[:6]), eager(harmless[:6]))
     x = harmless[:6] * mixing if mixing else first[[0, 0, 0, 1, 2, 3]]
     wrong = 0
