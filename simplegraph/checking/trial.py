@@ -67,7 +67,7 @@ class ModuleTrial:
         reader = CallReader(module.forward, config, known_arguments(module))
         self._leaves, self._names, self._spec = reader.leaves(args, kwargs)
         try:
-            self._rows, self._args, _ = reader.read(self._leaves, self._names, self._spec, None)
+            self._rows, self._args, _ = reader.read(self._leaves, self._names, self._spec, ())
         except CannotBind as error:
             raise InputError(f"check cannot use these inputs: {error.explained}") from None
         first = next(leaf for leaf in self._leaves if isinstance(leaf, Tensor))

@@ -39,7 +39,7 @@ class CapturedGraph:
 
     Attributes:
         rows: the batch sizes of which a call was compared with eager; None if no call is compared.
-        left: replays until a call of any size is compared again; negative if none is.
+        left: replays until a call of any size is compared again; negative if none is. 0, too, once it is dropped.
         distance: replays between its last such comparison and the next; it doubles.
         tries: how many calls could not be compared.
     """
@@ -78,6 +78,11 @@ class CapturedGraph:
         if known is not None:
             known.add(rows)
         self._note("exact" if rows == self.descriptor.num_tokens else "padded")
+
+    def drop(self) -> None:
+        """Free its memory; it serves no call any more."""
+        self.program.drop()
+        self.left = 0
 
     def leave_unverified(self, why: str) -> None:
         """Note that no call can be compared, and why."""
@@ -242,7 +247,7 @@ class ProgramTable:
         """Drop the program of a key as if it had not been captured."""
         graph = self.graphs.pop(key, None)
         if graph is not None:
-            graph.program.drop()
+            graph.drop()
             self.stats.uncaptured(key)
 
     def refuse(self, jobs: Sequence[CaptureJob], cause: str, remedy: str) -> dict[str, CaptureError]:
@@ -296,7 +301,7 @@ class ProgramTable:
         if self.graphs:
             self.device.synchronize()  # a graph still running must not lose its memory
         for graph in self.graphs.values():
-            graph.program.drop()
+            graph.drop()
         self.stats.dropped(self.graphs)
         self.graphs.clear()
         self.failures.clear()

@@ -39,7 +39,7 @@ from simplegraph.module.outside import MemoryInUse
 from simplegraph.module.padding import learn_numbers
 from simplegraph.module.plan import Plan, make_plan
 from simplegraph.module.rehearsal import Rehearsal
-from simplegraph.module.signature import CallReader, only_size
+from simplegraph.module.signature import CallReader, differences, only_size
 from simplegraph.module.snapshot import has_address, tensors_in
 from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
@@ -48,7 +48,13 @@ from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
 
+_UNSETTLED = 3  # eager runs in a row that change a setting of torch; the first in a process may
+
 _COMPARE_REMEDY = "Set num_warmups=1, so that inputs are compared before and after a run; up to 1 GiB of them are."
+
+
+class SettingsChanged(Exception):
+    """A forward, or torch beneath it, changed settings of torch that are part of the key; internal."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,6 +70,7 @@ class GraphBuilder:
         state: what the programs read of the module; None before the first capture.
         seen: memory that the forward was seen to use beside its arguments.
         lessons: how often there was something to learn: an eager run that was observed, or a capture.
+        unsettled: settings that each of the latest eager runs changed.
     """
 
     manager: CudaGraphManager
@@ -72,6 +79,7 @@ class GraphBuilder:
     state: CapturedState | None = None
     seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
     lessons: int = 0
+    unsettled: list[str] = dataclasses.field(default_factory=list)
 
     def drop(self) -> None:
         """Drop the programs and what they own."""
@@ -88,14 +96,16 @@ class GraphBuilder:
             raise CannotBind(reason, only_size(self.reader, call.batch, call.spec))
         return self.run_as_called(call, reason)
 
-    def run_as_called(self, call: Call, reason: Reason) -> Any:
+    def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
         """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
         self.lessons += 1
-        self.manager.stats.ran_eagerly(reason, size=call.batch)
+        self.manager.stats.ran_eagerly(reason, detail, size=call.batch)
         memory = call.memory  # before the run, which may give an argument other memory
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
         key = (call.binding.signature, None) if call.padding else call.key
         result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs, key, rows=call.batch)
+        changed = call.layout.settings.difference()
+        self.unsettled = [*self.unsettled, changed] if changed else []
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
             if not call.padding:
@@ -112,6 +122,11 @@ class GraphBuilder:
         call.binding.ran.add((call.spec, call.batch))
         call.binding.warm[call.padded] += not call.padding or reason is Reason.WARMUP
         return result
+
+    def check_settled(self) -> None:
+        """Refuse a forward that changes a setting of torch at every call. Raises CannotBind."""
+        if len(self.unsettled) >= _UNSETTLED:
+            raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {self.unsettled[-1]}")
 
     def needs_warmup(self, call: Call) -> bool:
         """True if the call's size must run eagerly once more before its capture, padded sizes as they are called."""
@@ -156,6 +171,15 @@ class GraphBuilder:
         return known or call.binding.inputs_for(call.padded, largest, call.layout.args, call.leaves)
 
     # What graphs there are.
+
+    def difference_to_captured(self, call: Call) -> str:
+        """Say what stands between a call and the most similar one that graphs were captured for; empty if none were."""
+        own = call.binding.signature
+        others = {key[0]: None for key in self.inputs_of if isinstance(key, tuple)}
+        if own in others:
+            return ""
+        found = sorted((differences(signature, own) for signature in others), key=len)
+        return "; ".join(found[0]) if found else ""
 
     def plan(self, call: Call) -> Plan:
         """Make the plan by which such calls are replayed, from now on if nothing of it is left to be proven."""
@@ -244,9 +268,11 @@ class GraphBuilder:
 
             def warmed_up() -> None:
                 if not lazy:
+                    _check_settings(call)
                     self._observe_second_size(call, inputs, rehearsal)
 
             summary = capture.run(0 if lazy else manager.config.num_warmups, warmed_up)
+            _check_settings(call)
         summary = inspect_graphs(capture, summary)
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
             for observer in capture.observers:
@@ -303,9 +329,16 @@ class GraphBuilder:
                 binding.note_trace(other, trace)
 
 
+def _check_settings(call: Call) -> None:
+    """Refuse captures under other settings than the call was read under: no later call would find them."""
+    changed = call.layout.settings.difference()
+    if changed:
+        raise SettingsChanged(changed)
+
+
 def _is_unlike_warmups(call: Call, manager: CudaGraphManager) -> bool:
-    """True if calls so far ran with fewer rows, or as their data decided."""
-    return bool(call.padding or manager.table.constants.decisions)
+    """True if calls so far ran with fewer rows, or in another way that an extra noted."""
+    return bool(call.padding or manager.table.constants.notes)
 
 
 def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, capture: GraphCapture) -> None:

@@ -23,6 +23,7 @@ from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared
 from simplegraph.module.left import CountedState
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import CallReader, Signature
+from simplegraph.module.torch_state import TorchSettings
 from simplegraph.nested import LEAF, ById, TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -154,7 +155,7 @@ class CallLayout:
     args: Sequence[Arg]
     autocast: torch.dtype | None
     state: Hashable
-    settings: tuple[Any, ...]
+    settings: TorchSettings
     modes: tuple[Any, ...]
     binding: Binding
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)

@@ -15,7 +15,6 @@ from simplegraph.module.args import PLAIN_TENSORS, ConstantArg
 from simplegraph.module.call import Call
 from simplegraph.module.functions import computes_gradients
 from simplegraph.module.state import CapturedState, any_requires_grad
-from simplegraph.module.torch_state import watch_settings
 from simplegraph.reasons import CannotBind, Reason
 
 _NOTHING: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -54,20 +53,14 @@ class _Unlocked:
 
 
 class _Lesson:
-    """Stands for a program, which is live for as long as its owner learns nothing more."""
+    """Stands for a graph, which is good for as long as its owner learns nothing more."""
 
     def __init__(self, owner: Learner) -> None:
         self._owner, self._number = owner, owner.lessons
 
     @property
-    def live(self) -> bool:
+    def left(self) -> bool:
         return self._owner.lessons == self._number
-
-
-class _NoGraph:
-    """Stands for a graph, of which no replay is compared with eager."""
-
-    left = -1
 
 
 class EagerPlan:
@@ -84,14 +77,13 @@ class EagerPlan:
     guarded = False
     debug = False
     pool = _Unlocked()
-    graph = _NoGraph()
 
     def __init__(self, call: Call, why: CannotBind, device: GraphDevice, owner: Learner) -> None:
         self.device, self.device_type = device, device.torch_device.type
         self.is_capturing = device.is_capturing
         self.padding = call.padding
         self.state = owner.state or _NoGraphs(call)
-        self.program = _Lesson(owner)
+        self.graph = _Lesson(owner)
         self._why = why.reason, why.detail, why.size
         pairs = zip(call.leaves, call.layout.args, strict=True)
         self._expected: list[tuple[Any, ...]] = [
@@ -129,11 +121,7 @@ class _NoGraphs:
     Where it misses that, as for a tensor that no module registers, the call is counted under another reason.
     """
 
-    seen = count = 0
-    watches_plain = False
-
     def __init__(self, call: Call) -> None:
-        watch_settings()  # as graphs do: reading torch's settings takes longer than all else
         # Not of parameters: torch refuses to swap a tensor that somebody refers to weakly.
         modules = () if computes_gradients(call.module) else call.module.modules()
         self._holders = [weakref.ref(module) for module in modules if module._parameters]

@@ -1,30 +1,27 @@
-"""The known calls of a module: their layouts, their signatures, and the switches that are set."""
+"""The known calls of a module: their layouts, their signatures, and the Python state that is part of the key."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
+from simplegraph.graph.extras import StateKey, state_key_of
 from simplegraph.graph.modes import autocast_dtype
 from simplegraph.module.args import TensorArg
 from simplegraph.module.call import Binding, CallLayout
-from simplegraph.module.changes import Changes
 from simplegraph.module.functions import FunctionModule
 from simplegraph.module.signature import CallReader
-from simplegraph.module.switches import known_switches
 from simplegraph.module.torch_modules import known_arguments
 from simplegraph.module.torch_state import TorchSettings, function_modes
 from simplegraph.nested import TreeSpec
 
 _MAX_LAYOUTS = 4  # per signature, on average: keywords come in any order
-
-StateKey = Callable[[Any], Hashable]
 
 
 class KnownCalls:
@@ -46,7 +43,6 @@ class KnownCalls:
         self.last: CallLayout | None = None
         self.outdated = False
         self.state_key = config.state_key
-        self._looked_at: float = -1  # the count of changes at which switches were looked for
         self._reader: CallReader | None = None
 
     def reader(self, module: Any) -> CallReader:
@@ -78,9 +74,9 @@ class KnownCalls:
 
     def context(
         self, module: Any, autocast: torch.dtype | None
-    ) -> tuple[torch.dtype | None, Hashable, tuple[Any, ...], tuple[Any, ...]]:
+    ) -> tuple[torch.dtype | None, Hashable, TorchSettings, tuple[Any, ...]]:
         """Read what is around a call and tells its graph apart: autocast, Python state, settings, default devices."""
-        return autocast, self._state_of(module), TorchSettings.read(), function_modes()
+        return autocast, self._state_of(module), TorchSettings(), function_modes()
 
     def is_full(self, layout: CallLayout) -> bool:
         """True if the layout would be of one signature too many."""
@@ -103,9 +99,8 @@ class KnownCalls:
             del oldest.binding.layouts[oldest.spec]
 
     def _state_of(self, module: Any) -> Hashable:
-        """Read the Python state that is part of the key: of known switches, unless `state_key` says which."""
-        if self._looked_at != Changes.count:
-            self.state_key, self._looked_at = _state_key(module, self._config.state_key), Changes.count
+        """Read the Python state that is part of the key: what extras know, unless `state_key` says which."""
+        self.state_key = _state_key(module, self._config.state_key)
         state = None if self.state_key is None else self.state_key(module)
         try:
             hash(state)
@@ -141,8 +136,8 @@ _reached_state: StateKey = operator.methodcaller("state")
 
 
 def _state_key(module: Any, declared: StateKey | None) -> StateKey | None:
-    """Return what reads a module's Python state: as declared or else known switches, and what a function reads."""
-    key = declared or known_switches(module)
+    """Return what reads a module's Python state: as declared or else as extras know it, and what a function reads."""
+    key = declared or state_key_of(module)
     if not isinstance(module, FunctionModule):
         return key
     module.resolve()

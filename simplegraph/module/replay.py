@@ -11,9 +11,9 @@ from torch.nn.utils import parametrize
 
 from simplegraph.context import CallContext
 from simplegraph.errors import StaleGraphError
+from simplegraph.graph.extras import StateKey
 from simplegraph.graph.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.module.call import CallLayout
-from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan, check_places
 from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import any_requires_grad
@@ -21,7 +21,6 @@ from simplegraph.module.survey import held_tensors
 from simplegraph.module.torch_state import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
-    TorchSettings,
     function_modes,
     num_function_modes,
     num_operator_modes,
@@ -65,8 +64,7 @@ def try_replay(
     if not same_around(module, plan, layout, state_key):
         return MISS
     with plan.pool.lock:
-        moved = (state.seen != state.count or state.watches_plain) and state.moved()
-        if moved or not plan.program.live or not plan.graph.left or is_capturing():
+        if state.moved() or not plan.graph.left or is_capturing():
             return MISS
         if plan.debug:
             return replay_checked(module, plan, leaves, copies)
@@ -80,7 +78,7 @@ def same_around(module: Any, plan: Plan, layout: CallLayout, state_key: StateKey
         return False
     if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
         return False
-    if TorchSettings.current is not layout.settings and TorchSettings.read() is not layout.settings:
+    if not layout.settings.hold():
         return False
     if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
         return False

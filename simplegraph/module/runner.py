@@ -22,7 +22,7 @@ from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
-from simplegraph.module.builder import GraphBuilder
+from simplegraph.module.builder import GraphBuilder, SettingsChanged
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.eager_plan import remember
 from simplegraph.module.functions import computes_gradients
@@ -40,6 +40,7 @@ logger = logging.getLogger("simplegraph")
 
 # Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
 _STALE_LIMIT = 3
+_RUNS_TO_SETTLE = 3  # of a capture whose first runs change settings of torch
 
 
 class GraphRunner:
@@ -191,10 +192,14 @@ class GraphRunner:
         if call.key not in table.graphs:
             if call.key in table.failures:
                 raise CannotBind(Reason.CAPTURE_FAILED, table.failures[call.key].args[0].splitlines()[0])
+            unlike = "" if binding.called else builder.difference_to_captured(call)
             if self.config.capture == "upfront":
+                if unlike:
+                    raise CannotBind(Reason.CAPTURED_OTHERWISE, unlike)
                 raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, f"batch size {call.batch}")
+            builder.check_settled()
             if not binding.called:
-                return builder.run_as_called(call, Reason.FIRST_CALL)
+                return builder.run_as_called(call, Reason.FIRST_CALL, unlike and f"captured otherwise: {unlike}")
             if call.padding and not binding.outputs.can_cut(call.padded):
                 return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
             if call.padding and not call.confirmed(builder.reader):
@@ -252,15 +257,24 @@ class GraphRunner:
         if self._disabled is Reason.MODE_NONE:
             return CaptureSummary(0, {}, 0.0, 0)  # a program switched off from the environment goes on
         with self._lock, torch.no_grad():
-            try:
-                builder, call = self._read(module, args, kwargs, largest=True)
-                self._drop_if_stale(builder)
-            except CannotBind as error:
-                raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
-            with builder.manager.pool.lock:
-                summary = builder.capture_sizes(call)
+            summary = self._capture_all(module, args, kwargs, _RUNS_TO_SETTLE)
             self._served_before = self.stats.replays
             return summary
+
+    def _capture_all(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], runs: int) -> CaptureSummary:
+        try:
+            builder, call = self._read(module, args, kwargs, largest=True)
+            self._drop_if_stale(builder)
+        except CannotBind as error:
+            raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
+        try:
+            with builder.manager.pool.lock:
+                return builder.capture_sizes(call)
+        except SettingsChanged as error:  # by the first run of a process, such as the order of attention kernels
+            if runs == 1:
+                cause = f"the forward changes settings of torch whenever it runs: {error}"
+                raise InputError(f"capture_graphs cannot use this call: {cause}. Set them before the call.") from None
+        return self._capture_all(module, args, kwargs, runs - 1)
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:
         """View the static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""

@@ -17,6 +17,7 @@ from simplegraph.errors import ConfigError, InputError, did_you_mean
 from simplegraph.graph.tensors import memory_order
 from simplegraph.module.args import PLAIN_TENSORS, Arg, ConstantArg, SameArg, TensorArg, host_arg
 from simplegraph.module.torch_modules import NOTHING_KNOWN, KnownArguments
+from simplegraph.module.torch_state import TorchSettings
 from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -29,7 +30,7 @@ class Signature:
 
     args: tuple[Arg, ...]
     specs: tuple[tuple[str, TreeSpec], ...]
-    context: Hashable
+    context: tuple[Any, ...]
 
     def __hash__(self) -> int:
         return self._hash
@@ -113,7 +114,7 @@ class CallReader:
         leaves: list[Any],
         names: Sequence[str],
         spec: TreeSpec,
-        context: Hashable,
+        context: tuple[Any, ...],
         device: torch.device | None = None,
     ) -> tuple[int, list[Arg], Signature]:
         """Find the batch size of a call, its arguments in order, and its signature.
@@ -268,7 +269,7 @@ class CallReader:
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}")
         return ConstantArg(name, kind, constant_key(value), value)
 
-    def _signature(self, args: list[Arg], spec: TreeSpec, context: Hashable) -> Signature:
+    def _signature(self, args: list[Arg], spec: TreeSpec, context: tuple[Any, ...]) -> Signature:
         known = self._defaults
         constants = [arg for arg in args if type(arg) is ConstantArg]  # a default on the CPU may be written to
         left_out = {arg.name for arg in constants if arg.name in known and arg.holds(known[arg.name])}
@@ -302,6 +303,21 @@ def only_size(reader: CallReader, batch: int, spec: TreeSpec) -> str:
             listed = f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"
             return f"{told}, in lists of {listed} as {name}; if a list is the batch, use exact_shapes=True"
     return told
+
+
+def differences(then: Signature, now: Signature) -> list[str]:
+    """Say in which arguments and surroundings two signatures differ."""
+    before, after = ({arg.name: str(arg) for arg in each.args} for each in (then, now))
+    pairs = [(name, before.get(name, "absent"), after.get(name, "absent")) for name in before | after]
+    found = [f"{name}: {one} became {other}" for name, one, other in pairs if one != other]
+    if then.specs != now.specs and not found:
+        found.append("how the arguments nest")
+    kinds = zip(("autocast", "state", "settings", "default devices"), then.context, now.context, strict=False)
+    for kind, one, other in kinds:
+        if one != other:
+            told = one.difference(other) if isinstance(one, TorchSettings) else f"{one} became {other}"
+            found.append(f"{kind}: {told}")
+    return found or ["arguments that look alike, by address or rule of padding"]
 
 
 def prefixes(name: str) -> Iterator[str]:

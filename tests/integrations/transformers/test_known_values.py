@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.graph.breaks.operators import recording_breaks
-from simplegraph.graph.host.known import KnownValues
+from simplegraph.integrations.transformers.known_values import KnownValues
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], autouse=True)
