@@ -168,6 +168,11 @@ def test_no_two_classes_have_one_name() -> None:
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
+def test_one_file_of_the_package_is_called_operators() -> None:
+    """Four files of that name meant four things."""
+    assert [str(path) for path in PACKAGE if path.name == "operators.py"] == ["simplegraph/graph/operators.py"]
+
+
 def test_no_import_goes_in_a_circle() -> None:
     try:
         graphlib.TopologicalSorter({path: imported_files(path) for path in PACKAGE}).prepare()

@@ -14,7 +14,7 @@ from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed, outside_calls
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.operators import breaking_operators, inlining, recording_breaks
+from simplegraph.graph.breaks.active import breaking_operators, inlining, recording_breaks
 from simplegraph.graph.breaks.trace import BreakTracer
 from simplegraph.graph.failures import user_location
 from simplegraph.graph.generators import HostRandom, default_generator, put_random_states, random_states

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import CaptureError, EscapeError, InputError
-from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
+from simplegraph.graph.breaks.active import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.breaks.trace import BreakTracer
 from simplegraph.graph.escapes import PythonState, take_back

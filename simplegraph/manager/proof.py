@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import InputError, VerificationError
-from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
+from simplegraph.graph.breaks.active import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.playback import BreakTape, played
 from simplegraph.graph.device import CAPTURE_LOCK
 from simplegraph.graph.extras import entered

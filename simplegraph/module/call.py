@@ -19,8 +19,8 @@ from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.scalars import NumbersBySize
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.args import Arg, ConstantArg, HostArg, TensorArg, batch_dim_of, short_repr
+from simplegraph.module.effects import CountedState
 from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
-from simplegraph.module.left import CountedState
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import CallReader, Signature
 from simplegraph.module.torch_state import TorchSettings
@@ -95,6 +95,7 @@ class Binding:
         self.unsliceable = why
         for layout in self.layouts.values():
             layout.plans = {key: plan for key, plan in layout.plans.items() if not plan.padding}
+            layout.refusals.clear()
 
     def note_trace(self, rows: int, trace: BreakTrace) -> None:
         """Remember what the breaks of an eager call of so many rows returned."""
@@ -121,11 +122,6 @@ class Binding:
         """Remember which outputs of a capture it made, rather than found."""
         self.made |= {at for at, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and observer.made(leaf)}
 
-    def learn_run(self, size: int, result: Any) -> None:
-        """Remember how what an eager run returned, and left below the module, looks at a size."""
-        self.learn_outputs(size, *flatten(result))
-        self.counted.left.learn(size)
-
     def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""
         detail = unreturnable(leaves)
@@ -147,8 +143,9 @@ class CallLayout:
         args: what each leaf must be.
         autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
         settings: those of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
-        binding: what is known about the signature.
-        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`).
+        device_type: of the device that they run on; binding: what is known about the signature.
+        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`); refusals: by the
+            same, why it is not (a `Refusal`).
     """
 
     spec: TreeSpec
@@ -157,8 +154,10 @@ class CallLayout:
     state: Hashable
     settings: TorchSettings
     modes: tuple[Any, ...]
+    device_type: str
     binding: Binding
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    refusals: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positional, keyword = self.spec.children
@@ -273,6 +272,11 @@ class Call(NamedTuple):
         """The tensor leaves that have static inputs, by name."""
         found = zip(self.names, self.leaves, self.layout.args, strict=True)
         return ((name, leaf) for name, leaf, arg in found if isinstance(arg, TensorArg))
+
+    def at_exact_size(self) -> Call:
+        """Return the call as one of a graph of exactly its rows, which no guess about batch dimensions can spoil."""
+        descriptor = dataclasses.replace(self.dispatch.descriptor, num_tokens=self.batch)
+        return self._replace(dispatch=Dispatch(self.dispatch.mode, descriptor, Reason.EXACT, 0))
 
     @property
     def memory(self) -> dict[str, int]:

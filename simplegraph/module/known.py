@@ -65,7 +65,7 @@ class KnownCalls:
         layout = self.layouts.get((spec, signature))
         if layout is None:
             binding = self.bindings.get(signature) or Binding(signature)
-            layout = CallLayout(spec, args, autocast, state, settings, modes, binding)
+            layout = CallLayout(spec, args, autocast, state, settings, modes, device.type, binding)
         if isinstance(module, FunctionModule):
             module.serve(layout.binding)
             full = self.is_full(layout)
@@ -115,6 +115,7 @@ class KnownCalls:
         """Forget how calls are replayed and which sizes are warm; what calls look like is kept."""
         for layout in self.layouts.values():
             layout.plans.clear()
+            layout.refusals.clear()
         for binding in self.bindings.values():
             binding.warm.clear()
             binding.ran.clear()

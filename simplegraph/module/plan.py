@@ -15,7 +15,6 @@ from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.args import PLAIN_TENSORS
 from simplegraph.module.call import Call
 from simplegraph.module.inputs import InputSet, Spans, StaticInput, compared_pairs, overlap, overlaps_itself, slot
-from simplegraph.module.left import WithLeft
 from simplegraph.module.sharing import SharedOutputs
 from simplegraph.module.state import CapturedState
 from simplegraph.nested import flatten
@@ -89,7 +88,7 @@ class Plan:
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
         if not self._static:
             clone |= self._ours
-        self.outputs = self.compared = self.cut(call, whole, self.rows, self.padded)
+        self.outputs = self.compared = call.binding.outputs.cut(whole, self.rows, self.padded)
         self._clone = sorted(clone)
         passed = inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone)
@@ -105,10 +104,6 @@ class Plan:
     def proving(self) -> contextlib.AbstractContextManager[None]:
         """Surround a proof, whose eager run must find things where replays do."""
         return contextlib.nullcontext()
-
-    def cut(self, call: Call, leaves: Sequence[Any], rows: int, padded: int) -> list[Any]:
-        """View the first rows of what a run of `padded` rows returned, as `whole` gives it. Raises CannotBind."""
-        return call.binding.outputs.cut(leaves, rows, padded)
 
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
         """View the padding rows, and prepare what goes into them."""
@@ -268,41 +263,13 @@ class Plan:
         return result
 
 
-class LeavingPlan(Plan):
-    """Serves calls whose forward leaves tensors below the module: replays leave theirs there."""
-
-    def _prepare_outputs(self, call: Call) -> None:
-        self._places = call.binding.counted.left.of(call.key)
-        super()._prepare_outputs(call)
-
-    def cut(self, call: Call, leaves: Sequence[Any], rows: int, padded: int) -> list[Any]:
-        result, others = self._spec.children
-        begin = result.num_leaves
-        outputs = super().cut(call, leaves[:begin], rows, padded)
-        try:
-            return outputs + call.binding.counted.left.cut(call.key, leaves[begin:], others.children, rows, padded)
-        except CannotBind as error:
-            call.binding.refuse_padding(error.again())
-            raise
-
-    def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
-        return self._places.bind(super().replay(leaves, copies))
-
-    def handed_out(self, result: Any) -> Any:
-        return self._places.bind(super().handed_out(self._places.gather(result))) if self._static else result
-
-    def whole(self, result: Any) -> Any:
-        return self._places.gather(result)
-
-
 def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
     """Make the plan by which calls like this are served by a graph; see `Plan`. Raises CannotBind."""
     whole: Any = graph.program.spec.type
     if hasattr(whole, "make_plan"):  # with more than a module's forward leaves
         plan: Plan = whole.make_plan(call, table, graph, *more)
         return plan
-    kind = LeavingPlan if whole is WithLeft else Plan
-    return kind(call, table, graph, *more)
+    return Plan(call, table, graph, *more)
 
 
 def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:

@@ -181,20 +181,18 @@ class _CallProof:
         # Ranks may have other batch sizes. Breaks run once a call, and a draw of fewer numbers draws others.
         if known or graph.program.breaks or proof.draws or self._ranks.size > 1:
             return None
-        snapshot = Snapshot(self._call.module)
+        found, half, snapshot = None, plan.rows // 2, Snapshot(self._call.module)
         try:
             if not graph.rows:
                 eager, found = self._run_part(proof, plan.padded)
                 found = found or proof.beyond_noise(first, eager, again, memory=memory)
-                if found is not None:
-                    return found
-            half = plan.rows // 2
-            if plan.padded >= 2 * plan.rows or not memory:  # the replay told, or padding is what somebody declared
-                return None
-            expected = plan.cut(self._call, proof.expected.outputs, half, plan.rows)
+            # The replay had twice the rows, or rows beside the real ones are what somebody declared.
+            if found is not None or plan.padded >= 2 * plan.rows or not memory:
+                return found
+            expected = self._call.binding.outputs.cut(proof.expected.outputs, half, plan.rows)
             try:
                 eager, found = self._run_part(proof, half)
-            except Exception:  # which no padded call does
+            except Exception:  # where no half can be told from a whole
                 logger.debug("%s fails with %d rows", self._label, half, exc_info=True)
                 return None
             found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)
@@ -207,17 +205,14 @@ class _CallProof:
         plan, call = self._plan, self._call
         proof.rewind()
         self._load(None)
-        statics = plan.inputs.inputs
+        statics, real = plan.inputs.inputs, min(rows, plan.rows)
         copies = {name: static.copied_part(plan.padded, rows) for name, static in statics.items()}
-        leaves = plan.inputs.passed(call.layout.args, lambda static: copies[static.arg.name])
-        args, kwargs = call.spec.unflatten(leaves)
-        real = min(rows, plan.rows)
+        args, kwargs = call.spec.unflatten(plan.inputs.passed(call.layout.args, lambda static: copies[static.arg.name]))
         with remember(None, self._where.generators()) as undo, bypassed(Reason.NESTED):
             with WriteSaver(self._memory or (), undo, rows) as observer:
-                result = plan.whole(wait_collectives(invoke(call.module, args, kwargs)))
-            outputs = plan.cut(call, flatten(result)[0], real, rows)
+                leaves, _ = flatten(wait_collectives(invoke(call.module, args, kwargs)))
             written = [statics[name].rows_of(copies[name], 0, real) for name, _ in self._written]
-            effects = proof.effects(outputs, written)
+            effects = proof.effects(call.binding.outputs.cut(leaves, real, rows), written)
         return effects, learn_numbers(call.binding, self._table, observer.numbers)
 
     def _replay(self, proof: ReplayProof, *, repeat_rows: bool = False) -> Effects:

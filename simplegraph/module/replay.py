@@ -25,6 +25,7 @@ from simplegraph.module.torch_state import (
     num_function_modes,
     num_operator_modes,
 )
+from simplegraph.reasons import CannotBind
 
 MISS = object()
 _grad_enabled = torch.is_grad_enabled  # looked up once
@@ -41,7 +42,7 @@ def try_replay(
     """Replay if this call is one that a plan exists for; otherwise return MISS, with nothing done.
 
     Raises:
-        CannotBind: the plan is an `EagerPlan`, which is asked as any other is.
+        CannotBind: such calls are known to run eagerly.
     """
     leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
     try:
@@ -49,8 +50,14 @@ def try_replay(
         size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
     except (TypeError, AttributeError, IndexError):
         return MISS
-    plan: Plan | None = layout.plans.get(size if context is None else (size, context.batch))
-    if plan is None or module.training or forward_ad._current_level >= 0:
+    if module.training or forward_ad._current_level >= 0:
+        return MISS
+    key = size if context is None else (size, context.batch)
+    plan: Plan | None = layout.plans.get(key)
+    if plan is None:
+        refusal = layout.refusals.get(key)
+        if refusal is not None and refusal.holds(leaves) and same_around(module, layout, state_key):
+            raise CannotBind(*refusal.why)
         return MISS
     try:
         copies = plan.bind(leaves)
@@ -61,7 +68,7 @@ def try_replay(
     if _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
         return MISS
     state, is_capturing = plan.state, plan.is_capturing
-    if not same_around(module, plan, layout, state_key):
+    if not same_around(module, layout, state_key):
         return MISS
     with plan.pool.lock:
         if state.moved() or not plan.graph.left or is_capturing():
@@ -71,9 +78,9 @@ def try_replay(
         return plan.replay(leaves, copies)
 
 
-def same_around(module: Any, plan: Plan, layout: CallLayout, state_key: StateKey | None) -> bool:
+def same_around(module: Any, layout: CallLayout, state_key: StateKey | None) -> bool:
     """True if autocast, settings, modes, hooks on all modules and Python state are those of the calls of a layout."""
-    autocast = autocast_dtype(plan.device_type) if ANY_AUTOCAST() else None
+    autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
     if autocast is not layout.autocast:
         return False
     if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:

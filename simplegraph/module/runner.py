@@ -24,11 +24,11 @@ from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.builder import GraphBuilder, SettingsChanged
 from simplegraph.module.call import Call, invoke
-from simplegraph.module.eager_plan import remember
 from simplegraph.module.functions import computes_gradients
 from simplegraph.module.known import KnownCalls
 from simplegraph.module.lengths import LengthBuckets
 from simplegraph.module.proof import prove
+from simplegraph.module.refusal import LASTING, Refusal, RefusedForms
 from simplegraph.module.replay import MISS, replay_checked, try_replay
 from simplegraph.module.signature import device_of
 from simplegraph.module.state import any_requires_grad
@@ -66,6 +66,7 @@ class GraphRunner:
         self.builder: GraphBuilder | None = None
         self.lengths = LengthBuckets(config) if config.lengths else None
         self._known = KnownCalls(config)
+        self._refused = RefusedForms()
         self._disabled = Reason.MODE_NONE if config.mode is CudaGraphMode.NONE else None
 
     def __reduce__(self) -> tuple[type[GraphRunner], tuple[CudaGraphConfig]]:
@@ -110,14 +111,27 @@ class GraphRunner:
                 if result is not MISS:
                     known.last = layout
                     return result
+        if context is None:
+            self._refused.check(args, kwargs, self._lessons)
         with self._lock:
-            builder, call = self._read(module, args, kwargs)
+            try:
+                builder, call = self._read(module, args, kwargs)
+            except CannotBind as error:
+                if context is None:
+                    self._refused.learn(module, args, kwargs, error, self._lessons)
+                raise
             with builder.manager.pool.lock:
                 try:
                     return self._serve(builder, call)
                 except CannotBind as error:
-                    remember(call, error, builder.manager.device, builder)
+                    error.size = call.batch
+                    if error.reason in LASTING:
+                        call.layout.refusals[call.plan_key] = Refusal(call, error, builder)
                     raise
+
+    @property
+    def _lessons(self) -> int:
+        return self.builder.lessons if self.builder is not None else 0
 
     def _read(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
@@ -189,6 +203,8 @@ class GraphRunner:
         table.order_streams()
         call.check(pad_random=self.config.pad_random)
         builder.seen.check(call)
+        if self._is_constant(builder, call):
+            call = call.at_exact_size()
         if call.key not in table.graphs:
             if call.key in table.failures:
                 raise CannotBind(Reason.CAPTURE_FAILED, table.failures[call.key].args[0].splitlines()[0])
@@ -219,6 +235,11 @@ class GraphRunner:
         if plan.debug:
             return replay_checked(call.module, plan, call.leaves, copies)
         return plan.replay(call.leaves, copies)
+
+    def _is_constant(self, builder: GraphBuilder, call: Call) -> bool:
+        """True if one batch size came, and came again: batch dimensions are a guess, and an exact graph needs none."""
+        again = call.padding > 0 and (call.spec, call.batch) in call.binding.ran
+        return again and self.config.capture == "lazy" and not call.confirmed(builder.reader)
 
     def _drop_if_stale(self, builder: GraphBuilder) -> None:
         if builder.state is None or not builder.state.moved():

@@ -202,7 +202,7 @@ class TrainingCalls:
             return MISS
         if layout.autocast and torch.is_autocast_cache_enabled() is not known.caches:
             return MISS
-        if not same_around(module, plan, layout, self._calls.state_key):
+        if not same_around(module, layout, self._calls.state_key):
             return MISS
         with plan.pool.lock:
             if plan.state.moved() or lane.serial != serial or not plan.program.live or plan.is_capturing():
@@ -312,7 +312,7 @@ class TrainingCalls:
                     raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{len(generation.known)} are known")
                 builder.table.stats.flushes += 1
                 generation.drop()
-            layout = CallLayout(spec, args, *around, Binding(signature))
+            layout = CallLayout(spec, args, *around, builder.device.torch_device.type, Binding(signature))
             lessons = Lessons(builder.device.torch_device.type)
             found = generation.known[spec, signature] = Known(layout, inputs, flags, caches, lessons)
         return found

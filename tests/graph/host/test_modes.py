@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import HostError
-from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.breaks.active import recording_breaks
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.host.capture import HostCapture
 from simplegraph.graph.host.modes import HostMode
