@@ -119,7 +119,8 @@ class CudaGraphConfig:
             captures again; ``"raise"`` raises `StaleGraphError`.
         pad_random: allow padding even if the forward draws random numbers; the following numbers then differ from
             eager's.
-        verify: the number of first replays of each graph, and of padded ones, that are proven. Such a call runs
+        verify: how often graphs are proven. The first call of each batch size is, and later ones at distances that
+            double, which together take at most so many percent of the time of the replays since. Such a call runs
             eagerly; the replay starts from the same memory and random numbers. If its effects differ from eager's,
             that size (or padding) is given up, or `VerificationError` raised, as `on_capture_failure` says. 0 proves
             nothing. Engines request it in `CudaGraphManager.run`.

@@ -30,7 +30,7 @@ class Reason(str, enum.Enum):
     # Capturing.
     FIRST_CALL = "first_call", "the first call with such arguments: it runs eagerly, as it is"
     WARMUP = "warmup", "a warmup run: the size is captured after it"
-    PROOF = "proof", "a first call of a graph: it runs eagerly, and replays are compared with it"
+    PROOF = "proof", "a call that proves a graph: it runs eagerly, and replays are compared with it"
     CAPTURE_FAILED = "capture_failed", "capturing this size failed before"
     NOT_CAPTURED_UPFRONT = "not_captured_upfront", "capture='upfront' and capture_graphs did not capture this size"
     CAPTURED_OTHERWISE = "captured_otherwise", "graphs were captured for such calls, but not as this one is"

@@ -51,6 +51,7 @@ class Binding:
         traces: what the breaks of eager calls returned, by batch size; of the latest few.
         warm: warmup runs by padded size.
         ran: the batch sizes that ran eagerly as they were called, by nesting.
+        proven: the batch sizes of which a replay equalled eager, by mode and descriptor.
         written: names of the inputs that the forward was seen to write to.
         compared: names of inputs whose values were compared before and after an eager run.
         draws: True if it draws random numbers.
@@ -69,6 +70,7 @@ class Binding:
     postponed: bool = False
     warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     ran: set[tuple[TreeSpec, int]] = dataclasses.field(default_factory=set)
+    proven: dict[Hashable, set[int]] = dataclasses.field(default_factory=dict)
     written: set[str] = dataclasses.field(default_factory=set)
     compared: set[str] = dataclasses.field(default_factory=set)
     counted: CountedState = dataclasses.field(default_factory=CountedState)

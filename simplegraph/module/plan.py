@@ -88,7 +88,7 @@ class Plan:
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
         if not self._static:
             clone |= self._ours
-        self.outputs = self.compared = self._real_rows(call)
+        self.outputs = self.compared = call.binding.outputs.cut(whole, self.rows, self.padded)
         self._clone = sorted(clone)
         passed = inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone)
@@ -105,10 +105,6 @@ class Plan:
         """Surround a proof, whose eager run must find things where replays do."""
         return contextlib.nullcontext()
 
-    def _real_rows(self, call: Call) -> list[Any]:
-        """View the real rows of what a replay writes. Raises CannotBind."""
-        return call.binding.outputs.cut(self._whole, self.rows, self.padded)
-
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
         """View the padding rows, and prepare what goes into them."""
         rows, padded = self.rows, self.padded
@@ -123,7 +119,7 @@ class Plan:
     @property
     def unproven(self) -> bool:
         """True if the next such call is to be compared with eager."""
-        return (self.graph.unproven_padded if self.padding else self.graph.unproven) > 0
+        return self.graph.unproven(self.rows)
 
     def laid_alike(self, leaves: Sequence[Any]) -> bool:
         """True if a call's tensors lie as the static inputs do, so that eager's kernels are the graph's."""

@@ -71,7 +71,7 @@ def try_replay(
     if not same_around(module, layout, state_key):
         return MISS
     with plan.pool.lock:
-        if state.moved() or not plan.program.live or is_capturing():
+        if state.moved() or not plan.graph.left or is_capturing():
             return MISS
         if plan.debug:
             return replay_checked(module, plan, leaves, copies)

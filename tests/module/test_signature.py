@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import enum
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -50,6 +52,10 @@ class Scaled(nn.Module):
         (1j, 1 + 1j),
         (b"a", "a"),
         (slice(0, 2), slice(0, 3)),
+        (frozenset({1}), frozenset({True}), frozenset({1.0})),
+        (frozenset({0.0, 1}), frozenset({-0.0, 1})),
+        (np.float32(0.0), np.float32(-0.0)),
+        (decimal.Decimal("0"), decimal.Decimal("-0"), decimal.Decimal("0.0")),
     ],
     ids=repr,
 )
