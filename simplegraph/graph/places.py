@@ -48,15 +48,15 @@ class Surroundings:
             value = left.popleft()
             if id(value) not in seen:
                 seen.add(id(value))
-                left.extend(inside for inside in self._remember(value) if not isinstance(inside, _DULL))
+                left.extend(inside for inside in self._remember(value) if not issubclass(type(inside), _DULL))
 
     def _remember(self, value: Any) -> Iterable[Any]:
         """Remember what a thing holds; return what to look into next."""
         kind = type(value)
-        if isinstance(value, type) or issubclass(kind, (types.FunctionType, types.ModuleType)):
-            name = value.__name__ if issubclass(kind, types.ModuleType) else value.__module__
-            if is_library(name):
-                return ()
+        is_class, is_module = issubclass(kind, type), issubclass(kind, types.ModuleType)
+        code = is_class or is_module or kind is types.FunctionType
+        if code and is_library(value.__name__ if is_module else value.__module__):
+            return ()
         if issubclass(kind, threading.local):
             return (value.__dict__,)  # this thread's
         held = held_by(value)
@@ -67,9 +67,12 @@ class Surroundings:
             return (value.__wrapped__,)
         if kind is types.FunctionType:
             return *held.values(), value.__closure__, value.__defaults__, value.__kwdefaults__, value.__globals__
-        if isinstance(value, nn.Module):  # most of its own dicts, for hooks, are empty
+        if issubclass(kind, nn.Module):  # most of its own dicts, for hooks, are empty
             return kind, *(item for name, item in held.items() if name not in _MODULES_OWN or item)
-        return *held.values(), kind, sys.modules.get(value.__module__) if isinstance(value, type) else None
+        if is_class:
+            return *held.values(), *value.__bases__, sys.modules.get(value.__module__)
+        # An object's own dict is no place beside it; items of a tuple's subclass and such are no attributes.
+        return *held.values(), *(thing for thing in gc.get_referents(value) if type(thing) is not dict)
 
     def release(self, things: Collection[Any]) -> None:
         """Let every place hold what it held where it came to hold one of these things, or what leads to one.
@@ -82,7 +85,7 @@ class Surroundings:
             now = (held_by(place) or {}).items()
             new = ((key, value) for key, value in now if value is not before.get(key, ABSENT))
             keys = [key for key, value in new if self._leads_to(value, wanted)]
-            if isinstance(place, _LRU):
+            if type(place) is _LRU:
                 if any(self._leads_to(item, wanted) for item in gc.get_referents(place)):
                     place.cache_clear()
             elif keys:
@@ -95,7 +98,7 @@ class Surroundings:
         while level and len(seen) < _MAX_REACHED:
             if any(id(thing) in wanted for thing in level):
                 return True
-            below = [thing for thing in level if id(thing) not in self._places and not isinstance(thing, _FAR)]
+            below = [thing for thing in level if id(thing) not in self._places and not issubclass(type(thing), _FAR)]
             level = [thing for thing in gc.get_referents(*below) if id(thing) not in seen]
             seen.update(map(id, level))
         return False
@@ -104,19 +107,19 @@ class Surroundings:
         """Let the places where something was put back hold what they held even earlier."""
         for place, key in self._changed:
             if id(place) in earlier._places:
-                keys = held_by(place) or {} if isinstance(place, _LISTS) else [key]
+                keys = held_by(place) or {} if issubclass(type(place), _LISTS) else [key]
                 _restore(place, earlier._places[id(place)][1], keys)
 
 
 def _restore(place: Any, before: dict[Any, Any], keys: Collection[Any]) -> None:
     """Let a place hold by these keys what it held before."""
-    if not isinstance(place, _LISTS):
+    if not issubclass(type(place), _LISTS):
         now = held_by(place) or {}
         for key in keys:
             if now.get(key, ABSENT) is not before.get(key, ABSENT):
                 put(place, key, before.get(key, ABSENT))
         return
-    base: Any = list if isinstance(place, list) else collections.deque
+    base: Any = list if issubclass(type(place), list) else collections.deque
     rest = [value for index, value in enumerate(base.__iter__(place)) if index not in keys]
     # What another thread put there meanwhile stays, where only additions have to go.
     complete = {*map(id, before.values())} <= {*map(id, rest)}
@@ -136,7 +139,7 @@ def held_by(place: Any) -> dict[Any, Any] | None:
         return {item: item for item in set.__iter__(place)}
     if kind is types.CellType:
         return dict(_contents(place))
-    if kind is types.FunctionType or isinstance(place, type):
+    if kind is types.FunctionType or issubclass(type(place), type):
         return dict(vars(place))
     return dict(_attributes(place)) if kind.__module__ != "builtins" and _is_looked_into(kind) else None
 
@@ -166,16 +169,16 @@ def put(place: Any, key: Any, value: Any) -> None:
         value: what it shall hold there.
     """
     gone = value is ABSENT
-    if isinstance(place, dict):
-        base: Any = collections.OrderedDict if isinstance(place, collections.OrderedDict) else dict
+    if issubclass(type(place), dict):
+        base: Any = collections.OrderedDict if issubclass(type(place), collections.OrderedDict) else dict
         base.__delitem__(place, key) if gone else base.__setitem__(place, key, value)
-    elif isinstance(place, _LISTS):
-        base = list if isinstance(place, list) else collections.deque
+    elif issubclass(type(place), _LISTS):
+        base = list if issubclass(type(place), list) else collections.deque
         base.__delitem__(place, key) if gone else base.__setitem__(place, key, value)
-    elif isinstance(place, set):
+    elif issubclass(type(place), set):
         set.discard(place, key) if gone else set.add(place, key)
     else:
-        base = type if isinstance(place, type) else object
+        base = type if issubclass(type(place), type) else object
         name = key or "cell_contents"
         base.__delattr__(place, name) if gone else base.__setattr__(place, name, value)
 

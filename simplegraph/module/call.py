@@ -36,8 +36,11 @@ class Graphed:
 
 
 def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run the module's own call, hooks included."""
-    return super(Graphed, module).__call__(*args, **kwargs)
+    """Run the module's own call, hooks included; a wrapped one's forward sees as `self` what `wrap` was given."""
+    # A class that was changed since by way of the wrapper, as for a parametrization, is the wrapper's alone.
+    own = module._graph_original if "_graph_original" in vars(type(module)) else module
+    call = super(Graphed, own).__call__ if isinstance(own, Graphed) else own
+    return call(*args, **kwargs)
 
 
 @dataclasses.dataclass(eq=False)
