@@ -94,8 +94,10 @@ def refuse_escapes(
         gc.collect()
     if not _living(kept):
         return
+    own_memory = {tensor.data_ptr() for tensor in _held_in(own)}
+    returned = any(address in own_memory for _, address in kept)
     names, undefined = _put_back(kept, state)
-    cause, remedy = kept_by(names), KEPT_REMEDY
+    cause, remedy = kept_by(names), _RETURNED_REMEDY if returned else KEPT_REMEDY
     if undefined:
         remedy += f"\n  What {', '.join(undefined)} held before is not known: what hangs there now is undefined."
     raise EscapeError(f"capturing {label} failed\n  {cause}.\n  {remedy}", cause=cause)
@@ -135,6 +137,10 @@ def _put_back(kept: Sequence[_Found], state: PythonState) -> tuple[list[str], Se
 
 _UNSEEN = "something that Python's garbage collector does not see"
 KEPT_REMEDY = "Return it instead, or copy it into a buffer of the module."
+_RETURNED_REMEDY = (
+    "It is returned, too, and a replay, which runs no Python, would leave that of another size there: "
+    "keep what the replay returns, where the forward was called."
+)
 
 
 def kept_by(names: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from simplegraph.graph.places import held_by, is_namespace
+from simplegraph.graph.places import held_by, is_library, is_namespace
 
 _DEPTH = 8  # how far a name may be from the tensor
 _MAX_HOLDERS = 2_000  # at one depth
@@ -103,7 +103,7 @@ def _name(path: Sequence[Any]) -> str:
     top, below = path[-1], path[-2]
     if is_namespace(top):
         return f"the global {_key(top, below)} of {top['__name__']}"
-    if isinstance(top, types.FunctionType):
+    if isinstance(top, types.FunctionType) and not is_library(top.__module__):
         return _name_in_function(top, path)
     if isinstance(top, threading.local):
         return f"the attribute {_key(*path[-3:-5:-1]) if len(path) > 3 else '?'} of a threading.local"
