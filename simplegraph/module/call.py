@@ -17,6 +17,7 @@ from simplegraph.errors import HostError
 from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.scalars import NumbersBySize
+from simplegraph.graph.subclass import plain
 from simplegraph.graph.tensors import storage_key
 from simplegraph.module.args import Arg, ConstantArg, HostArg, TensorArg, batch_dim_of, short_repr
 from simplegraph.module.effects import CountedState
@@ -35,8 +36,10 @@ class Graphed:
 
 
 def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run the module's own call, hooks included."""
-    return super(Graphed, module).__call__(*args, **kwargs)
+    """Run the module's own call, hooks included; a wrapped one's forward sees as `self` what `wrap` was given."""
+    own = plain(module)
+    call: Any = super(Graphed, own).__call__ if isinstance(own, Graphed) else own  # type: ignore[misc]
+    return call(*args, **kwargs)
 
 
 @dataclasses.dataclass(eq=False)

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-from torch import nn
 
 from simplegraph.context import CALLS
 from simplegraph.graph.device import GraphDevice, GraphPool
@@ -34,8 +30,8 @@ class ModuleState(PythonState):
     """
 
     def __init__(self, roots: Sequence[Any], device: GraphDevice, pool: GraphPool, counted: CountedState) -> None:
-        super().__init__(_code_of(roots[0]))
-        self._roots, self._device, self._pool, self._counted = roots, device, pool, counted
+        super().__init__(roots)
+        self._device, self._pool, self._counted = device, pool, counted
         self._before: list[Snapshot] = []
         self._values: dict[str, Any] = {}
 
@@ -59,21 +55,6 @@ class ModuleState(PythonState):
     def forget(self) -> None:
         super().forget()
         self._before, self._values = [], {}
-
-
-_CODE = frozenset({types.FunctionType, types.MethodType, functools.partial})
-
-
-def _code_of(module: nn.Module) -> Iterator[Any]:
-    """Yield the classes below a module, and the functions that hang on it, hooks included."""
-    children = list(module.modules())
-    yield from {type(child): None for child in children}
-    for child in children:
-        for value in vars(child).values():
-            if type(value) in _CODE:
-                yield value
-            elif type(value) is OrderedDict:  # hooks
-                yield from (hook for hook in value.values() if callable(hook) and not isinstance(hook, nn.Module))
 
 
 @contextlib.contextmanager

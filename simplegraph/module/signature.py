@@ -123,7 +123,6 @@ class CallReader:
 
         Raises:
             CannotBind: a graph cannot serve the call.
-            InputError: a non-tensor argument is neither a tensor nor hashable.
         """
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         device = device_of(leaves, device)
@@ -259,12 +258,8 @@ class CallReader:
             return ConstantArg(name, kind, ById(value), value)
         if dataclasses.is_dataclass(value) and not _is_frozen(kind):  # type: ignore[arg-type]
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__} with more than its fields")
-        if kind.__hash__ is None and kind is not slice:
-            raise InputError(
-                f"argument {name!r} is a {kind.__name__}, which is neither a tensor nor hashable, so calls with "
-                "different values could not be told apart. Pass a tensor, a tuple or a dataclass, or name it in "
-                "trusted_args if it never changes inside."
-            )
+        if kind is not slice and _is_unhashable(value):
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; a tensor or a tuple is compared")
         if not isinstance(value, ATOMS) and not inspect.isroutine(value) and not _is_frozen(kind):  # type: ignore[arg-type]
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}")
         return ConstantArg(name, kind, constant_key(value), value)
@@ -338,6 +333,15 @@ def _normal(dim: int, tensor: Tensor, name: str) -> int:
 def _form(leaves: Sequence[Any], spec: TreeSpec) -> tuple[TreeSpec, Hashable]:
     """Describe a call without its shapes."""
     return spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+
+
+def _is_unhashable(value: Any) -> bool:
+    """True for NumPy arrays, sets, bytearrays, and values that hold such."""
+    try:
+        hash(value)
+    except Exception:  # of the user's class
+        return True
+    return False
 
 
 @functools.lru_cache(maxsize=1024)

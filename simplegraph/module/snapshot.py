@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.places import ABSENT, by_class, put
+from simplegraph.graph.subclass import plain
 from simplegraph.graph.tensors import parts
 from simplegraph.nested import ATOMS
 
@@ -64,7 +65,7 @@ class Snapshot:
         self._modules: dict[int, tuple[nn.Module, type]] = {}  # by the index of their attributes, with their class
         self._tensors: list[tuple[Tensor, Tensor, tuple[Any, ...], int, Any]] = []
         seen: set[int] = set()
-        left: collections.deque[tuple[Any, int, Any]] = collections.deque([(module, -1, "")])
+        left: collections.deque[tuple[Any, int, Any]] = collections.deque([(plain(module), -1, "")])
         while left and len(self._holders) < _MAX_HOLDERS:
             value, parent, key = left.popleft()
             kind = _kind_of(type(value))

@@ -781,3 +781,62 @@ def test_experts_are_padded_although_the_rows_beside_them_decide_how_they_round(
             torch.testing.assert_close(model(x), eager(x), rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-3)
     assert model.graph_stats.replays > 0
     assert model.graph_stats.padded_tokens > 0
+
+
+@sg.eager_break
+def attend(x, out):
+    torch.mul(x, 2, out=out)
+
+
+EMPTY = {
+    "empty_like": torch.empty_like,
+    "empty": lambda x: torch.empty(x.shape, device=x.device),
+    "new_empty": lambda x: x.new_empty(x.shape),
+    "a view": lambda x: x.new_empty(len(x), 2, x.shape[1])[:, 0],
+}
+
+
+@pytest.mark.parametrize("upfront", [False, True], ids=["lazy", "upfront"])
+@pytest.mark.parametrize("name", EMPTY)
+def test_memory_that_a_break_fills_is_not_compared_before_it(device, name, upfront):
+    class Attention(nn.Module):
+        def forward(self, x):
+            for _ in range(2):
+                out = EMPTY[name](x)
+                attend(x + 1, out)
+                x = out
+            return x
+
+    model = sg.wrap(Attention().eval(), capture_sizes=[2, 4], mode="PIECEWISE", progress=False)
+    with torch.no_grad():
+        if upfront:
+            model.capture_graphs(torch.randn(4, 8, device=device))
+        for rows in (2, 4, 2, 3, 3, 4, 2):
+            x = torch.randn(rows, 8, device=device)
+            torch.testing.assert_close(model(x), ((x + 1) * 2 + 1) * 2)
+    assert not {sg.Reason.CAPTURE_FAILED, sg.Reason.PADDING_SHOWS} & set(model.graph_stats.eager)
+    assert model.graph_stats.replays >= 2
+
+
+def test_memory_that_was_written_before_a_break_is_compared_although_it_was_empty_once(device):
+    added = [torch.ones(8, device=device)]
+
+    @sg.eager_break
+    def double(x):
+        x *= 2
+
+    class Broken(nn.Module):
+        def forward(self, x):
+            out = torch.empty_like(x)
+            torch.add(x, added[0], out=out)
+            double(out)
+            return out
+
+    model = sg.wrap(Broken().eval(), capture_sizes=[4], mode="PIECEWISE", progress=False)
+    with torch.no_grad():
+        model.capture_graphs(torch.randn(4, 8, device=device))
+        added[0] = torch.zeros(8, device=device)  # in a closure, which nothing watches
+        for _ in range(3):
+            x = torch.randn(4, 8, device=device)
+            torch.testing.assert_close(model(x), x * 2)
+    assert model.graph_stats.replays == 0
