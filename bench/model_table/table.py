@@ -153,8 +153,6 @@ def limits(row: Figures) -> list[str]:
         broken.append("answers differ")
     if row.get("ms") is None:
         return broken + ([f"untimed: {row['untimed'].splitlines()[0]}"] if row.get("untimed") else [])
-    if row["column"] in (FULL, PIECEWISE) and row.get("timed_eagerly"):
-        broken.append("timed eagerly")
     if row["ms"] > AT_MOST_EAGER * row["eager_ms"]:
         broken.append(f"{row['ms'] / row['eager_ms']:.2f} times eager")
     factor, _ = AT_MOST_KERNELS

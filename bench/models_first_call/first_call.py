@@ -24,6 +24,7 @@ from bench.models_first_call.zoo import ZOO, available
 from bench.tools import command, fresh
 from bench.tools.measure import NOT_SPEED, DeviceMemory, Figures, Timeline, gpu_busy, say, step_milliseconds
 from bench.tools.options import add_names, count
+from bench.tools.replays import Replays, Served
 from bench.tools.tables import MIB, cell, ratio
 
 READY_CALLS = 4
@@ -90,12 +91,13 @@ def run_arm(model: str, arm: str, device: torch.device, tiny: bool, batch: int) 
         timeline.mark("ready")
         after = DeviceMemory.now(device)
         figures: Figures = {f"{name}_seconds": seconds for name, seconds in timeline.seconds.items()}
-        figures["ms"] = step_milliseconds(lambda: step(*measured), device)
-        figures |= _memory(before, after) | gpu_busy(lambda: step(*measured), device)
+        replays = Replays(step, name=arm) if isinstance(step, sg.CudaGraphWrapper) else Replays()
+        call = Served(lambda: step(*measured), replays)
+        figures["ms"] = step_milliseconds(call, device)
+        figures |= _memory(before, after) | gpu_busy(call, device) | replays.figures()
         differences = [_difference(step, module, inputs(batch))]
-        if isinstance(step, sg.CudaGraphWrapper):
-            figures["replays"] = step.graph_stats.replays
-            differences += [_replayed_difference(step, module, inputs(rows)) for rows in RAGGED]
+        if replays.by:
+            differences += [_replayed_difference(step, replays, module, inputs(rows)) for rows in RAGGED]
         figures["difference"] = max(differences)
     return figures
 
@@ -110,14 +112,13 @@ def _memory(before: DeviceMemory | None, after: DeviceMemory | None) -> Figures:
     return {f"{name.removesuffix('_bytes')}_mib": size / MIB for name, size in before.spent(after).items()}
 
 
-def _replayed_difference(step: sg.CudaGraphWrapper, module: nn.Module, inputs: list[Tensor]) -> float:
+def _replayed_difference(step: Step, replays: Replays, module: nn.Module, inputs: list[Tensor]) -> float:
     """Do as `_difference`, for a call that is replayed."""
     for _ in range(READY_CALLS):
         step(*inputs)
-    replays = step.graph_stats.replays
+    replays.begin()
     difference = _difference(step, module, inputs)
-    if step.graph_stats.replays != replays + 1:
-        raise RuntimeError(f"a batch of {inputs[0].shape[0]} was not replayed:\n{step.graph_report()}")
+    replays.end(1)
     return difference
 
 

@@ -170,12 +170,13 @@ def steps(setup: Setup, plan: BreaksPlan) -> Figures:
     return {
         "correct": {name: [dataclasses.asdict(one) for one in compared] for name, compared in correct.items()},
         "steps": {str(count): break_cost(arms, setup, setup.batch(count), plan) for count in timed},
+        "replayed": {name: arm.replays.figures() for name, arm in arms.items()},
     }
 
 
 def break_cost(arms: dict[str, Arm], setup: Setup, batch: Batch, plan: BreaksPlan) -> dict[str, float]:
     """Measure how much one layer's break adds to a step, with the figures it is computed from."""
-    calls: dict[str, Call] = {name: functools.partial(arm, *batch) for name, arm in arms.items()}
+    calls: dict[str, Call] = {name: arm.call(batch) for name, arm in arms.items()}
     ms = in_turn(calls, setup.device, rounds=plan.rounds, steps=plan.steps)
     host = {name: host_microseconds(call, setup.device, calls=plan.steps) for name, call in calls.items()}
     launch, layers = launch_microseconds(setup, batch, plan.steps), setup.segments - 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.scheduler import StepPlan
+from bench.engine.start import drop_graphs, replays_of
 from bench.models.llama import Llama
 from bench.tools import text
 from bench.tools.measure import Figures, say
@@ -81,10 +81,10 @@ def generate(llama: Llama, config: EngineConfig, prompts: Sequence[Sequence[int]
                 logits[request.id].append(found[row].clone())  # the next step overwrites them
 
     engine.runner.observe = observe
+    replays = replays_of(engine, config.mode)
     tokens = engine.generate(prompts, SamplingParams(max_tokens=count))
-    engine.runner.manager.reset()
-    del engine
-    gc.collect()
+    replays.end(count)
+    drop_graphs(engine)
     return Generated(tokens, [logits[number][:count] for number in range(len(prompts))])
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bench.engine.config import BACKENDS
 from bench.tools.measure import Figures, host_microseconds, in_turn, say
+from bench.tools.replays import Replays, Served
 from bench.tools.tables import grid
 from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode, Dispatch
 from simplegraph.attention import BatchMetadata, PagedKVCache, attend, attending
@@ -127,7 +128,7 @@ class AttentionSteps:
         batch = self.manager.dispatch(count, count, 1)
         plain = self.manager.dispatch(count, count, 1, allow_full=False)
         found: dict[str, Callable[[], object]] = {
-            "graph": lambda: self.again(batch),
+            "graph": Served(lambda: self.again(batch), Replays(self.manager, name=self.backend.name)),
             "eager": lambda: self.again(plain),
         }
         graph, eager = (call().clone() for call in found.values())  # type: ignore[attr-defined]

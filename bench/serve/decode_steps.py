@@ -20,10 +20,12 @@ from bench.arms import load_arm
 from bench.arms.base import Arm, Setup
 from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.scheduler import StepPlan
+from bench.engine.start import replays_of
 from bench.models.llama import Llama
 from bench.models.workload import PAGE_SIZE, Workload
 from bench.tools import text
 from bench.tools.measure import Figures, Timeline, in_turn, say, synchronize
+from bench.tools.replays import Served
 from bench.tools.tables import in_line
 from simplegraph import BatchDescriptor, CudaGraphMode
 
@@ -122,6 +124,7 @@ def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) ->
         prompt = text.token_ids(plan.prompt, vocab, start=37 * start).tolist()
         engine.add(prompt, SamplingParams(max_tokens=plan.output))
     device, tokens = engine.runner.device, engine.config.tokens_per_launch
+    replays = replays_of(engine, f"{attention}, generation")
     synchronize(device)
     started = time.perf_counter()
     marks, first = [], None
@@ -132,6 +135,7 @@ def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) ->
         if len(outputs) == count * tokens:
             marks.append(now)
     ended = time.perf_counter()
+    replays.end(len(marks))
     steps = [(after - before) * 1e3 / tokens for before, after in itertools.pairwise(marks)]
     return {
         "attention": attention,
@@ -142,7 +146,7 @@ def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) ->
         "steps": len(steps),
         "first_token_ms": ((first or ended) - started) * 1e3,
         "tokens_per_second": count * plan.output / (ended - started),
-    }
+    } | replays.figures()
 
 
 class RepeatedStep:
@@ -192,7 +196,7 @@ def _decode(plan: DecodePlan, setup: Setup, engines: dict[str, Engine], arms: di
         agreeing = float((graph == eager).double().mean())
         if agreeing < 0.9:  # random weights make near ties, which rounding decides
             raise RuntimeError(f"{name}, batch {count}: {agreeing:.0%} of the graph's tokens are eager's.")
-        calls |= {f"{name} graph": steps.graph, f"{name} eager": steps.eager}
+        calls |= {f"{name} graph": Served(steps.graph, replays_of(engine, name)), f"{name} eager": steps.eager}
     batch = setup.batch(count)
     for name, arm in arms.items():
         calls[name] = lambda arm=arm: arm(*batch).argmax(dim=-1)  # type: ignore[misc]

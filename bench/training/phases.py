@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import itertools
 import statistics
@@ -23,6 +24,7 @@ from bench.arms.base import NotAvailable
 from bench.tools import command
 from bench.tools.measure import NOT_SPEED, Figures, in_turn, say, synchronize
 from bench.tools.options import add_names, count
+from bench.tools.replays import Served, timed
 from bench.tools.tables import grid
 from bench.training.step_arms import ARMS
 from bench.training.workloads import WORKLOADS, Task
@@ -111,16 +113,19 @@ def _measured(name: str, plan: PhasesPlan, device: torch.device) -> Figures:
             continue
         task = Task(WORKLOADS[name], device, plan.tiny, ARMS[arm].capturable)
         turns = itertools.cycle([task.batch() for _ in range(4)])
-        ARMS[arm].make(task)
+        replays = ARMS[arm].replays(task, ARMS[arm].make(task), arm)
         step = steps[arm] = PhasedStep(task)
-        calls[arm] = lambda step=step, turns=turns: step(*next(turns))
+        calls[arm] = Served(lambda step=step, turns=turns: step(*next(turns)), replays, ARMS[arm].each)
         for _ in range(WARMUP):
             calls[arm]()
         step.forget()
-    for _ in range(plan.steps):
+    with contextlib.ExitStack() as stack:
         for call in calls.values():
-            synchronize(device)
-            call()
+            stack.enter_context(timed(call, plan.steps))
+        for _ in range(plan.steps):
+            for call in calls.values():
+                synchronize(device)
+                call()
     found = {
         arm: {"us": {phase: statistics.median(us) for phase, us in step.microseconds.items()}}
         for arm, step in steps.items()

@@ -23,6 +23,7 @@ import torch
 from bench.tools import command, compiler, cores, fresh
 from bench.tools.measure import NOT_SPEED, Figures, gpu_busy, say, seconds, synchronize
 from bench.tools.options import add_names, count
+from bench.tools.replays import Replays, Served
 from bench.tools.tables import cell, ratio
 from bench.tools.turns import Turn
 from bench.transformers_generate import families, same_tokens
@@ -110,8 +111,11 @@ def run_arm(
     result = generate()
     synchronize(device)
     taken = [time.perf_counter() - started]
+    # Prompts run eagerly; a graph makes every token after the first, or several.
+    replays = Replays(*([] if graphs is None else [graphs]), name=f"{arm} of {name}")
+    later = Served(generate, replays, (plan.tokens - 1) // LAUNCHES.get(arm, 1))
     with turn.timed() if turn else contextlib.nullcontext():
-        taken += [seconds(generate, device) for _ in range(plan.rounds)]
+        taken += [seconds(later, device) for _ in range(plan.rounds)]
         figures: Figures = {
             "first_seconds": taken[0],
             "ms_per_token": statistics.median(taken[1:]) / plan.tokens * 1e3,
@@ -120,14 +124,14 @@ def run_arm(
         }
         if plan.busy:
             with cores.busy_cores() as others:
-                taken = [seconds(generate, device) for _ in range(plan.rounds)]
+                taken = [seconds(later, device) for _ in range(plan.rounds)]
             figures |= {"busy_cores": others, "busy_seconds": taken}
             figures["busy_ms_per_token"] = statistics.median(taken) / plan.tokens * 1e3
     if arm == PLAIN:
         figures |= gpu_busy(lambda: generate(min(plan.tokens, BUSY_TOKENS)), device, calls=1)
     if arm == COMPILED:
         figures["compiled_graphs"] = compiler.compiled_graphs()
-    return figures | ({"report": graphs.report().to_dict()} if graphs is not None else {})
+    return figures | replays.figures() | ({"report": graphs.report().to_dict()} if graphs is not None else {})
 
 
 # Around the processes.

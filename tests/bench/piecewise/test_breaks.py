@@ -14,7 +14,6 @@ from bench.arms.correctness import Mismatch
 from bench.arms.graphed import Piecewise
 from bench.models.workload import Workload
 from bench.piecewise import breaks, mixed_steps
-from bench.piecewise.mixed_llama import for_requests
 from bench.tools.measure import Timeline
 
 CPU = torch.device("cpu")
@@ -86,16 +85,6 @@ def test_a_mixed_step_that_writes_no_keys_is_seen(setup: Setup) -> None:
     mixed_steps.forget(setup.model, batch.metadata.slots)
     assert all(not cache.flatten(0, 1)[batch.metadata.slots].any() for cache in caches)
     assert all(cache.any() for cache in caches)
-
-
-def test_mixed_batches_that_run_eagerly_are_refused(setup: Setup) -> None:
-    graphed = mixed_steps.capture(setup, [4, 8])
-    mix = mixed_steps.mixes(16, WORKLOAD)[0]  # above the largest size
-    ids, positions, metadata = mixed_steps._batch(setup, mix, 0)
-    with for_requests(metadata):
-        graphed.piecewise(ids, positions)
-    with pytest.raises(RuntimeError, match="ran eagerly"):
-        mixed_steps._check_served(graphed)
 
 
 def test_the_plan_of_a_cpu_is_small() -> None:

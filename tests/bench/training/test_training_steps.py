@@ -59,15 +59,6 @@ def test_steady_is_the_first_step_after_the_last_slow_one() -> None:
     assert one_run.first_steady([0.1, 0.2, 0.3, 0.4]) == 0
 
 
-def test_an_arm_of_ours_that_never_replays_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle = TrainingArm(lambda task: task.step, replays=lambda task, step: 0, ours=True)
-    monkeypatch.setitem(ARMS, "train-step", idle)
-    with pytest.raises(RuntimeError, match="no step was replayed"):
-        one_run.run_arm("mlp", "train-step", CPU, True)
-    with pytest.raises(RuntimeError, match="of 8 shapes 0 replayed"):
-        one_run.run_shapes("mlp", "train-step", CPU, True)
-
-
 def _training_twice(task: workloads.Task) -> Callable[..., torch.Tensor]:
     def step(*batch: torch.Tensor) -> torch.Tensor:
         task.step(*batch)
