@@ -79,7 +79,7 @@ def _command(module: str, *options: str) -> tuple[str, ...]:
 
 def _one_gpu() -> list[Job]:
     startup = _command("bench", "--rounds", "2", "--timeout", "150")  # it writes what it has after every arm
-    preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop", "--preloaded", "--rounds", "2")
+    preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")
     engine = _suite("serve/test_agreement", "startup/test_first_token")
     first_token = _command("bench.startup.first_token", "--rounds", "2")
     generate = _suite("transformers_generate/test_transformers_generate")

@@ -33,7 +33,7 @@ SMOKE_SIZES = (1, 2, 4)
 SMOKE_ARMS = ("eager", "simplegraph", "simplegraph-lazy", "compiled-piecewise")
 SMOKE_STEPS = 5
 # Arms that capture collectives as they are called; compiled arms use collectives of their own.
-TP_ARMS = ("eager", "plain-loop", "simplegraph", "simplegraph-lazy", "simplegraph-piecewise", *OF_RANKS)
+TP_ARMS = ("eager", "plain-loop", "lean-loop", "simplegraph", "simplegraph-lazy", "simplegraph-piecewise", *OF_RANKS)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ pytest.importorskip("transformers", minversion="5.0")
 STARTUP = "bench.startup.__main__"
 SHAPES = "expected 70b, 8b, tiny, or a folder with a config.json"
 REFUSED = [
-    (STARTUP, "--arms eager,foo", "'foo' is none of eager, eager-dtensor, plain-loop, simplegraph, "),
+    (STARTUP, "--arms eager,foo", "'foo' is none of eager, eager-dtensor, plain-loop, lean-loop, simplegraph, "),
     (STARTUP, "--sizes a", "'a' is no whole number of at least 1; expected numbers separated by commas, such as 1,2,4"),
     (STARTUP, "--sizes 1,0", "'0' is no whole number of at least 1"),
     (STARTUP, "--model nope", f"'nope' is no model; {SHAPES}"),
