@@ -101,11 +101,6 @@ def bare_replay(module: nn.Module, given: tuple[Tensor, ...]) -> Call:
 
 def measure(device: torch.device, sizes: list[int], rounds: int, tell: Callable[[str], None]) -> dict[str, float]:
     """Medians over rounds, in us; each round's are told as it ends."""
-    return sampled(device, sizes, rounds, tell).medians()
-
-
-def sampled(device: torch.device, sizes: list[int], rounds: int, tell: Callable[[str], None]) -> Samples:
-    """The samples of so many rounds."""
     with torch.no_grad():
         compared = calls(device, sizes)
         Samples(device, compared).take()  # the first block warms up
@@ -114,7 +109,7 @@ def sampled(device: torch.device, sizes: list[int], rounds: int, tell: Callable[
             samples.take()
             latest = ", ".join(f"{name} {taken[-1] * 1e6:.2f} us" for name, taken in samples.seconds.items())
             tell(f"round {number + 1} of {rounds}: {latest}")
-    return samples
+    return samples.medians()
 
 
 class _Bare:

@@ -1,4 +1,6 @@
-"""The engine's decode step compared with the same model eager and compiled, and its time per generated token.
+"""``python -m bench.serve.decode_steps``: the engine's decode step beside the same model eager and compiled.
+
+The time per token of a generation comes with it.
 
 All arms have the same weights in one process. The compiled ones run the plain layers, which a compiler
 fuses itself, with their own cache and the same attention kernels. Every step computes logits and the most likely token.
@@ -6,6 +8,7 @@ fuses itself, with their own cache and the same attention kernels. Every step co
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import itertools
@@ -23,8 +26,9 @@ from bench.engine.scheduler import StepPlan
 from bench.engine.start import replays_of
 from bench.models.llama import Llama
 from bench.models.workload import PAGE_SIZE, Workload
-from bench.tools import text
+from bench.tools import command, text
 from bench.tools.measure import Figures, Timeline, in_turn, say, synchronize
+from bench.tools.options import numbers
 from bench.tools.replays import Served
 from bench.tools.tables import in_line
 from simplegraph import BatchDescriptor, CudaGraphMode
@@ -246,3 +250,15 @@ def render(figures: Figures) -> str:
             f"{row['tokens_per_second']:.0f} tokens a second"
         )
     return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print the tables, and write the figures to the file that ``--json`` names."""
+    parser = argparse.ArgumentParser(prog="python -m bench.serve.decode_steps", description=__doc__)
+    parser.add_argument("--batches", type=numbers, help="requests of a step, such as 1,8")
+    parser.add_argument("--launches", type=numbers, help="tokens that a graph of the generation makes, such as 1,4,8")
+    command.run(parser, arguments, default_plan, measure, render)
+
+
+if __name__ == "__main__":
+    main()

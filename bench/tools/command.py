@@ -1,4 +1,4 @@
-"""The command line of benchmarks whose models and arms run in separate processes."""
+"""The command line of a benchmark: its options change a plan, which is measured, printed and written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from bench.tools.files import save_figures
-from bench.tools.measure import Figures, device_of
+from bench.tools.measure import NOT_SPEED, Figures, device_of, few_threads
 from bench.tools.options import add_device, add_json, changed
 
 P = TypeVar("P")
@@ -21,7 +21,7 @@ def run(
     default_plan: Callable[[torch.device], P],
     measure: Callable[[P, torch.device], Figures],
     render: Callable[[Figures], str],
-    failures: Callable[[Figures], list[str]],
+    failures: Callable[[Figures], list[str]] = lambda figures: [],
 ) -> None:
     """Measure as the command line says, print the table, and write the figures to the ``--json`` file.
 
@@ -32,8 +32,11 @@ def run(
     add_json(parser)
     given = parser.parse_args(arguments)
     device = device_of(given.device)
-    figures = measure(changed(default_plan(device), vars(given)), device)
+    with few_threads(device):
+        figures = measure(changed(default_plan(device), vars(given)), device)
     print(render(figures))
+    if device.type == "cpu":
+        print(NOT_SPEED)
     if given.json:
         save_figures(given.json, figures)
     if failures(figures):

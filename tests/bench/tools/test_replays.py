@@ -23,7 +23,7 @@ from bench.piecewise import breaks
 from bench.startup import one_arm
 from bench.tools.measure import Timeline, step_milliseconds
 from bench.tools.replays import NotReplayed, Replays, Served
-from bench.training import one_run, phases
+from bench.training import one_run
 from simplegraph import Reason
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -164,7 +164,7 @@ def _decode() -> None:
 def _agreement() -> None:
     llama = Workload("tiny", (1,), CPU, lm_head=True, layers=1).build()
     arms = agreement.default_arms(CPU)
-    agreement.measure(llama, arms, agreement.prompts_of(2, 6, llama.config.vocab_size), 3)
+    agreement.compare(llama, arms, agreement.prompts_of(2, 6, llama.config.vocab_size), 3)
 
 
 def _accuracy() -> None:
@@ -189,18 +189,13 @@ def _pitches() -> None:
     packaged.pitches(model, CPU)
 
 
-def _phases() -> None:
-    plan = phases.PhasesPlan(("mlp",), ("forward-backward",), True, 2)
-    phases.measure(plan, CPU)
-
-
 TRAINING = ("train-step", "forward-backward")
 ARMS: dict[str, Callable[[], object]] = {
     **{f"startup {name}": lambda name=name: _startup(name) for name in ("simplegraph", "simplegraph-lazy")},
     "startup simplegraph-piecewise": lambda: _startup("simplegraph-piecewise"),
     "breaks": _breaks,
     "mixed batches": _mixed,
-    "host overhead": lambda: calls.sampled(CPU, [calls.SIZE], 1, str),
+    "host overhead": lambda: calls.measure(CPU, [calls.SIZE], 1, str),
     "model table": _table,
     **{
         f"first call {arm}": lambda arm=arm: first_call.run_arm("transformer", arm, CPU, True, 1)
@@ -213,7 +208,6 @@ ARMS: dict[str, Callable[[], object]] = {
     **{f"training {arm}": lambda arm=arm: one_run.run_arm("mlp", arm, CPU, True) for arm in TRAINING},
     **{f"shapes {arm}": lambda arm=arm: one_run.run_shapes("mlp", arm, CPU, True) for arm in TRAINING},
     **{f"in turn {arm}": lambda arm=arm: one_run.run_in_turn("mlp", [arm], CPU, True) for arm in TRAINING},
-    "phases": _phases,
     **{f"generate {arm}": lambda arm=arm: _generation(arm) for arm in (*generation.FUSED, "simplegraph-4-tokens")},
     "same tokens": lambda: same_tokens.compare("llama", CPU, True, 6, 4),
     **{
@@ -242,7 +236,7 @@ def _one_layer() -> Any:
 def test_an_arm_that_stops_replaying_has_no_figures(arm: str, stopping: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "kernel_milliseconds", lambda call, calls: 0.25)
     monkeypatch.setattr(one_run, "TIMED_STEPS", (2, 2))
-    training = arm.startswith(("training", "shapes", "in turn", "phases"))
+    training = arm.startswith(("training", "shapes", "in turn"))
     with torch.set_grad_enabled(training), pytest.raises(NotReplayed, match=r"of \d+ timed steps were replayed"):
         ARMS[arm]()
 
@@ -252,4 +246,5 @@ def test_the_table_says_what_replayed() -> None:
         tp=1, tp_run="0", device="cpu", arm="simplegraph", preloaded=False, model="tiny", sizes=(1, 2), lm_head=False
     )
     figures = one_arm.measure_arm(argparse.Namespace(**vars(options), layers=1, steps=2))
-    assert (figures["graphs"], figures["steps"], figures["replays"]) == ("emulator", 2, 2)
+    assert figures["graphs"] == "emulator"
+    assert figures["replays"] == figures["steps"] > 2  # the comparisons with eager, too
