@@ -21,11 +21,12 @@ import simplegraph as sg
 from bench.arms.base import NotAvailable
 from bench.models_first_call.model_arms import ARMS, QUICK, Step
 from bench.models_first_call.zoo import ZOO, available
-from bench.tools import command, fresh
+from bench.tools import command
 from bench.tools.measure import NOT_SPEED, DeviceMemory, Figures, Timeline, gpu_busy, say, step_milliseconds
 from bench.tools.options import add_names, count
 from bench.tools.replays import Replays, Served
 from bench.tools.tables import MIB, cell, ratio
+from bench.tools.turns import answer
 
 READY_CALLS = 4
 RAGGED = (1, 2, 3)  # rows of calls after the measured ones; three are padded to four
@@ -150,15 +151,9 @@ def measure(plan: FirstCallPlan, device: torch.device) -> Figures:
 def _measure_arm(plan: FirstCallPlan, model: str, arm: str, device: torch.device) -> Figures:
     runs: list[Figures] = []
     for _ in range(plan.processes):
-        try:
-            runs.append(fresh.call(run_arm, model, arm, device, plan.tiny, plan.batch, seconds=plan.timeout))
-        except TimeoutError as error:
-            return {"skipped": str(error)}
-        except fresh.ProcessFailed as error:
-            say(str(error))
-            return {"failed": str(error)}
-    if "skipped" in runs[0]:
-        return runs[0]
+        runs.append(answer(run_arm, model, arm, device, plan.tiny, plan.batch, seconds=plan.timeout))
+        if "ms" not in runs[-1]:
+            return runs[-1]
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]} | {"runs": runs}
 
 
