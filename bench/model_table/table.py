@@ -25,7 +25,7 @@ from bench.model_table.row import BY_NAME, EAGER, FAILED, FULL, MISSING, PARTS, 
 from bench.model_table.times import AT_MOST_KERNELS, within_kernels
 from bench.tools import command, fresh
 from bench.tools.files import known_rows, save_figures
-from bench.tools.measure import NOT_SPEED, Figures, say
+from bench.tools.measure import Figures, say
 from bench.tools.options import add_names, count
 from bench.tools.side_by_side import SideBySide
 from bench.tools.tables import NOTHING, cell
@@ -179,8 +179,7 @@ _TITLES = (
 def render(figures: Figures) -> str:
     """Format the rows as a Markdown table, with shares of columns and reasons below it."""
     rows: dict[str, Figures] = figures["rows"]
-    lines = [] if figures["device"] == "cuda" else [NOT_SPEED, ""]
-    lines += [_line(_TITLES), _line(["---"] * len(_TITLES))]
+    lines = [_line(_TITLES), _line(["---"] * len(_TITLES))]
     lines += [_line(_cells(name, row)) for name, row in rows.items()]
     return "\n".join([*lines, "", *summary(rows)])
 

@@ -22,7 +22,7 @@ from bench.arms.base import NotAvailable
 from bench.models_first_call.model_arms import ARMS, QUICK, Step
 from bench.models_first_call.zoo import ZOO, available
 from bench.tools import command
-from bench.tools.measure import NOT_SPEED, DeviceMemory, Figures, Timeline, gpu_busy, say, step_milliseconds
+from bench.tools.measure import DeviceMemory, Figures, Timeline, gpu_busy, say, step_milliseconds
 from bench.tools.options import add_names, count
 from bench.tools.replays import Replays, Served
 from bench.tools.tables import MIB, cell, ratio
@@ -185,8 +185,7 @@ _COLUMNS = {
 
 def render(figures: Figures) -> str:
     """Format the figures as a table."""
-    lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
-    lines.append(f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "x eager ms", "x sooner")))
+    lines = [f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "x eager ms", "x sooner"))]
     for model, arms in figures["models"].items():
         for arm, found in arms.items():
             lines.append(f"{model:>20}  {arm:>24}{_cells(found, arms)}")

@@ -23,7 +23,7 @@ from bench.optimized.one_row import ARMS, COMPILED, DEFAULT, EAGER, GRAPH, OPTIM
 from bench.optimized.shapes import MODELS, available
 from bench.tools import command, environment, fresh
 from bench.tools.files import known_rows, save_figures
-from bench.tools.measure import NOT_SPEED, Figures, say
+from bench.tools.measure import Figures, say
 from bench.tools.options import add_names, count, numbers
 from bench.tools.tables import cell, grid, in_line, ratio
 from bench.tools.turns import side_by_side
@@ -120,7 +120,7 @@ def _steps(row: Figures) -> float:
 
 def render(figures: Figures) -> str:
     """Format the rows, the limits, and the kernels of rows above `MEAN`."""
-    lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
+    lines: list[str] = []
     rows: dict[str, Figures] = figures["rows"]
     used = [arm for arm in ARMS if any(arm in row["arms"] for row in rows.values())]
     titles = ["ms a call", *used, "x compiled", "x graph", "first s", "compiled's", "sooner", "error", "eager's"]

@@ -13,7 +13,7 @@ EXPLANATION = """\
 first, ready: seconds from the built model to the output of one request, and to every size ready.
 ms: time of one step by batch. error: largest against eager, relative.
 equal: comparisons with eager at captured sizes that agree to the bit.
-replayed: of our arms, the timed steps that graphs served, as the library counts them, and all of them."""
+replayed: of our arms, the timed and compared steps that graphs served, as the library counts them, and all of them."""
 GPU_EXPLANATION = """\
 piecewise/: how many times sooner than compiled-piecewise (cold, warm cache) every size is ready.
 again: the same start a second time in the process, when the GPU's libraries are loaded: seconds, memory kept.

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 
 from bench.tools.files import save_figures
-from bench.tools.measure import NOT_SPEED, Figures, device_of, few_threads
+from bench.tools.measure import NOT_SPEED, Figures, device_of, few_threads, say
 from bench.tools.options import add_device, add_json, changed
 
 P = TypeVar("P")
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """End the process if this context takes longer: a call that hangs on a device stops in no other way."""
+
+    def stop() -> None:
+        say("the time limit is reached; figures so far are in the file")
+        os._exit(124)
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
 
 
 def run(

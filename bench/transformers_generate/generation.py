@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.tools import command, compiler, cores
-from bench.tools.measure import NOT_SPEED, Figures, gpu_busy, say, seconds, synchronize
+from bench.tools.measure import Figures, gpu_busy, say, seconds, synchronize
 from bench.tools.options import add_names, count
 from bench.tools.replays import Replays, Served
 from bench.tools.tables import cell, ratio
@@ -197,8 +197,7 @@ def render(figures: Figures) -> str:
     `cores busy` is ms a token with all other cores busy; `x sooner` the compiled first generation's time over that of
     the arm.
     """
-    lines = [] if figures["device"] == "cuda" else [f"{NOT_SPEED} Nothing is compiled."]
-    lines.append("batch {batch}, prompt of {prompt}, {tokens} new tokens".format(**figures["plan"]))
+    lines = ["batch {batch}, prompt of {prompt}, {tokens} new tokens".format(**figures["plan"])]
     if figures["plan"].get("at_once", 1) > 1:
         lines.append("first generations ran beside those of other models, so they took longer than alone")
     columns = (*_COLUMNS, "cores busy") if figures["plan"].get("busy") else _COLUMNS

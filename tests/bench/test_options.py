@@ -55,8 +55,6 @@ REFUSED = [
     ("bench.spec_decode.__main__", "--k 0", "'0' is no whole number of at least 1"),
     ("bench.accuracy.__main__", "--model tiny", "'tiny' is no model; expected trained, or a folder with a config.json"),
     ("bench.accuracy.__main__", "--ways foo", "'foo' is none of eager, piecewise, full, speculation-eager, "),
-    ("bench.generate", "--model nope --prompt 1", SHAPES),
-    ("bench.generate", "--model tiny --prompt 1 --mode FUL", "invalid choice: 'FUL'"),
 ]
 
 
@@ -64,7 +62,7 @@ REFUSED = [
 def test_what_is_not_valid_is_refused_with_what_is(
     module: str, line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written = [] if module == "bench.generate" else ["--json", str(tmp_path / "figures.json")]
+    written = ["--json", str(tmp_path / "figures.json")]
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(module).main([*line.split(" "), *written])
     told = capsys.readouterr()
