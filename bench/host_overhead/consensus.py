@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.host_overhead.consensus", description=__doc__)
     parser.add_argument("--sizes", type=numbers, help="numbers of ranks; 1,2,4 by default")
     parser.add_argument("--steps", type=count, help="steps that the figures are of")
-    command.run(parser, arguments, lambda device: ConsensusPlan(), measure_all, render)
+    command.run(parser, arguments, lambda device: ConsensusPlan(), measure_all, render, of_graphs=False)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,12 @@ def run(
     measure: Callable[[P, torch.device], Figures],
     render: Callable[[Figures], str],
     failures: Callable[[Figures], list[str]] = lambda figures: [],
+    *,
+    of_graphs: bool = True,
 ) -> None:
     """Measure as the command line says, print the table, and write the figures to the ``--json`` file.
+
+    With `of_graphs`, it says of a CPU's figures that they are the emulator's.
 
     Raises:
         SystemExit: a required model or arm failed.
@@ -53,7 +57,7 @@ def run(
     with few_threads(device):
         figures = measure(changed(default_plan(device), vars(given)), device)
     print(render(figures))
-    if device.type == "cpu":
+    if of_graphs and device.type == "cpu":
         print(NOT_SPEED)
     if given.json:
         save_figures(given.json, figures)

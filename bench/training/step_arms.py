@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import simplegraph as sg
-from bench.arms.libraries import load_compiler, load_cuda, load_nothing, load_tensordict
+from bench.arms.libraries import NamedArm, load_compiler, load_cuda, load_tensordict
 from bench.tools.replays import Replays
 from bench.training.workloads import Step, Task
 
@@ -18,27 +18,19 @@ WARMUP = 3  # eager steps of the graphs made by hand; torch's own recipe
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingArm:
-    """One way to run a task's steps.
+class TrainingArm(NamedArm):
+    """One way to run a task's steps; `make` is called with the task, and its step with a batch.
 
     Args:
-        make: called with the task; returns the step, called with a batch.
         capturable: the optimizer is made with the settings that a graph needs.
-        load: imports its libraries before any timing starts; raises `NotAvailable` if it cannot run.
         graphs: returns what has the graphs: a wrapper of this library, or another object that counts its `replays`.
         each: replays of one step, of a wrapper of this library.
-        compiles: True if it compiles, which takes up to a minute per workload.
-        ours: True for simplegraph's arms and eager, which must work and be right.
         whole: True if the optimizer is in the graph, too.
     """
 
-    make: Callable[[Task], Step]
     capturable: bool = True
-    load: Callable[[torch.device], None] = load_nothing
     graphs: Callable[[Task, Step], Any] = lambda task, step: None
     each: int = 1
-    compiles: bool = False
-    ours: bool = False
     whole: bool = False
 
     def replayed(self, task: Task, step: Step) -> int | None:

@@ -33,7 +33,7 @@ def test_models_without_packages_are_always_there() -> None:
 
 
 def test_a_wrong_answer_fails_the_arm(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = model_arms.ModelArm(lambda module, inputs: lambda *x: module(*x) * 1.01)
+    wrong = model_arms.NamedArm(lambda module, inputs: lambda *x: module(*x) * 1.01)
     monkeypatch.setitem(model_arms.ARMS, "eager", wrong)
     with pytest.raises(RuntimeError, match=r"differ from eager's by 0\.01 "):
         first_call.run_arm("convnet", "eager", CPU, True, 1)
@@ -61,7 +61,7 @@ def test_every_model_takes_as_many_rows_as_it_is_given(model: str) -> None:
 
 
 def test_what_an_arm_imports_is_not_in_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = model_arms.ModelArm(lambda module, inputs: module, load=lambda device: time.sleep(2))
+    slow = model_arms.NamedArm(lambda module, inputs: module, load=lambda device: time.sleep(2))
     monkeypatch.setitem(model_arms.ARMS, "slow", slow)
     assert first_call.run_arm("convnet", "slow", CPU, True, 1)["first_seconds"] < 1
 
