@@ -33,14 +33,11 @@ class Reason(str, enum.Enum):
     PROOF = "proof", "a first call of a graph: it runs eagerly, and replays are compared with it"
     CAPTURE_FAILED = "capture_failed", "capturing this size failed before"
     NOT_CAPTURED_UPFRONT = "not_captured_upfront", "capture='upfront' and capture_graphs did not capture this size"
+    CAPTURED_OTHERWISE = "captured_otherwise", "graphs were captured for such calls, but not as this one is"
     STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
     TOO_MANY_SIGNATURES = (
         "too_many_signatures",
         "max_signatures are captured already; raise it, pass changing values as tensors, or let the others be flushed",
-    )
-    CHANGING_NUMBER = (
-        "changing_number",
-        "a number changes from call to call and the forward needs its value: each has its own graph; pass a tensor",
     )
     OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
     # What is going on around the call.
@@ -105,7 +102,7 @@ class Reason(str, enum.Enum):
     OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
     PYTHON_STATE = (
         "python_state",
-        "the function changes numbers or flags in Python, which no replay does",
+        "the forward changes numbers, flags or settings in Python, which no replay does",
     )
     # Generation by a library beside this one.
     DECODING_MODE = (

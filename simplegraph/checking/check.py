@@ -13,7 +13,7 @@ from torch import nn
 from simplegraph.checking.trial import ModuleTrial
 from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
-from simplegraph.graph.breaks.operators import name_of
+from simplegraph.graph.breaks.active import name_of
 from simplegraph.graph.failures import BREAK
 from simplegraph.manager.estimate import MemoryEstimate
 from simplegraph.module.mixin import wrap

@@ -14,7 +14,7 @@ from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed, outside_calls
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.operators import breaking_operators, inlining, recording_breaks
+from simplegraph.graph.breaks.active import breaking_operators, inlining, recording_breaks
 from simplegraph.graph.breaks.trace import BreakTracer
 from simplegraph.graph.failures import user_location
 from simplegraph.graph.generators import HostRandom, default_generator, put_random_states, random_states
@@ -67,7 +67,7 @@ class ModuleTrial:
         reader = CallReader(module.forward, config, known_arguments(module))
         self._leaves, self._names, self._spec = reader.leaves(args, kwargs)
         try:
-            self._rows, self._args, _ = reader.read(self._leaves, self._names, self._spec, None)
+            self._rows, self._args, _ = reader.read(self._leaves, self._names, self._spec, ())
         except CannotBind as error:
             raise InputError(f"check cannot use these inputs: {error.explained}") from None
         first = next(leaf for leaf in self._leaves if isinstance(leaf, Tensor))

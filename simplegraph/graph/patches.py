@@ -2,10 +2,6 @@
 
 They are made at the first capture that needs them, once a process:
 
-    tensor.data, set_, resize_, ...    notices that something a graph reads was moved (module.changes)
-    Module.__setattr__, register_forward_hook, ...    the same of modules, and of code that they run
-    Optimizer.__setattr__, Tensor.register_hook, ...    the same of code that training steps run
-    torch._C._set_cublas_allow_tf32, ...    notices that a setting changed, on which kernels depend (module.torch_state)
     torch.cuda.Event.record, wait      names the line that forked to a side stream (graph.cuda.forks)
     break operators                    kernels on a spare dispatch key, so that operators can break (graph.breaks)
     torch.cuda.is_current_stream_capturing  true in the emulator's captures, too, while one runs (graph.emulator)
@@ -13,9 +9,7 @@ They are made at the first capture that needs them, once a process:
     torch.overrides.has_torch_function  blind to an emulated capture, while one runs (graph.emulator)
     CompiledFxGraph.__call__           refuses compiled code in the emulator's captures, while one runs (graph.emulator)
     JITFunction.run of Triton          shows its launches to a capture's observer (graph.launches)
-    torch.tensor_split, Tensor.tensor_split  notes a CPU tensor of indices, while a capture runs (graph.host)
-    is_tracing of transformers, ...    as in eager runs where captures read no data (graph.transformers_masks)
-    is_torchdynamo_compiling of transformers  true where it would cache what captures compute (graph.transformers_masks)
+    is_tracing of transformers, ...    see integrations.transformers.masks
     AttentionInterface of transformers  attention without copies of keys, in captured steps (integrations.transformers)
 """
 
@@ -74,10 +68,7 @@ def installed() -> list[str]:
 
 
 def remove() -> None:
-    """Take every change back, last first. The next capture makes those that it needs again.
-
-    Until then, graphs captured before are told of nothing, so every call looks for itself, which is slow.
-    """
+    """Take every change back, last first. The next capture makes those that it needs again."""
     for label in reversed(installed()):
         undo(label)
     for install in _installers:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.breaks.active import recording_breaks
 from simplegraph.graph.breaks.recorder import SegmentRecorder
 from simplegraph.graph.breaks.step import Break, BreakTrace
 from simplegraph.graph.cuda.first_use import wait_for_preloads

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import InputError, VerificationError
-from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
+from simplegraph.graph.breaks.active import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.playback import BreakTape, played
 from simplegraph.graph.device import CAPTURE_LOCK
+from simplegraph.graph.extras import entered
 from simplegraph.graph.generators import default_generator, drew, put_random_states, random_states
 from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import wait_collectives
-from simplegraph.graph.transformers_masks import answering
 from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
@@ -79,7 +79,7 @@ class ReplayProof:
         if program.breaks:
             tape = BreakTape(breaking_operators(self._table.config.break_ops), observer, self._memory)
         # The observer is asked first, as in a warmup: it sees reads that are served.
-        with recording_breaks(tape), answering(self._table.constants.decisions), observer:
+        with recording_breaks(tape), entered(self._table.constants.notes, as_captured=True), observer:
             result = wait_collectives(run())
         self._rounding = by_least_precise(OTHER_SIZE, observer.dtypes)
         self._after = after = self._memory.copy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ class CapturedGraph:
     Attributes:
         unproven, unproven_padded: how many of its next calls with exactly its rows, and with fewer, are compared with
             eager; tries: how many of them could not be.
-        proven_numbers: what numbers that go into it were in calls that were compared.
     """
 
     mode: CudaGraphMode
@@ -50,11 +49,6 @@ class CapturedGraph:
     unproven: int = 0
     unproven_padded: int = 0
     tries: int = 0
-    proven_numbers: set[Hashable] = dataclasses.field(default_factory=set)
-
-    def need_proofs(self, count: int) -> None:
-        """Compare at least so many of its next calls with eager."""
-        self.unproven, self.unproven_padded = max(self.unproven, count), max(self.unproven_padded, count)
 
     def keeps_writing_elsewhere(self) -> bool:
         """Count a run that wrote to memory not known to be written, and was not compared; True if it was the last."""

@@ -30,17 +30,15 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.touched import inspect_graphs
 from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
-from simplegraph.module.changing import PROVEN_VALUES
 from simplegraph.module.effects import ModuleState, warning_of_eager
 from simplegraph.module.functions import FunctionModule, computes_gradients, note_read
 from simplegraph.module.inputs import InputSet
-from simplegraph.module.left import WithLeft
 from simplegraph.module.memory import ModuleMemory, held_generators
 from simplegraph.module.outside import MemoryInUse
 from simplegraph.module.padding import learn_numbers
 from simplegraph.module.plan import Plan, make_plan
 from simplegraph.module.rehearsal import Rehearsal
-from simplegraph.module.signature import CallReader, only_size
+from simplegraph.module.signature import CallReader, differences, only_size
 from simplegraph.module.snapshot import has_address, tensors_in
 from simplegraph.module.state import CapturedState
 from simplegraph.module.survey import Survey
@@ -49,7 +47,13 @@ from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
 
+_UNSETTLED = 3  # eager runs in a row that change a setting of torch; the first in a process may
+
 _COMPARE_REMEDY = "Set num_warmups=1, so that inputs are compared before and after a run; up to 1 GiB of them are."
+
+
+class SettingsChanged(Exception):
+    """A forward, or torch beneath it, changed settings of torch that are part of the key; internal."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,6 +69,7 @@ class GraphBuilder:
         state: what the programs read of the module; None before the first capture.
         seen: memory that the forward was seen to use beside its arguments.
         lessons: how often there was something to learn: an eager run that was observed, or a capture.
+        unsettled: settings that each of the latest eager runs changed.
     """
 
     manager: CudaGraphManager
@@ -73,6 +78,7 @@ class GraphBuilder:
     state: CapturedState | None = None
     seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
     lessons: int = 0
+    unsettled: list[str] = dataclasses.field(default_factory=list)
 
     def drop(self) -> None:
         """Drop the programs and what they own."""
@@ -89,14 +95,16 @@ class GraphBuilder:
             raise CannotBind(reason, only_size(self.reader, call.batch, call.spec))
         return self.run_as_called(call, reason)
 
-    def run_as_called(self, call: Call, reason: Reason) -> Any:
+    def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
         """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
         self.lessons += 1
-        self.manager.stats.ran_eagerly(reason, size=call.batch)
+        self.manager.stats.ran_eagerly(reason, detail, size=call.batch)
         memory = call.memory  # before the run, which may give an argument other memory
         # A padded graph's own constants, if they follow the size, come from a warmup of that size.
         key = (call.binding.signature, None) if call.padding else call.key
         result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs, key, rows=call.batch)
+        changed = call.layout.settings.difference()
+        self.unsettled = [*self.unsettled, changed] if changed else []
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
             if not call.padding:
@@ -105,7 +113,7 @@ class GraphBuilder:
         call.binding.note_written(observer, memory)
         call.binding.refused = observer.refused
         self.keep_external(call.module, [observer], set(memory.values()))
-        call.binding.learn_run(call.batch, result)
+        call.binding.learn_outputs(call.batch, *flatten(result))
         learn_numbers(call.binding, self.manager.table, observer.numbers)
         if call.binding.unsupported is None:  # else the run may have given arguments other shapes
             self.reader.learn(call.batch, call.leaves, call.spec)
@@ -113,6 +121,11 @@ class GraphBuilder:
         call.binding.ran.add((call.spec, call.batch))
         call.binding.warm[call.padded] += not call.padding or reason is Reason.WARMUP
         return result
+
+    def check_settled(self) -> None:
+        """Refuse a forward that changes a setting of torch at every call. Raises CannotBind."""
+        if len(self.unsettled) >= _UNSETTLED:
+            raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {self.unsettled[-1]}")
 
     def needs_warmup(self, call: Call) -> bool:
         """True if the call's size must run eagerly once more before its capture, padded sizes as they are called."""
@@ -157,6 +170,15 @@ class GraphBuilder:
         return known or call.binding.inputs_for(call.padded, largest, call.layout.args, call.leaves)
 
     # What graphs there are.
+
+    def difference_to_captured(self, call: Call) -> str:
+        """Say what stands between a call and the most similar one that graphs were captured for; empty if none were."""
+        own = call.binding.signature
+        others = {key[0]: None for key in self.inputs_of if isinstance(key, tuple)}
+        if own in others:
+            return ""
+        found = sorted((differences(signature, own) for signature in others), key=len)
+        return "; ".join(found[0]) if found else ""
 
     def plan(self, call: Call) -> Plan:
         """Make the plan by which such calls are replayed, from now on if nothing of it is left to be proven."""
@@ -245,9 +267,11 @@ class GraphBuilder:
 
             def warmed_up() -> None:
                 if not lazy:
+                    _check_settings(call)
                     self._observe_second_size(call, inputs, rehearsal)
 
             summary = capture.run(0 if lazy else manager.config.num_warmups, warmed_up)
+            _check_settings(call)
         summary = inspect_graphs(capture, summary)
         for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
             for observer in capture.observers:
@@ -274,11 +298,10 @@ class GraphBuilder:
             graph = self.manager.table.graphs.get(job.key)
             if graph is not None:
                 self.inputs_of[job.key] = inputs
-                graph.need_proofs(PROVEN_VALUES if call.layout.numbers else 0)
                 _learn_program(call, job, graph.program)
         if self.state is None:
             self.state = CapturedState(call.module)
-        self.state.take(self.seen.read, call.binding.counted.left.links)
+        self.state.take(self.seen.read)
 
     def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
@@ -298,16 +321,23 @@ class GraphBuilder:
         except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
             logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
         else:
-            binding.learn_run(other, result)
+            binding.learn_outputs(other, *flatten(result))
             learn_numbers(binding, self.manager.table, observer.numbers)
             self.reader.learn(other, leaves, call.spec)
             if trace is not None:
                 binding.note_trace(other, trace)
 
 
+def _check_settings(call: Call) -> None:
+    """Refuse captures under other settings than the call was read under: no later call would find them."""
+    changed = call.layout.settings.difference()
+    if changed:
+        raise SettingsChanged(changed)
+
+
 def _is_unlike_warmups(call: Call, manager: CudaGraphManager) -> bool:
-    """True if calls so far ran with fewer rows, with numbers that were no tensors, or as their data decided."""
-    return bool(call.padding or call.layout.numbers or manager.table.constants.decisions)
+    """True if calls so far ran with fewer rows, or in another way that an extra noted."""
+    return bool(call.padding or manager.table.constants.notes)
 
 
 def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, capture: GraphCapture) -> None:
@@ -354,8 +384,8 @@ def _forward(
     kind: tuple[CudaGraphMode, BatchDescriptor],
     reader: CallReader,
 ) -> Callable[[], Any]:
-    """Make the forward on the static inputs of a size; captured, it also returns what it leaves below the module."""
-    mode, descriptor = kind
+    """Make the forward on the static inputs of a size."""
+    _, descriptor = kind
     module, counted, state_key = call.module, call.binding.counted, manager.config.state_key
 
     def refuse() -> None:
@@ -370,30 +400,20 @@ def _forward(
         refuse()  # the run before may have left the static inputs in another shape
         args, kwargs = call.spec.unflatten(leaves)  # in new containers: a run before may have changed the last ones
         is_captured = manager.device.is_capturing()
-        # A break would read what the replay before left.
-        leave = mode is not CudaGraphMode.PIECEWISE
-        captured = functools.partial(counted.captured_run, state_key=state_key, may_leave=leave)
-        watched = captured(module) if is_captured else counted.eager_run(module)
+        watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
         warned = warning_of_eager(manager.stats.name) if is_captured else contextlib.nullcontext()
-        with warned, bypassed(Reason.NESTED), torch.no_grad(), watched as watch:
+        with warned, bypassed(Reason.NESTED), torch.no_grad(), watched:
             limit = 0 if is_captured else copy_limit(manager.device.free_memory())
             result = invoke_watched(call, reader, args, kwargs, limit)
         refuse()
-        key = call.binding.signature, *kind
-        label = f"batch size {descriptor.num_tokens}"
-        whole = result if watch is None else counted.left.take(key, label, watch, result, (args, kwargs))
-        return module.with_effects(whole) if is_captured and isinstance(module, FunctionModule) else whole
+        return module.with_effects(result) if is_captured and isinstance(module, FunctionModule) else result
 
     return run
 
 
 def _learn_program(call: Call, job: CaptureJob, program: Program) -> None:
-    """Learn how the outputs of a new program, and what it leaves below the module, follow the batch size."""
-    leaves, rows = program.outputs, job.descriptor.num_tokens
-    whole, spec = program.result(), program.spec
+    """Learn how the outputs of a new program follow the batch size."""
+    spec = program.spec
     if hasattr(spec.type, "make_plan"):
-        whole, spec = whole.result, spec.children[0]
-    if spec.type is WithLeft:
         spec = spec.children[0]
-        call.binding.counted.left.learn_captured(job.key, rows, whole.left)
-    call.binding.learn_outputs(rows, leaves[: spec.num_leaves], spec)
+    call.binding.learn_outputs(job.descriptor.num_tokens, program.outputs[: spec.num_leaves], spec)

@@ -92,9 +92,9 @@ class FunctionModule(nn.Module):
         """List the functions that the function calls by name, as far as they are the user's."""
         return [value for _, value in self.values.found if isinstance(value, types.FunctionType)]
 
-    def watched(self) -> Iterator[Any]:
-        """Yield objects, beside modules and tensors, that tell when the code that calls run may have changed."""
-        return iter(())
+    def watched_dicts(self) -> list[dict[Any, Any]]:
+        """List dicts whose entries tell when the code that calls run may have changed."""
+        return []
 
     def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
         """Yield what else calls read, by name, with the links to it."""

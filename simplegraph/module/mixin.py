@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
@@ -18,6 +17,7 @@ from simplegraph.config import CudaGraphConfig, check_settings
 from simplegraph.distributed import RankGroup
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
+from simplegraph.graph.extras import runner_kinds
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.subclass import subclass
 from simplegraph.manager.jobs import CaptureSummary
@@ -376,9 +376,8 @@ def _insert_base(target: Any) -> None:
 
 def _new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:
     """Make the runner that the settings ask for."""
-    kind = GraphRunner
-    if config.from_env().training:  # of a room after this one, so it is found by name, as the package's door does it
-        kind = importlib.import_module("simplegraph.training.runner").TrainingRunner
+    known = config.from_env()
+    kind = next(filter(None, (find(known) for find in runner_kinds)), GraphRunner)
     return kind(config, pool, ranks)
 
 

@@ -15,7 +15,6 @@ from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.args import PLAIN_TENSORS
 from simplegraph.module.call import Call
 from simplegraph.module.inputs import InputSet, Spans, StaticInput, compared_pairs, overlap, overlaps_itself, slot
-from simplegraph.module.left import WithLeft
 from simplegraph.module.sharing import SharedOutputs
 from simplegraph.module.state import CapturedState
 from simplegraph.nested import flatten
@@ -268,40 +267,13 @@ class Plan:
         return result
 
 
-class LeavingPlan(Plan):
-    """Serves calls whose forward leaves tensors below the module: replays leave theirs there."""
-
-    def _real_rows(self, call: Call) -> list[Any]:
-        left = call.binding.counted.left
-        self._places = left.of(call.key)
-        rows, padded, whole = self.rows, self.padded, self._whole
-        result, others = self._spec.children
-        begin = result.num_leaves
-        outputs = call.binding.outputs.cut(whole[:begin], rows, padded)
-        try:
-            return outputs + left.cut(call.key, whole[begin:], others.children, rows, padded)
-        except CannotBind as error:
-            call.binding.refuse_padding(error.again())
-            raise
-
-    def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
-        return self._places.bind(super().replay(leaves, copies))
-
-    def handed_out(self, result: Any) -> Any:
-        return self._places.bind(super().handed_out(self._places.gather(result))) if self._static else result
-
-    def whole(self, result: Any) -> Any:
-        return self._places.gather(result)
-
-
 def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
     """Make the plan by which calls like this are served by a graph; see `Plan`. Raises CannotBind."""
     whole: Any = graph.program.spec.type
     if hasattr(whole, "make_plan"):  # with more than a module's forward leaves
         plan: Plan = whole.make_plan(call, table, graph, *more)
         return plan
-    kind = LeavingPlan if whole is WithLeft else Plan
-    return kind(call, table, graph, *more)
+    return Plan(call, table, graph, *more)
 
 
 def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:

@@ -18,7 +18,7 @@ from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.touched import freed_since
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.memory import ModuleMemory
-from simplegraph.module.padding import learn_numbers, refuse_numbers, refuse_padding
+from simplegraph.module.padding import learn_numbers, refuse_padding
 from simplegraph.module.plan import Plan
 from simplegraph.module.signature import CallReader
 from simplegraph.reasons import Reason
@@ -80,10 +80,6 @@ class _CallProof:
         plan, memory, unsaved = self._plan, self._memory, self._memory is None
         if self._ranks.any(f"memory that a proof of {self._label} cannot copy", unsaved) or memory is None:
             self._leave_unverified("it writes more memory than a proof copies")
-            if self._call.layout.numbers:
-                self._table.stats.ran_eagerly(Reason.CHANGING_NUMBER, size=self._call.batch)
-                self._run()
-                return self._result
             return plan.replay(self._call.leaves, plan.copies(self._call.leaves))
         started = time.perf_counter()
         self._table.stats.ran_eagerly(Reason.PROOF, size=self._call.batch)
@@ -176,13 +172,7 @@ class _CallProof:
         plan, call, table = self._plan, self._call, self._table
         error = None if found is None else VerificationError(found)
         failure = self._ranks.failure(f"the proof of {self._label}", error)
-        if failure is not None and call.layout.numbers and (not plan.padding or plan.graph.unproven > 0):
-            why = f"a replay does not equal eager: {failure[1]}"
-            refuse_numbers(table, self._owner.reader.changing, call, why)
-            return
         if failure is None:
-            if call.layout.numbers:
-                plan.graph.proven_numbers.add(call.number_values)
             plan.graph.prove(padded=bool(plan.padding), both=self._ranks.size > 1)
             return
         rank, said = failure
@@ -199,7 +189,4 @@ class _CallProof:
             raise VerificationError(f"{text}: {said}.\n  {_REMEDY}")
 
     def _leave_unverified(self, why: str) -> None:
-        if self._call.layout.numbers:
-            refuse_numbers(self._table, self._owner.reader.changing, self._call, why)
-        else:
-            self._plan.graph.prove(padded=True, both=True, unverified=why)
+        self._plan.graph.prove(padded=True, both=True, unverified=why)

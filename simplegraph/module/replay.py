@@ -11,9 +11,9 @@ from torch.nn.utils import parametrize
 
 from simplegraph.context import CallContext
 from simplegraph.errors import StaleGraphError
+from simplegraph.graph.extras import StateKey
 from simplegraph.graph.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.module.call import CallLayout
-from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan, check_places
 from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import any_requires_grad
@@ -21,11 +21,11 @@ from simplegraph.module.survey import held_tensors
 from simplegraph.module.torch_state import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
-    TorchSettings,
     function_modes,
     num_function_modes,
     num_operator_modes,
 )
+from simplegraph.reasons import CannotBind
 
 MISS = object()
 _grad_enabled = torch.is_grad_enabled  # looked up once
@@ -42,7 +42,7 @@ def try_replay(
     """Replay if this call is one that a plan exists for; otherwise return MISS, with nothing done.
 
     Raises:
-        CannotBind: the plan is an `EagerPlan`, which is asked as any other is.
+        CannotBind: such calls are known to run eagerly.
     """
     leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
     try:
@@ -50,8 +50,14 @@ def try_replay(
         size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
     except (TypeError, AttributeError, IndexError):
         return MISS
-    plan: Plan | None = layout.plans.get(size if context is None else (size, context.batch))
-    if plan is None or module.training or forward_ad._current_level >= 0:
+    if module.training or forward_ad._current_level >= 0:
+        return MISS
+    key = size if context is None else (size, context.batch)
+    plan: Plan | None = layout.plans.get(key)
+    if plan is None:
+        refusal = layout.refusals.get(key)
+        if refusal is not None and refusal.holds(leaves) and same_around(module, layout, state_key):
+            raise CannotBind(*refusal.why)
         return MISS
     try:
         copies = plan.bind(leaves)
@@ -62,25 +68,24 @@ def try_replay(
     if _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
         return MISS
     state, is_capturing = plan.state, plan.is_capturing
-    if not same_around(module, plan, layout, state_key):
+    if not same_around(module, layout, state_key):
         return MISS
     with plan.pool.lock:
-        moved = (state.seen != state.count or state.watches_plain) and state.moved()
-        if moved or not plan.program.live or is_capturing():
+        if state.moved() or not plan.program.live or is_capturing():
             return MISS
         if plan.debug:
             return replay_checked(module, plan, leaves, copies)
         return plan.replay(leaves, copies)
 
 
-def same_around(module: Any, plan: Plan, layout: CallLayout, state_key: StateKey | None) -> bool:
+def same_around(module: Any, layout: CallLayout, state_key: StateKey | None) -> bool:
     """True if autocast, settings, modes, hooks on all modules and Python state are those of the calls of a layout."""
-    autocast = autocast_dtype(plan.device_type) if ANY_AUTOCAST() else None
+    autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
     if autocast is not layout.autocast:
         return False
     if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
         return False
-    if TorchSettings.current is not layout.settings and TorchSettings.read() is not layout.settings:
+    if not layout.settings.hold():
         return False
     if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
         return False

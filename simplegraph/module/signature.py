@@ -16,8 +16,8 @@ from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.errors import ConfigError, InputError, did_you_mean
 from simplegraph.graph.tensors import memory_order
 from simplegraph.module.args import PLAIN_TENSORS, Arg, ConstantArg, SameArg, TensorArg, host_arg
-from simplegraph.module.changing import ChangingNumbers, number_tensor
 from simplegraph.module.torch_modules import NOTHING_KNOWN, KnownArguments
+from simplegraph.module.torch_state import TorchSettings
 from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
 from simplegraph.reasons import CannotBind, Reason
 
@@ -30,7 +30,7 @@ class Signature:
 
     args: tuple[Arg, ...]
     specs: tuple[tuple[str, TreeSpec], ...]
-    context: Hashable
+    context: tuple[Any, ...]
 
     def __hash__(self) -> int:
         return self._hash
@@ -49,9 +49,6 @@ class CallReader:
         config: declared batch dimensions, pad rules and trusted arguments.
         known: what need not be declared.
         exact: find no batch dimensions, as with `exact_shapes`.
-
-    Attributes:
-        changing: finds the numbers that are tensors in graphs; None if none are.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class CallReader:
     ) -> None:
         self._config, self._known = config, known
         self._exact = exact or config.exact_shapes
-        self.changing: ChangingNumbers | None = None
         self._pads = {**known.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
         parameters = inspect.signature(forward).parameters.values()
@@ -118,10 +114,10 @@ class CallReader:
         leaves: list[Any],
         names: Sequence[str],
         spec: TreeSpec,
-        context: Hashable,
+        context: tuple[Any, ...],
         device: torch.device | None = None,
     ) -> tuple[int, list[Arg], Signature]:
-        """Find the batch size of a call, its arguments in order, and its signature; numbers that change become tensors.
+        """Find the batch size of a call, its arguments in order, and its signature.
 
         Without batch dimensions (`exact`) the size is 1. `device` is where the call runs if no tensor tells.
 
@@ -139,15 +135,9 @@ class CallReader:
         batch = 1 if exact else leaves[anchor].shape[anchor_dim]
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
-        numbers = {} if self.changing is None else self.changing.find(leaves, names, device)
-        for index in numbers:
-            leaves[index] = number_tensor(leaves[index], device)
         seen = self._shapes(leaves, spec)
         args: list[Arg] = []
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-            if index in numbers:
-                args.append(TensorArg(name, leaf.dtype, leaf.device, (), None, (), number=numbers[index]))
-                continue
             if index in hosted or not isinstance(leaf, Tensor):
                 args.append(host_arg(name, leaf) if index in hosted else self._constant(name, leaf))
                 continue
@@ -279,7 +269,7 @@ class CallReader:
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}")
         return ConstantArg(name, kind, constant_key(value), value)
 
-    def _signature(self, args: list[Arg], spec: TreeSpec, context: Hashable) -> Signature:
+    def _signature(self, args: list[Arg], spec: TreeSpec, context: tuple[Any, ...]) -> Signature:
         known = self._defaults
         constants = [arg for arg in args if type(arg) is ConstantArg]  # a default on the CPU may be written to
         left_out = {arg.name for arg in constants if arg.name in known and arg.holds(known[arg.name])}
@@ -313,6 +303,21 @@ def only_size(reader: CallReader, batch: int, spec: TreeSpec) -> str:
             listed = f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"
             return f"{told}, in lists of {listed} as {name}; if a list is the batch, use exact_shapes=True"
     return told
+
+
+def differences(then: Signature, now: Signature) -> list[str]:
+    """Say in which arguments and surroundings two signatures differ."""
+    before, after = ({arg.name: str(arg) for arg in each.args} for each in (then, now))
+    pairs = [(name, before.get(name, "absent"), after.get(name, "absent")) for name in before | after]
+    found = [f"{name}: {one} became {other}" for name, one, other in pairs if one != other]
+    if then.specs != now.specs and not found:
+        found.append("how the arguments nest")
+    kinds = zip(("autocast", "state", "settings", "default devices"), then.context, now.context, strict=False)
+    for kind, one, other in kinds:
+        if one != other:
+            told = one.difference(other) if isinstance(one, TorchSettings) else f"{one} became {other}"
+            found.append(f"{kind}: {told}")
+    return found or ["arguments that look alike, by address or rule of padding"]
 
 
 def prefixes(name: str) -> Iterator[str]:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from simplegraph.graph.places import by_class, is_library
 from simplegraph.graph.tensors import parts, storage_key
 from simplegraph.module.functions import FunctionModule
 from simplegraph.module.snapshot import has_address
-from simplegraph.module.torch_modules import plain_settings
 
 _DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
 _REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
@@ -23,6 +23,15 @@ _CODE = frozenset(
     {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, functools.partial}
 )
 _ATOMS = frozenset({type(None), bool, int, float, str})
+SETTINGS = _ATOMS  # types whose values are compared
+# Of torch's layers: their parameters' shapes tell these.
+_SIZES = frozenset(
+    {
+        *("in_features", "out_features", "num_features", "num_embeddings", "embedding_dim", "normalized_shape"),
+        *("elementwise_affine", "affine", "in_channels", "out_channels", "kernel_size", "num_channels"),
+    }
+)
+_CLOSED = (type, types.ModuleType, Tensor, torch.dtype, torch.device)
 
 Link = tuple[Any, Any, Any]
 
@@ -55,21 +64,20 @@ class Survey:
         modules: it, and all that it holds: children, and modules in lists, tuples, dicts and objects.
         tensors: theirs: parameters, buffers, and tensors in ordinary attributes, alone or in containers.
         generators: random generators in such attributes.
-        links: the links to modules that are no children, and to generators.
-        watched: other objects that tell of changes.
+        links: chains of links to modules that are no children, to generators, functions and settings, and to what may
+            become a tensor: None and empty containers.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: dict[str, HeldTensor] = {}
         self.generators: dict[str, torch.Generator] = {}
-        self.links: list[Link] = []
-        self.watched: list[Any] = []
+        self.links: list[tuple[Link, ...]] = []
         self._seen: set[int] = set()
+        self._opened: set[int] = set()
         if isinstance(module, FunctionModule):
             module.resolve()
-            self.links += module.links()
-            self.watched += module.watched()
+            self.links += [(link,) for link in module.links()]
         self._add_tree("", module)
         for name in list(self.modules):
             self._look_at_attributes(name)
@@ -98,25 +106,37 @@ class Survey:
             return
         attributes = vars(module)
         for key, value in list(attributes.items()):
-            if key not in _REGISTERED and type(value) not in _ATOMS:
+            if type(value) in _CODE:
+                self.links.append(((attributes, key, value),))
+            elif key not in _REGISTERED:
                 self._look_inside(_dotted(name, key), _dotted(name, key), ((attributes, key, value),))
+        self.links += [((attributes, key, attributes[key]),) for key in _settings(module)]
 
     def _look_inside(self, name: str, attribute: str, links: tuple[Link, ...]) -> None:
         value = links[-1][-1]
         if isinstance(value, Tensor):
             self._add(HeldTensor(name, attribute, value, links))
+        elif value is None:
+            self.links.append(links)
+        elif type(value) in _ATOMS:
+            return
         elif isinstance(value, torch.Generator):
-            self.links += links
+            self.links.append(links)
             self.generators[name] = value
         elif isinstance(value, nn.Module):
-            self.links += links
+            self.links.append(links)
             for added in self._add_tree(name, value):
                 self._look_at_attributes(added)
         elif len(links) <= _DEPTH and not isinstance(value, Optimizer):  # whose state has parameters for keys
             inner, items = _contents(value)
+            if inner is None:
+                return
+            if not items or id(inner) in self._opened:  # what it holds is read by another way
+                self.links.append(links)
+                return
+            self._opened.add(id(inner))
             for key, item in items:
-                if type(item) not in _ATOMS:
-                    self._look_inside(f"{name}.{key}", attribute, (*links, (inner, key, item)))
+                self._look_inside(f"{name}.{key}", attribute, (*links, (inner, key, item)))
 
     def _add(self, held: HeldTensor) -> None:
         while held.name in self.tensors:  # {1: a, "1": b}
@@ -152,13 +172,22 @@ def _dotted(prefix: str, key: str) -> str:
 
 
 def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Open a container, or an object's attributes: it, and what it holds by index or key."""
+    """Open a container, or an object's attributes: it, and what it holds by index or key; None if it is neither."""
     if isinstance(value, (list, tuple, collections.deque)):
         return value, list(enumerate(value))
-    if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (dict, types.ModuleType)):
-        value = vars(value)
+    if not isinstance(value, dict):
+        try:
+            value = None if _is_closed(value) else object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            value = None
     # A copy: the collector may take entries out of a weak dictionary while a list of them is made.
     return value, list(dict(value).items()) if isinstance(value, dict) else []
+
+
+def _is_closed(value: Any) -> bool:
+    """True for what holds no tensors of the user's, or is looked at in other ways."""
+    kind = type(value)
+    return kind in _CODE or isinstance(value, _CLOSED) or (callable(value) and is_library(kind.__module__))
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:
@@ -170,9 +199,27 @@ def code_of(module: nn.Module) -> Iterator[Any]:
         for item in hooks.items():
             yield from item
         yield len(hooks)
-    for key, value in list(vars(module).items()):
+    attributes = vars(module)
+    for key, value in list(attributes.items()):
         if type(value) in _CODE:
             yield from (key, value)
-    yield from plain_settings(module)
+    for key in _settings(module):
+        yield from (key, attributes[key])
     if isinstance(module, FunctionModule):
         yield from module.code()
+
+
+def _settings(module: nn.Module) -> list[str]:
+    """Name the settings of torch's own layers, such as `Dropout.p`, that parameters do not tell."""
+    attributes = vars(module)
+    names = _constants(type(module))
+    return [name for name in names if name in attributes and type(attributes[name]) in SETTINGS]
+
+
+@by_class
+def _constants(kind: type) -> tuple[str, ...]:
+    """List the numbers and flags that torch's own layers declare, of a class that may be derived from one."""
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules.")]
+    return tuple(
+        dict.fromkeys(name for base in bases for name in vars(base).get("__constants__", ()) if name not in _SIZES)
+    )

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import dis
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-
-from simplegraph.graph.places import by_class
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,25 +89,3 @@ _MODULES: dict[type[nn.Module], Callable[[Any], KnownArguments]] = {
     nn.TransformerDecoder: _attention,
     nn.Transformer: _attention,
 }
-
-
-# What the values are of attributes such as `Dropout.p`, which forwards read as they are.
-SETTINGS = frozenset({type(None), bool, int, float, str, tuple})
-
-
-def plain_settings(module: nn.Module) -> Iterator[Any]:
-    """Yield the names and values of a module's settings such as `Dropout.p`, of torch's own classes."""
-    attributes = vars(module)
-    for name in setting_names(type(module)):
-        if name in attributes and type(attributes[name]) in SETTINGS:
-            yield from (name, attributes[name])
-
-
-@by_class
-def setting_names(kind: type) -> tuple[str, ...]:
-    """List the attributes that the constructors of torch's own modules set, of a class that may be derived from one."""
-    bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules.") and base is not nn.Module]
-    makers = [inspect.unwrap(vars(base)["__init__"]) for base in bases if "__init__" in vars(base)]
-    code = [maker.__code__ for maker in makers if inspect.isfunction(maker)]
-    stored = (step.argval for each in code for step in dis.get_instructions(each) if step.opname == "STORE_ATTR")
-    return tuple(dict.fromkeys(stored))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -11,7 +12,6 @@ from torch.nn.modules import module as _modules
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
-from simplegraph.graph import patches
 from simplegraph.reasons import Reason
 
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
@@ -23,114 +23,76 @@ GLOBAL_PRE_HOOKS = _modules._global_forward_pre_hooks
 GLOBAL_BACKWARD_HOOKS = _modules._global_backward_hooks
 GLOBAL_BACKWARD_PRE_HOOKS = _modules._global_backward_pre_hooks
 
-# What decides which kernel an operator runs, what it may round, or what a factory makes: in torch._C, by the names
-# of its getter and setter. A release that lacks one lacks the setting.
-_SETTINGS = {
-    "_get_cublas_allow_tf32": "_set_cublas_allow_tf32",
-    "_get_cudnn_allow_tf32": "_set_cudnn_allow_tf32",
-    "_get_onednn_allow_tf32": "_set_onednn_allow_tf32",
-    "_get_float32_matmul_precision": "_set_float32_matmul_precision",
-    "_get_cublas_allow_fp16_accumulation": "_set_cublas_allow_fp16_accumulation",
-    "_get_cublas_allow_fp16_reduced_precision_reduction": "_set_cublas_allow_fp16_reduced_precision_reduction",
-    "_get_cublas_allow_bf16_reduced_precision_reduction": "_set_cublas_allow_bf16_reduced_precision_reduction",
-    "_get_blas_preferred_backend": "_set_blas_preferred_backend",
-    "_get_linalg_preferred_backend": "_set_linalg_preferred_backend",
-    "_get_cudnn_enabled": "_set_cudnn_enabled",
-    "_get_cudnn_benchmark": "_set_cudnn_benchmark",
-    "_get_cudnn_deterministic": "_set_cudnn_deterministic",
-    "_get_cudnn_depthwise_kernel": "_set_cudnn_depthwise_kernel",
-    "_get_deterministic_algorithms": "_set_deterministic_algorithms",
-    "_get_mkldnn_enabled": "_set_mkldnn_enabled",
-    "_get_mkldnn_deterministic": "_set_mkldnn_deterministic",
-    "_get_flash_sdp_enabled": "_set_sdp_use_flash",
-    "_get_fa3_sdp_enabled": "_set_sdp_use_fa3",
-    "_get_mem_efficient_sdp_enabled": "_set_sdp_use_mem_efficient",
-    "_get_math_sdp_enabled": "_set_sdp_use_math",
-    "_get_cudnn_sdp_enabled": "_set_sdp_use_cudnn",
-    "_get_overrideable_sdp_enabled": "_set_sdp_use_overrideable",
-    "_get_sdp_priority_order": "_set_sdp_priority_order",
-    "_get_math_sdp_allow_fp16_bf16_reduction": "_set_math_sdp_allow_fp16_bf16_reduction",
+# What decides which kernel an operator runs, what it may round, or what a factory makes, by the name of its getter in
+# torch._C. A release that lacks one lacks the setting.
+_GETTERS = (
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_blas_preferred_backend",
+    "_get_linalg_preferred_backend",
+    "_get_cudnn_enabled",
+    "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic",
+    "_get_cudnn_depthwise_kernel",
+    "_get_deterministic_algorithms",
+    "_get_mkldnn_enabled",
+    "_get_mkldnn_deterministic",
+    "_get_flash_sdp_enabled",
+    "_get_fa3_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled",
+    "_get_cudnn_sdp_enabled",
+    "_get_overrideable_sdp_enabled",
+    "_get_sdp_priority_order",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+)
+# Precisions of float32 by backend and operator, however they were set: torch resolves what they follow.
+_PRECISIONS = tuple((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("matmul", "conv", "rnn"))
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+_READ: dict[str, Callable[[], Any]] = {
+    "default dtype": torch.get_default_dtype,
+    **{name.removeprefix("_get_"): getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)},
+    **{f"fp32_precision of {'.'.join(at)}": functools.partial(_precision, *at) for at in _PRECISIONS if _precision},
 }
-# The newer way to set precisions, by backend and operator.
-_PRECISIONS = [
-    *(("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
-    *(("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
-]
-_OTHER_SETTERS = ("_set_fp32_precision_setter", "_set_default_dtype", "_set_default_tensor_type")
+_ALL = tuple(_READ.values())
 
 
 class TorchSettings:
-    """The settings of the whole process, as one value: the very same object as long as no setting differs.
-
-    Reading two dozen settings costs as much as a replay, so whoever sets one says so, and a call compares one object.
+    """The settings of the whole process, as one value.
 
     Attributes:
-        current: the settings; None where they have to be read.
+        values: one for each setting.
     """
 
-    current: ClassVar[tuple[Any, ...] | None] = None
-    _known: ClassVar[dict[tuple[Any, ...], tuple[Any, ...]]] = {}
-    _watched: ClassVar[bool] = False
-    _change: ClassVar[object] = None
+    def __init__(self) -> None:
+        self._raw = [read() for read in _ALL]
+        self.values = tuple(map(_comparable, self._raw))
 
-    @classmethod
-    def read(cls) -> tuple[Any, ...]:
-        """Read the settings."""
-        change = cls._change
-        precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-        found = (
-            torch.get_default_dtype(),
-            *(_value(getattr(torch._C, name, None)) for name in _SETTINGS),
-            *(_value(precision, *names) for names in _PRECISIONS),
-        )
-        found = cls._known.setdefault(found, found)
-        if cls._watched and change is cls._change:  # not set by another thread meanwhile
-            cls.current = found
-        return found
+    def hold(self) -> bool:
+        """True if every setting still has its value; quick, since it is asked at every call."""
+        return [read() for read in _ALL] == self._raw or TorchSettings() == self
 
-    @classmethod
-    def changed(cls) -> None:
-        """Read the settings again at the next call."""
-        cls._change = object()
-        cls.current = None
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TorchSettings) and self.values == other.values
 
-    @classmethod
-    def unwatch(cls) -> None:
-        """Read the settings at every call, since nothing tells any more when they change."""
-        cls._watched = False
-        cls.changed()
+    def __hash__(self) -> int:
+        return hash(self.values)
+
+    def difference(self, other: TorchSettings | None = None) -> str:
+        """Say which settings are others in `other`, or now: "cudnn_enabled True became False"; empty if none."""
+        if other is None:
+            if self.hold():
+                return ""
+            other = TorchSettings()
+        triples = zip(_READ, self.values, other.values, strict=True)
+        return ", ".join(f"{name} {then} became {now}" for name, then, now in triples if then != now)
 
 
-def _value(getter: Callable[..., Any] | None, *names: str) -> Any:
-    try:
-        value = None if getter is None else getter(*names)
-    except RuntimeError:  # set in the old way and in the new, which torch refuses to tell apart
-        return "mixed"
+def _comparable(value: Any) -> Any:
     if value == "none":  # neither it was set, nor anything that it follows
         return "ieee"
     return tuple(value) if isinstance(value, list) else value
-
-
-@patches.installer
-def watch_settings() -> None:
-    """Notice every change of the settings, from the first capture of the process on."""
-    TorchSettings._watched = True
-    patches.record("simplegraph.module.torch_state", TorchSettings.unwatch)
-    for name in (*_SETTINGS.values(), *_OTHER_SETTERS):
-        if hasattr(torch._C, name):
-            patches.replace(torch._C, name, _noticed(getattr(torch._C, name)))
-    attribute: Any = torch.backends.ContextProp  # holds setters of its own
-    patches.replace(attribute, "__set__", _noticed(attribute.__set__))
-
-
-def _noticed(setter: Callable[..., Any]) -> Callable[..., Any]:
-    def noticed(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return setter(*args, **kwargs)
-        finally:
-            TorchSettings.changed()
-
-    return noticed
 
 
 def function_modes() -> tuple[Any, ...]:

@@ -92,7 +92,7 @@ class PairBuilder:
         binding.note_written(observer, memory)
         binding.refused = observer.refused
         self.note_seen(call.module, [observer], set(memory.values()))
-        binding.learn_run(call.batch, result)
+        binding.learn_outputs(call.batch, *flatten(result))
         self._refuse(call, hooks)
         self.watch(call, result, lessons)
         binding.called = True
@@ -193,7 +193,7 @@ class PairBuilder:
             read.elsewhere |= {storage_key(part): part for part in passed}
         if self.state is None:
             self.state = CapturedState(call.module)
-        self.state.take(read, call.binding.counted.left.links)
+        self.state.take(read)
 
     def _pair(
         self,

@@ -92,7 +92,7 @@ class Generation:
     def stale(self) -> bool:
         """True if something that the graphs read was moved or replaced."""
         state = self.builder.state
-        return state is not None and (state.seen != state.count or state.watches_plain) and state.moved()
+        return state is not None and state.moved()
 
     def free_lane(self) -> Lane | None:
         """Find a lane that a forward may take; None if all are in use."""
@@ -202,12 +202,10 @@ class TrainingCalls:
             return MISS
         if layout.autocast and torch.is_autocast_cache_enabled() is not known.caches:
             return MISS
-        if not same_around(module, plan, layout, self._calls.state_key):
+        if not same_around(module, layout, self._calls.state_key):
             return MISS
         with plan.pool.lock:
-            state = plan.state
-            moved = (state.seen != state.count or state.watches_plain) and state.moved()
-            if moved or lane.serial != serial or not plan.program.live or plan.is_capturing():
+            if plan.state.moved() or lane.serial != serial or not plan.program.live or plan.is_capturing():
                 return MISS
             generation.last = known
             outputs = apply(Ticket(pair, lessons, copies), *pair.attached(leaves))
@@ -314,7 +312,7 @@ class TrainingCalls:
                     raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{len(generation.known)} are known")
                 builder.table.stats.flushes += 1
                 generation.drop()
-            layout = CallLayout(spec, args, *around, Binding(signature))
+            layout = CallLayout(spec, args, *around, builder.device.torch_device.type, Binding(signature))
             lessons = Lessons(builder.device.torch_device.type)
             found = generation.known[spec, signature] = Known(layout, inputs, flags, caches, lessons)
         return found

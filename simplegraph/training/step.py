@@ -224,8 +224,8 @@ class StepModule(FunctionModule):
         hooks = [part for held in self.step.hooks() for item in held.items() for part in item]
         return [*super().code(), *self.step.optimizers.steps(), *hooks]
 
-    def watched(self) -> Iterator[Any]:
-        yield from (*self.step.optimizers.all, *self.step.trained, *self.step.hooks())
+    def watched_dicts(self) -> list[dict[Any, Any]]:
+        return [*map(vars, self.step.optimizers.all), *self.step.hooks()]
 
     def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
         yield from self.step.optimizers.links()

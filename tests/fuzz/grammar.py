@@ -282,7 +282,7 @@ CHANGES = {
     "hook on the module": "m.hook = m.register_forward_hook(lambda mod, args, out: out)",
     "global hook": "nn.modules.module.register_module_forward_hook(lambda mod, args, out, first=m.first: out * 1.1 if mod is first else None)",
     "hook removed": "m.hook = m.hook and m.hook.remove()",
-    "hook set directly": "m.first._forward_hooks[99999] = lambda mod, args, out: out + 1",
+    "hook that stays": "m.first.register_forward_hook(lambda mod, args, out: out + 1)",
     "child's forward": "m.tail.forward = lambda h: torch.tanh(h) * 0.5",
     "child's forward again": "m.tail.__dict__.pop('forward', None)",
     "child trains": "m.drop.training = True",

@@ -12,7 +12,7 @@ ESCAPES = ("tests/module/test_escapes.py",)
 PROOFS = ("tests/module/test_proofs.py",)
 HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
 NUMBERS = ("tests/module/test_batch_numbers.py",)
-EAGER = ("tests/module/test_eager_plans.py",)
+EAGER = ("tests/module/test_refusals.py",)
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
 
 
@@ -112,17 +112,66 @@ MUTANTS = [
         ("tests/module/test_grad_modes.py",),
     ),
     Mutant(
-        "changes of weights are not looked for before a replay",
-        "module/replay.py",
-        "moved = (state.seen != state.count or state.watches_plain) and state.moved()",
-        "moved = False",
+        "addresses of weights are not compared before a replay",
+        "module/reading.py",
+        "if list(map(Tensor.data_ptr, tensors)) != self._addresses:",
+        "if False:",
         STALE,
+    ),
+    Mutant(
+        "shapes and strides of weights are not compared before a replay",
+        "module/reading.py",
+        "(check.check(*tensors) if check is not None else self._same_layouts(tensors))\n            and ",
+        "",
+        STALE,
+    ),
+    Mutant(
+        "what stands in slots is not compared before a replay",
+        "module/reading.py",
+        "if list(map(id, self._others_at(values))) != self._ids or self._numbers_at(values) != self._numbers:",
+        "if False:",
+        STALE,
+    ),
+    Mutant(
+        "lengths of containers are not compared before a replay",
+        "module/reading.py",
+        "if found is None or found[1] != self._lengths:\n                return False",
+        "if found is None:\n                return False",
+        STALE,
+    ),
+    Mutant(
+        "hooks that were removed are not noticed before a replay",
+        "module/reading.py",
+        " or self._hooks != self._hooks_before",
+        "",
+        STALE,
+    ),
+    Mutant(
+        "a submodule's end is not noticed",
+        "module/reading.py",
+        "        held.clear()\n",
+        "        pass\n",
+        ("tests/module/test_old_memory.py",),
+    ),
+    Mutant(
+        "settings of torch are not compared before a replay",
+        "module/replay.py",
+        "    if not layout.settings.hold():\n        return False\n",
+        "",
+        ("tests/module/test_torch_state.py", "tests/module/test_settings_of_the_recording.py"),
+    ),
+    Mutant(
+        "graphs are captured under other settings than calls are read under",
+        "module/builder.py",
+        "        raise SettingsChanged(changed)",
+        "        pass",
+        ("tests/module/test_settings_of_the_recording.py",),
     ),
     Mutant(
         "tensors in plain attributes are not compared before a replay",
         "module/state.py",
-        "self.watches_plain = bool(unique)",
-        "self.watches_plain = False",
+        "(*held, *survey.links)",
+        "survey.links",
         STALE,
     ),
     Mutant(
@@ -218,7 +267,7 @@ MUTANTS = [
     ),
     Mutant(
         "what every run changes in Python is frozen",
-        "module/left.py",
+        "module/effects.py",
         "if complete or names:",
         "if False:",
         FAULTS,
@@ -261,8 +310,8 @@ MUTANTS = [
     Mutant(
         "values on the CPU are not watched",
         "module/state.py",
-        "links += [(value, 0, value.before) for value in self._values.values()]",
-        "pass",
+        "            and all(map(CapturedValue.is_same, self._values.values()))\n",
+        "",
         ("tests/module/test_watched_bytes.py", *HOST),
     ),
     Mutant(
@@ -288,14 +337,14 @@ MUTANTS = [
     ),
     Mutant(
         "calls run eagerly for a reason that is gone",
-        "module/eager_plan.py",
-        "return self._owner.lessons == self._number",
-        "return True",
+        "module/refusal.py",
+        "self._owner.lessons != self._lessons or ",
+        "",
         EAGER,
     ),
     Mutant(
         "a call that no graph serves is taken for one of another argument",
-        "module/eager_plan.py",
+        "module/refusal.py",
         "if not arg.holds(leaf):",
         "if False:",
         EAGER,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from simplegraph.errors import BreakError
-from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.breaks.active import recording_breaks
 from simplegraph.graph.breaks.results import Bridge
 from simplegraph.graph.breaks.step import Break
 from simplegraph.graph.observe import MemoryObserver

@@ -21,8 +21,8 @@ from simplegraph.errors import EmulatorError
 from simplegraph.graph import patches
 from simplegraph.graph.device import GraphPool, MemoryReading
 from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, living
-from simplegraph.graph.emulator.operators import COMPILED
 from simplegraph.graph.emulator.recording import EmulatedCapture
+from simplegraph.graph.emulator.rules import COMPILED
 from simplegraph.graph.emulator.segment import EmulatorSegment
 from simplegraph.graph.inventory import KnownMemory
 

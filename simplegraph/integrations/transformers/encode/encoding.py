@@ -15,7 +15,6 @@ from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.encode.lengths import LengthRule, eighths, pad_inputs, read_call
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, named
 from simplegraph.integrations.transformers.refusals import check_model
-from simplegraph.module.changes import Changes
 from simplegraph.module.mixin import check_unwrapped, wrap
 from simplegraph.reasons import CannotBind, Reason
 
@@ -43,7 +42,6 @@ class GraphedEncoder(GraphedModel):
     def __init__(self, model: Any, step: Any, *, lengths: Sequence[int], max_batch_size: int) -> None:
         self._lengths, self._max_batch_size = sorted(lengths), max_batch_size
         self._signature = inspect.signature(type(model).forward)
-        self._checked_at: float = -1
         self._rules: dict[Hashable, LengthRule] = {}
         self._keeps_masks = getattr(model.config, "_attn_implementation", None) != "sdpa"
         self._pad_token = int(getattr(model.config, "pad_token_id", None) or 0)
@@ -59,12 +57,10 @@ class GraphedEncoder(GraphedModel):
             return forward(*args, **kwargs)
 
     def _check_state(self) -> None:
-        """Refuse a call because of the model's state, which is checked only after some module has changed."""
+        """Refuse a call because of the model's state."""
         if torch.is_grad_enabled():
             raise CannotBind(Reason.GRAD, "")
-        if not self.stats.captures or self._checked_at != Changes.count or self.model.training:
-            check_model(self.model)
-            self._checked_at = Changes.count
+        check_model(self.model)
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         if not args:

@@ -1,4 +1,4 @@
-"""Tell which operators write, read back to Python, or do nothing on a device."""
+"""The emulator's rules: which operators write, read back to Python, or do nothing on a device, and how they run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,6 @@ def operator_name(func: Any) -> str:
 def operator_label(func: Any) -> str:
     """Name an operator as a user knows it, such as ``aten.item``."""
     return str(func.overloadpacket).replace("_local_scalar_dense", "item")
-
-
-@functools.cache
-def is_composite(func: Any) -> bool:
-    """True if the operator is only made of others. Under inference_mode it is dispatched whole."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
 def reads_value(func: Any, kwargs: dict[str, Any]) -> bool:
