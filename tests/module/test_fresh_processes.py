@@ -22,6 +22,5 @@ def test_the_readmes_snippet_captures_what_it_calls() -> None:
     check("readme", "cpu")
 
 
-@pytest.mark.xfail(strict=False, reason="graphs are keyed by the settings before the warmup that changes one")
 def test_a_setting_that_the_first_forward_changes_does_not_hide_graphs() -> None:
     check("changes-a-setting", "cpu")
