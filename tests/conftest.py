@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from simplegraph.config import CudaGraphConfig
-from simplegraph.graph.select import graph_device
-from simplegraph.module.mixin import CudaGraphWrapper
+from simplegraph.base.config import CudaGraphConfig
+from simplegraph.device.select import graph_device
+from simplegraph.serve.mixin import CudaGraphWrapper
 
 TESTS = pathlib.Path(__file__).resolve().parent
 GPU_TESTS = TESTS / "gpu"

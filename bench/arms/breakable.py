@@ -14,7 +14,7 @@ from bench.arms.plain_loop import Captured, PlainLoop
 from bench.models import attention
 from bench.models.workload import Batch
 from bench.tools.measure import Timeline
-from simplegraph.errors import install_command
+from simplegraph.base.errors import install_command
 
 PACKAGE = "breakable_cuda_graphs"
 

@@ -12,7 +12,7 @@ import torch
 import simplegraph as sg
 from bench.arms.base import NotAvailable, require_cuda
 from bench.tools import compiler
-from simplegraph.errors import install_command
+from simplegraph.base.errors import install_command
 
 
 def load_nothing(device: torch.device) -> None:

@@ -24,7 +24,7 @@ from bench.engine.spec_scheduler import RoundPlan, SpecScheduler
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from simplegraph import CudaGraphManager
-from simplegraph.graph.device import GraphPool
+from simplegraph.device.protocol import GraphPool
 
 # Three times faster than calling the class: a round of a large batch makes a hundred of them.
 _output = functools.partial(tuple.__new__, Output)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bench.tools.measure import Call, synchronize
 from bench.tools.replays import Replays, Served, timed
 from simplegraph import wrap
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 
 SIZE = 8
 WIDTH = 64

@@ -26,8 +26,8 @@ from bench.tools.measure import Figures, few_threads
 from bench.tools.replays import SOON, Replays, Served
 from bench.transformers_generate import same_tokens
 from simplegraph import Reason
-from simplegraph.context import eager
-from simplegraph.errors import ConfigError
+from simplegraph.base.context import eager
+from simplegraph.base.errors import ConfigError
 
 FULL, PIECEWISE, PARTS, EAGER = "full", "piecewise", "parts", "eager"
 MISSING, FAILED = "not measured", "failed"  # in place of a column

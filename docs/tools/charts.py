@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.tools.measure import say
-from simplegraph.errors import install_command
+from simplegraph.base.errors import install_command
 
 OURS, OTHERS = "#d9480f", "#868e96"
 _DPI = 150

@@ -12,8 +12,8 @@ from docs.tools import model_table, optimized, several_gpus
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, extra, load, startup
+from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.batch.dispatch import resolve_mode
-from simplegraph.config import AttentionCGSupport, CudaGraphMode
 
 MIB = 2**20
 PAGES = [
