@@ -159,7 +159,7 @@ class ReplayProof:
         if self.draws:
             put_random_states(self._generators, self._random)
 
-    def effects(self, outputs: Sequence[Any], inputs: Sequence[Tensor]) -> Effects:
+    def effects(self, outputs: Sequence[Any], inputs: Sequence[Tensor] = ()) -> Effects:
         """Copy the effects of the run that just ended."""
         memory = self._memory
         return Effects(cloned(outputs), memory.seen_in(memory.copy(), memory.tensors), cloned(inputs))

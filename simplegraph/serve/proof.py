@@ -90,7 +90,6 @@ class _CallProof:
         self._label = plan.graph.counters.label
         self._where = owner.memory(call)
         self._memory = self._where.save()
-        self._written = [] if self._memory is None else self._memory.inputs
 
     def run(self) -> Any:
         """Run eagerly, replay, compare, and let everything be as eager left it."""
@@ -185,7 +184,7 @@ class _CallProof:
         try:
             if not graph.rows:
                 eager, found = self._run_part(proof, plan.padded)
-                found = found or proof.beyond_noise(first, eager, again, memory=memory)
+                found = found or proof.beyond_noise(first._replace(inputs=()), eager, again, memory=memory)
             # The replay had twice the rows, or rows beside the real ones are what somebody declared.
             if found is not None or plan.padded >= 2 * plan.rows or not memory:
                 return found
@@ -205,19 +204,18 @@ class _CallProof:
         plan, call = self._plan, self._call
         proof.rewind()
         self._load(None)
-        statics, real = plan.inputs.inputs, min(rows, plan.rows)
-        copies = {name: static.copied_part(plan.padded, rows) for name, static in statics.items()}
-        args, kwargs = call.spec.unflatten(plan.inputs.passed(call.layout.args, lambda static: copies[static.arg.name]))
+        leaves = plan.inputs.passed(call.layout.args, lambda static: static.copied_part(plan.padded, rows))
+        args, kwargs = call.spec.unflatten(leaves)
         with remember(None, self._where.generators()) as undo, bypassed(Reason.NESTED):
             with WriteSaver(self._memory or (), undo, rows) as observer:
                 leaves, _ = flatten(wait_collectives(invoke(call.module, args, kwargs)))
-            written = [statics[name].rows_of(copies[name], 0, real) for name, _ in self._written]
-            effects = proof.effects(call.binding.outputs.cut(leaves, real, rows), written)
+            effects = proof.effects(call.binding.outputs.cut(leaves, min(rows, plan.rows), rows))
         return effects, learn_numbers(call.binding, self._table, observer.numbers)
 
     def _replay(self, proof: ReplayProof, *, repeat_rows: bool = False) -> Effects:
         """Replay the caller's rows; `repeat_rows` pads with these over and over, where no rule is declared."""
         plan = self._plan
+        names = [name for name, _ in self._memory.inputs] if self._memory is not None else []
 
         def load(_: Any) -> None:
             self._load(_)
@@ -225,7 +223,7 @@ class _CallProof:
                 if not static.arg.pad_declared:
                     static.repeat(plan.rows, plan.padded)
 
-        statics = [plan.inputs.inputs[name].part(plan.padded, 0, plan.rows) for name, _ in self._written]
+        statics = [plan.inputs.inputs[name].part(plan.padded, 0, plan.rows) for name in names]
         return proof.replay(plan.compared, statics, load)
 
     def _load(self, _: Any) -> None:
