@@ -134,13 +134,12 @@ def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
 
 def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
     """Describe arguments by their classes, and tensors among them by dtype, shape and device."""
-    keys = [
-        (leaf.dtype, leaf.shape, leaf.get_device()) if leaf.__class__ in PLAIN_TENSORS else _kind(leaf)
-        for leaf in (*args, *kwargs.values())
-    ]
-    return tuple(keys), tuple(kwargs)
+    return tuple(map(_kind, (*args, *kwargs.values()))), tuple(kwargs)
 
 
 def _kind(leaf: Any) -> Any:
-    """Describe what is no plain tensor; containers are told apart by what they are, since anything may be inside."""
+    """Describe an argument; containers are told apart by what they are, since anything may be inside."""
+    if leaf.__class__ in PLAIN_TENSORS:
+        sized = leaf.layout is torch.strided and not leaf.is_nested
+        return (leaf.dtype, leaf.shape, leaf.get_device()) if sized else (leaf.layout, leaf.is_nested)
     return (leaf.__class__, id(leaf)) if isinstance(leaf, (tuple, list, dict)) else leaf.__class__

@@ -19,6 +19,8 @@ from simplegraph.guard.snapshot import has_address
 
 Link = tuple[Any, Any, Any]
 
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_READERS = tuple(map(operator.itemgetter, _REGISTRIES))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BY_VALUE = frozenset({type(None), bool, int, float, str})
 _CONTAINERS = frozenset({list, dict, collections.deque, collections.OrderedDict})
@@ -65,8 +67,8 @@ class Reading:
         owned: Sequence[Tensor] = (),
     ) -> None:
         root, *children = modules
-        registries = [held for module in modules for held in (module._parameters, module._buffers, module._modules)]
-        filled: list[dict[str, Any]] = [held for held in registries if held]
+        registries = [vars(module)[name] for module in modules for name in _REGISTRIES]
+        filled = [[vars(child) for child in children if vars(child)[name]] for name in _REGISTRIES]
         hooks: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in _HOOKS]
         attributes = [vars(child) for child in children]
         self._empty_registries = [held for held in registries if not held]
@@ -83,7 +85,7 @@ class Reading:
         values, self._lengths = self._read(vars(root)) or ([], [])
         tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor) and _is_comparable(value)]
         # Of containers their length and what is read of them is compared, whichever objects they are.
-        others = sorted(set(range(len(values))) - set(tensors) - self._opened(sum(map(len, filled))))
+        others = sorted(set(range(len(values))) - set(tensors) - self._opened(sum(map(len, registries))))
         numbers = [at for at in others if type(values[at]) in _BY_VALUE]
         others = sorted(set(others) - set(numbers))
         self._tensors_at, self._others_at, self._numbers_at = map(_getter, (tensors, others, numbers))
@@ -113,7 +115,9 @@ class Reading:
         if held is None:
             return None
         filled, below, counted, bases = held
-        values = list(_chain(map(dict.values, filled)))
+        own = map(attributes.__getitem__, _REGISTRIES)
+        parameters, buffers, modules = map(map, _READERS, filled)
+        values = list(_chain(map(dict.values, itertools.chain(own, parameters, buffers, modules))))
         lengths = list(map(len, counted))
         lengths += len(values), len(attributes)
         if not self._levels:

@@ -27,6 +27,9 @@ REPLACED = {
     "written through _parameters": MOVED["written through _parameters"],
     "submodule replaced": MOVED["submodule replaced"],
     "swap_tensors": MOVED["swap_tensors"],
+    "_parameters replaced": lambda m: setattr(
+        m.linear, "_parameters", {"weight": parameter(m.linear.weight), "bias": None}
+    ),
     "converted": lambda m: m.double(),
 }
 

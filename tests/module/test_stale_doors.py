@@ -136,6 +136,10 @@ def class_forward(m):
 
 
 PAST_THE_API = {
+    "_parameters replaced": lambda m: setattr(m.linear, "_parameters", other_parameters(m.linear)),
+    "_parameters replaced by an OrderedDict": ordered,
+    "_modules replaced": lambda m: setattr(m.blocks, "_modules", {"one": nn.ReLU()}),
+    "_modules in another order": reorder,
     "forward of a class": class_forward,
     "vars()": lambda m: vars(m).update(mask=new(m.linear.bias)),
     "hook written beside another": lambda m: m.hooked._forward_hooks.update({999: doubled}),
@@ -149,10 +153,6 @@ CHANGES |= PAST_THE_API
 
 # No call looks at these; the documentation lists them.
 UNNOTICED = {
-    "_parameters replaced": lambda m: setattr(m.linear, "_parameters", other_parameters(m.linear)),
-    "_parameters replaced by an OrderedDict": ordered,
-    "_modules replaced": lambda m: setattr(m.blocks, "_modules", {"one": nn.ReLU()}),
-    "_modules in another order": reorder,
     "hook written into an empty dict": lambda m: m.linear._forward_hooks.__setitem__(12345, doubled),
     "class of a child": lambda m: with_class(m.linear, Negated),
     "hook dict replaced": lambda m: setattr(m.linear, "_forward_hooks", collections.OrderedDict({1: doubled})),
