@@ -15,7 +15,7 @@ from simplegraph.errors import ReplayError
 from simplegraph.graph.host.constants import reader
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.tensors import parts, storage_key
-from simplegraph.module.functions import FunctionModule, computes_gradients
+from simplegraph.module.functions import computes_gradients
 from simplegraph.module.reading import Reading
 from simplegraph.module.snapshot import has_address, place
 from simplegraph.module.survey import SETTINGS, HeldTensor, Survey, code_of
@@ -130,10 +130,8 @@ class CapturedState:
         """Read what is there, to be compared at every call."""
         held = [each.links for each in survey.tensors.values() if each.links and self._read.covers(each)]
         owned = [part for tensor in self._read.elsewhere.values() for part in parts(tensor) if has_address(part)]
-        module = self._module()
-        dicts = module.watched_dicts() if isinstance(module, FunctionModule) else ()
         links = (*held, *survey.links, *((way,) for way in self._ways.values()))
-        return Reading(list(survey.modules.values()), links, dicts, owned)
+        return Reading(list(survey.modules.values()), links, owned=owned)
 
     def moved(self) -> bool:
         """True if anything is no longer where the graphs read it. Cheap enough for every call."""

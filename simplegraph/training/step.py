@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn, overload
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import optimizer as _optimizer
+from torch.utils.hooks import RemovableHandle
 
 from simplegraph.config import CudaGraphConfig
 from simplegraph.context import CALLS
@@ -20,12 +21,12 @@ from simplegraph.graph.modes import autocast_cache
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.select import graph_device
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
-from simplegraph.module.functions import FunctionModule, GraphedFunction, Link, P, R, check_function
+from simplegraph.module.functions import FunctionModule, GraphedFunction, P, R, check_function, fill
 from simplegraph.module.mixin import wrap
-from simplegraph.module.reach import CodePlace, places_of
+from simplegraph.module.reach import CodePlace
 from simplegraph.module.survey import device_of_state
 from simplegraph.module.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
-from simplegraph.nested import flatten
+from simplegraph.nested import ATOMS, flatten
 from simplegraph.reasons import CannotBind, Reason
 from simplegraph.training.backwards import set_up_backwards
 from simplegraph.training.gradients import Gradients, gradient_hooks
@@ -42,11 +43,11 @@ _GLOBAL_HOOKS = (
 
 
 class StepState(NamedTuple):
-    """The Python state in a step's key: values that it reads, numbers of optimizers, which gradients there are."""
+    """The Python state in a step's key: values that it and its optimizers read, which gradients and hooks there are."""
 
     values: Hashable
-    optimizers: Hashable
     gradients: Hashable
+    hooks: Hashable
 
 
 class StepEffects:
@@ -61,6 +62,7 @@ class StepEffects:
         used: the indices of those that the calls served now read at their begin.
         left: what a captured run left of them.
         found: parameters that got gradients and that nothing else led to.
+        held: the states, groups and functions of the optimizers, by name.
         proven: a graph was proven since the last replay.
     """
 
@@ -69,6 +71,7 @@ class StepEffects:
         self.gradients = Gradients()
         self.left: list[Any] | None = None
         self.found: list[Tensor] = []
+        self.held: dict[str, Any] = {}
         self.proven = False
         self._passed: dict[int, list[int]] = {}
         self._trained = False
@@ -86,9 +89,18 @@ class StepEffects:
         found = (*self.optimizers.parameters, *self.gradients.parameters)
         return list({id(parameter): parameter for parameter in found}.values())
 
-    def hooks(self) -> list[dict[int, Any]]:
-        """List the dicts of hooks of parameters and optimizers: a capture runs them, and a replay does not."""
-        return [*self.optimizers.hooks(), *gradient_hooks(self.trained)]
+    def hooks(self) -> list[Any]:
+        """List the hooks of parameters and optimizers: a capture runs them, and a replay does not."""
+        self._hooks = [*self.optimizers.hooks(), *gradient_hooks(self.trained)]
+        self._hook_ids = tuple(number for held in self._hooks for number in held)
+        self._known_hooks = RemovableHandle.next_id, list(map(len, self._hooks))
+        return [hook for held in self._hooks for hook in held.values()]
+
+    def hook_ids(self) -> Hashable:
+        """Return the numbers of the hooks; they are looked for if one was added to anything, or removed."""
+        if self._known_hooks != (RemovableHandle.next_id, list(map(len, self._hooks))):
+            self.hooks()
+        return self._hook_ids
 
     def serve(self, binding: Any) -> None:
         """Note which calls are served next."""
@@ -202,36 +214,27 @@ class StepModule(FunctionModule):
             return _detached(result)
 
     def _find_places(self) -> list[CodePlace]:
-        step = self.step
-        hooks = [hook for held in self.step.hooks() for hook in held.values()]
-        places = [place for code in (self._function, *hooks) for place in places_of(code)]
-        known = {id(place.value) for place in places}
-        others = {f"modules.{index}": module for index, module in enumerate(step.modules) if id(module) not in known}
-        return places + [CodePlace(name, others, name) for name in others]
+        modules = {f"modules.{index}": module for index, module in enumerate(self.step.modules)}
+        places = self._reach.find([self._function, *self.step.hooks()])
+        return places + [CodePlace(name, modules, name, modules[name]) for name in modules]
 
     def resolve(self) -> None:
         super().resolve()
-        self.step.optimizers.look()
-        self.step.optimizers.find_schedulers(self.reached.values())
-        own = [*self.step.optimizers.parameters, *self.parameters(), *self.step.found]
-        if self.step.scaler is None:
-            scalers = (value for value in self.reached.values() if isinstance(value, torch.amp.GradScaler))
-            self.step.scaler = next(scalers, None)
-        self.step.optimizers.check_scaler(self.step.scaler)
-        self.step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
+        step, places = self.step, self.values.places
+        states = step.optimizers.look()
+        step.optimizers.find_schedulers(place.value for place in places)
+        own = [*step.optimizers.parameters, *self.parameters(), *step.found]
+        if step.scaler is None:
+            scalers = (place.value for place in places if isinstance(place.value, torch.amp.GradScaler))
+            step.scaler = next(scalers, None)
+        step.optimizers.check_scaler(step.scaler)
+        step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
+        step.hooks()
+        self.values.use([*places, *states])
+        fill(step.held, {place.name: place.value for place in states if not isinstance(place.value, ATOMS)})
 
-    def code(self) -> list[Any]:
-        hooks = [part for held in self.step.hooks() for item in held.items() for part in item]
-        return [*super().code(), *self.step.optimizers.steps(), *hooks]
-
-    def watched_dicts(self) -> list[dict[Any, Any]]:
-        return [*map(vars, self.step.optimizers.all), *self.step.hooks()]
-
-    def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
-        yield from self.step.optimizers.links()
-        for index, parameter in enumerate(self.step.optimizers.parameters):
-            holder = {"parameter": parameter}
-            yield f"optimizers.parameters.{index}", ((holder, "parameter", parameter),)
+    def held(self) -> list[dict[str, Any]]:
+        return [*super().held(), self.step.held]
 
     def state(self) -> Hashable:
         if not torch.is_grad_enabled():
@@ -239,13 +242,11 @@ class StepModule(FunctionModule):
         if any(_GLOBAL_HOOKS):
             raise CannotBind(Reason.HOOKS, "backward hooks on all modules, or step hooks on all optimizers")
         step = self.step
-        optimizers = step.optimizers.state()
-        refusal = step.optimizers.refusal or step.optimizers.changing
-        if refusal:
-            raise CannotBind(Reason.OPTIMIZER, refusal)
+        if step.optimizers.refusal:
+            raise CannotBind(Reason.OPTIMIZER, step.optimizers.refusal)
         if len(step.gradients.devices) > 1:
             raise CannotBind(Reason.WRONG_DEVICE, f"parameters are on {', '.join(step.gradients.devices)}")
-        return StepState(super().state(), optimizers, step.gradients.state())
+        return StepState(super().state(), step.gradients.state(), step.hook_ids())
 
     def serve(self, binding: Any) -> None:
         self.step.serve(binding)
@@ -254,9 +255,8 @@ class StepModule(FunctionModule):
         return self.step.note_read(observers)
 
     def is_over(self, context: Any) -> bool:
-        """True if the optimizers have other numbers by now, such as the next epoch's weight decay."""
-        state = context[1]
-        return isinstance(state, StepState) and state.optimizers != self.step.optimizers.state()
+        """True if it, or its optimizers, read other values by now, such as the next epoch's weight decay."""
+        return isinstance(context[1], StepState) and context[1].values != self.values.key
 
     def with_effects(self, whole: Any) -> Any:
         left, self.step.left = self.step.left, None
@@ -276,7 +276,9 @@ class TrainStep(GraphedFunction[P, R]):
         if not self._looked:
             self._look()
         optimizers = self._wrapped.step.optimizers
-        if optimizers.refusal and optimizers.state() is not None and optimizers.refusal:
+        if optimizers.refusal:
+            optimizers.look()  # it may have lifted
+        if optimizers.refusal:
             runner, why = self._wrapped._graph_runner, (Reason.OPTIMIZER, optimizers.refusal)
             refused: R = runner.run_eagerly(self._wrapped, args, kwargs, *why)
             return refused

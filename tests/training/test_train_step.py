@@ -450,8 +450,8 @@ def test_a_step_that_reads_its_loss_back_names_the_line():
 
 
 def test_a_step_that_counts_in_python_is_refused_by_name():
-    said = refused(Twins(altered(lambda things, loss: things.update(count=things["count"] + 1))))
-    assert "count" in said
+    change = altered(lambda things, loss: things.update(count=things["count"] + 1))
+    assert "things['count']" in refused(Twins(change), reason=Reason.PYTHON_STATE)
 
 
 def test_a_method_of_a_trainer_is_a_step_and_what_it_counts_is_named():
