@@ -24,8 +24,8 @@ R = TypeVar("R")
 _HOLDING = ("builtins", "collections", "functools", "types", "torch")  # where classes of Python's are that hold things
 _OFTEN = 8  # new values in a row, each within as many looks after the last, from which on calls run eagerly
 _CHANGING = (
-    "takes new values all the time, and the code has this name: pass it as an argument; if the code does not read it, "
-    "rename it; of an optimizer, fused=True takes lr from the device"
+    "takes new values all the time, and each needs a graph of its own: pass it as an argument, or rename it if the "
+    "code has its name for something else; of an optimizer, fused=True takes lr from the device"
 )
 
 # What a function that has graphs offers beside being called, of `CudaGraphWrapper`.
@@ -79,17 +79,16 @@ class FunctionModule(nn.Module):
         places = self._find_places()
         self.values.use(places)
         fill(self._modules, {place.name: place.value for place in places if isinstance(place.value, nn.Module)})
-        fill(self.reached, {place.name: place.value for place in places if self._may_hold(place.value)})
+        fill(self.reached, {place.name: place.value for place in places if self._may_hold(place)})
 
     def _find_places(self) -> list[CodePlace]:
         return self._reach.find([self._function])
 
-    def _may_hold(self, value: Any) -> bool:
+    def _may_hold(self, place: CodePlace) -> bool:
         """True for functions, tensors, containers, and objects of which no attribute is a place of its own."""
-        if isinstance(value, (*ATOMS, nn.Module)) or id(value) in self._reach.opened:
-            return False
-        home = type(value).__module__
-        return home.partition(".")[0] in _HOLDING or not is_library(home)
+        value, home = place.value, type(place.value).__module__
+        listed = isinstance(value, (*ATOMS, nn.Module)) or id(value) in self._reach.opened
+        return not listed and (home.partition(".")[0] in _HOLDING or not is_library(home))
 
     def held(self) -> list[dict[str, Any]]:
         """List dicts of what calls read, by name, beside modules and plain values."""

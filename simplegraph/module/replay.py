@@ -50,19 +50,12 @@ def try_replay(
     except (TypeError, AttributeError, IndexError):
         return MISS
     plan: Plan | None = layout.plans.get(size if context is None else (size, context.batch))
-    if plan is None or module.training or forward_ad._current_level >= 0:
+    if plan is None or module.training:
         return MISS
-    try:
-        copies = plan.bind(leaves)
-    except RuntimeError:  # a layout without an address, such as sparse
-        return MISS
-    if copies is None or (plan.guarded and plan.refusal(leaves) is not None):
-        return MISS
-    if _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
+    copies = bind(module, plan, layout, leaves, state_key)
+    if copies is None or (_grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves))):
         return MISS
     state, is_capturing = plan.state, plan.is_capturing
-    if not same_around(module, plan, layout, state_key):
-        return MISS
     with plan.pool.lock:
         if state.moved() or not plan.program.live or is_capturing():
             return MISS
@@ -71,18 +64,32 @@ def try_replay(
         return plan.replay(leaves, copies)
 
 
-def same_around(module: Any, plan: Plan, layout: CallLayout, state_key: StateKey | None) -> bool:
-    """True if autocast, settings, modes, hooks on all modules and Python state are those of the calls of a layout."""
-    autocast = autocast_dtype(plan.device_type) if ANY_AUTOCAST() else None
-    if autocast is not layout.autocast:
-        return False
+def bind(
+    module: Any, plan: Plan, layout: CallLayout, leaves: Sequence[Any], state_key: StateKey | None
+) -> Copies | None:
+    """Find what a replay copies of a call; None if it is not like the plan's calls.
+
+    It is not if its arguments differ, or what is around it: autocast, settings, modes, hooks on all modules and Python
+    state.
+
+    Raises:
+        CannotBind: the plan is an `EagerPlan`, or the state cannot be part of a key.
+    """
+    try:
+        copies = plan.bind(leaves)
+    except RuntimeError:  # a layout without an address, such as sparse
+        return None
+    if copies is None or (plan.guarded and plan.refusal(leaves) is not None):
+        return None
+    if (autocast_dtype(plan.device_type) if ANY_AUTOCAST() else None) is not layout.autocast:
+        return None
     if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
-        return False
-    if not layout.settings.hold():
-        return False
+        return None
+    if forward_ad._current_level >= 0 or not layout.settings.hold():
+        return None
     if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
-        return False
-    return state_key is None or state_key(module) == layout.state
+        return None
+    return copies if state_key is None or state_key(module) == layout.state else None
 
 
 def replay_checked(module: Any, plan: Plan, leaves: Sequence[Any], copies: Copies) -> Any:

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
@@ -21,7 +20,7 @@ from simplegraph.graph.modes import autocast_dtype
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.call import Binding, Call, CallLayout, invoke
 from simplegraph.module.known import KnownCalls
-from simplegraph.module.replay import MISS, same_around
+from simplegraph.module.replay import MISS, bind
 from simplegraph.module.signature import CallReader, device_of
 from simplegraph.module.state import any_requires_grad
 from simplegraph.module.torch_state import (
@@ -185,24 +184,13 @@ class TrainingCalls:
             or GLOBAL_BACKWARD_HOOKS
             or GLOBAL_BACKWARD_PRE_HOOKS
             or saved_tensors_hooks(False) is not None
-            or forward_ad._current_level >= 0
+            or (layout.autocast and torch.is_autocast_cache_enabled() is not known.caches)
+            or (pair.others and list(map(requires_grad, pair.others)) != pair.flags)
         ):
             return MISS
         plan = pair.plan
-        try:
-            copies = plan.bind(leaves)
-        except RuntimeError:  # a layout without an address, such as sparse
-            return MISS
-        if copies is None or (plan.guarded and plan.refusal(leaves) is not None):
-            return MISS
-        for index, wants in known.inputs:
-            if leaves[index].requires_grad is not wants:
-                return MISS
-        if pair.others and list(map(requires_grad, pair.others)) != pair.flags:
-            return MISS
-        if layout.autocast and torch.is_autocast_cache_enabled() is not known.caches:
-            return MISS
-        if not same_around(module, plan, layout, self._calls.state_key):
+        copies = bind(module, plan, layout, leaves, self._calls.state_key)
+        if copies is None or any(leaves[index].requires_grad is not wants for index, wants in known.inputs):
             return MISS
         with plan.pool.lock:
             if plan.state.moved() or lane.serial != serial or not plan.program.live or plan.is_capturing():

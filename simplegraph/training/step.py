@@ -214,24 +214,25 @@ class StepModule(FunctionModule):
             return _detached(result)
 
     def _find_places(self) -> list[CodePlace]:
-        modules = {f"modules.{index}": module for index, module in enumerate(self.step.modules)}
-        places = self._reach.find([self._function, *self.step.hooks()])
-        return places + [CodePlace(name, modules, name, modules[name]) for name in modules]
+        step = self.step
+        modules = {f"modules.{index}": module for index, module in enumerate(step.modules)}
+        places = self._reach.find([self._function, *step.hooks()])
+        states = step.optimizers.look()
+        fill(step.held, {place.name: place.value for place in states if not isinstance(place.value, ATOMS)})
+        return [*places, *(CodePlace(name, modules, name, modules[name]) for name in modules), *states]
+
+    def _may_hold(self, place: CodePlace) -> bool:
+        return place.name not in self.step.held and super()._may_hold(place)
 
     def resolve(self) -> None:
         super().resolve()
-        step, places = self.step, self.values.places
-        states = step.optimizers.look()
-        step.optimizers.find_schedulers(place.value for place in places)
-        own = [*step.optimizers.parameters, *self.parameters(), *step.found]
-        if step.scaler is None:
-            scalers = (place.value for place in places if isinstance(place.value, torch.amp.GradScaler))
-            step.scaler = next(scalers, None)
+        step, values = self.step, [place.value for place in self.values.places]
+        step.optimizers.find_schedulers(values)
+        step.scaler = step.scaler or next((each for each in values if isinstance(each, torch.amp.GradScaler)), None)
         step.optimizers.check_scaler(step.scaler)
+        own = [*step.optimizers.parameters, *self.parameters(), *step.found]
         step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
         step.hooks()
-        self.values.use([*places, *states])
-        fill(step.held, {place.name: place.value for place in states if not isinstance(place.value, ATOMS)})
 
     def held(self) -> list[dict[str, Any]]:
         return [*super().held(), self.step.held]
