@@ -91,15 +91,10 @@ class Reach:
             self._add("partial.func", Attributes(value), "func", value)
             self._add_all("partial.", value.args, range(len(value.args)))
             self._add_all("partial.", value.keywords, value.keywords)
-        elif isinstance(value, types.ModuleType):
-            self._open(value, name, [] if is_library(value.__name__) else [vars(value)])
-        elif isinstance(value, type):
-            self._open(value, name, _namespaces(value))
-        elif callable(value) and is_library(type(value).__module__):
+        elif callable(value) and not isinstance(value, type) and is_library(type(value).__module__):
             self._left += ((inner, name) for inner in _functions_in(value))
         else:
-            items = [value] if isinstance(value, dict) else []
-            self._open(value, name, [*items, getattr(value, "__dict__", {}), *_namespaces(type(value))])
+            self._open(value, name)
 
     def _read_code(self, function: types.FunctionType) -> None:
         code = function.__code__
@@ -113,19 +108,24 @@ class Reach:
         self._add_all("", function.__globals__, sorted(names & function.__globals__.keys()))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._add(name, Attributes(cell), "cell_contents", cell)
-        defaults = function.__defaults__ or ()
+        defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
+        for key in ("__defaults__", "__kwdefaults__") if defaults or keywords else ():  # they may be replaced
+            self._add(f"{function.__qualname__}.{key}", Attributes(function), key, function)
         for index, name in enumerate(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]):
             self._add(name, defaults, index)
-        self._add_all("", function.__kwdefaults__ or {}, function.__kwdefaults__ or ())
+        self._add_all("", keywords, keywords)
 
-    def _open(self, owner: Any, name: str, namespaces: list[Mapping[str, Any]]) -> None:
+    def _open(self, owner: Any, name: str) -> None:
         """Add the attributes of an object, or the items of a dict, that any of the code names."""
-        for namespace in namespaces:
+        for namespace in _namespaces(owner):
             for key in sorted(self._names & namespace.keys()):
                 if namespace is owner:
                     self._add(f"{name}[{key!r}]", owner, key, owner)
                     continue
-                self.opened.add(id(owner))
+                if isinstance(namespace, dict):  # which may be replaced as a whole
+                    self._seen.add(id(namespace))
+                    self._add(f"{name}.__dict__", Attributes(owner), "__dict__", owner)
+                self.opened |= {id(owner), id(namespace)}
                 member, of_class = namespace[key], isinstance(namespace, types.MappingProxyType)
                 computed = of_class and hasattr(type(member), "__get__") and not isinstance(member, _READABLE)
                 if of_class:  # one that another class overrides may be called as well
@@ -166,6 +166,10 @@ def _functions_in(value: Any) -> list[Any]:
     return [each for each in (value, *(getattr(value, name, None) for name in inner)) if isinstance(each, _FUNCTIONS)]
 
 
-def _namespaces(kind: type) -> list[Mapping[str, Any]]:
-    """List the attributes of a class and its bases that are the user's."""
-    return [vars(base) for base in kind.__mro__ if not is_library(base.__module__)]
+def _namespaces(value: Any) -> list[Mapping[str, Any]]:
+    """List what an object holds by name: items of a dict, attributes, and those of the user's classes that it is of."""
+    is_class, own = isinstance(value, type), [value] if isinstance(value, dict) else []
+    if not is_class and not (isinstance(value, types.ModuleType) and is_library(value.__name__)):
+        own.append(getattr(value, "__dict__", {}))
+    classes = value.__mro__ if is_class else type(value).__mro__
+    return [*own, *(vars(base) for base in classes if not is_library(base.__module__))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,14 +66,9 @@ class StepOptimizers:
             _prepare(each)
 
     @property
-    def groups(self) -> list[Group]:
-        """All parameter groups."""
-        return [group for each in self.all for group in each.param_groups]
-
-    @property
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups."""
-        return [parameter for group in self.groups for parameter in group["params"]]
+        return [parameter for each in self.all for group in each.param_groups for parameter in group["params"]]
 
     def hooks(self) -> list[dict[int, Any]]:
         """List the dicts of the optimizers' hooks."""
@@ -113,7 +108,7 @@ class StepOptimizers:
         self._mirrored = []
         self.refusal = next(filter(None, (unsuitable(each) for each in self.all)), self.scheduled)
         for number, each in enumerate(self.all):
-            own = {"state": vars(each), "param_groups": vars(each), "step": Attributes(each)}
+            own: dict[str, Any] = {"state": vars(each), "param_groups": vars(each), "step": Attributes(each)}
             places += [CodePlace(f"optimizers.{number}.{key}", held, key, held[key]) for key, held in own.items()]
             for index, group in enumerate(each.param_groups):
                 mirror = self._mirror(each, group, (number, index))
@@ -146,21 +141,17 @@ class StepOptimizers:
                 known = self._mirrors[place] = torch.full((), float(rate), dtype=kind, device=device)
         return known
 
-    def refresh(self) -> None:
-        """Let the mirrors hold the learning rates that the user has set."""
+    def refresh(self, before: Callable[[], object] = bool) -> None:
+        """Let the mirrors hold the learning rates that the user has set; call `before` first if that writes."""
         rates = [float(group["lr"]) for group, _ in self._mirrored]
         if rates == self._rates:
             return
+        before()
         with outside_modes():
             for (_, mirror), rate, known in zip(self._mirrored, rates, self._rates, strict=True):
                 if rate != known:
                     mirror.fill_(rate)
         self._rates = rates
-
-    @property
-    def outdated(self) -> bool:
-        """True if `refresh` has something to do."""
-        return [float(group["lr"]) for group, _ in self._mirrored] != self._rates
 
     @contextlib.contextmanager
     def mirrored(self, *, refresh: bool = True) -> Iterator[None]:
@@ -219,10 +210,8 @@ _SCHEDULED = "the step sets the learning rate; call scheduler.step() outside of 
 def takes_tensor(owner: optim.Optimizer, group: Group) -> bool:
     """True if an optimizer's step reads a tensor for the group's learning rate on the device."""
     kind = _named(owner)
-    if group.get("fused"):
-        return kind in _FUSED
-    if not group.get("capturable"):
-        return False
+    if group.get("fused") or not group.get("capturable"):
+        return bool(group.get("fused")) and kind in _FUSED
     return kind in _CAPTURABLE or (kind in _CAPTURABLE_FOREACH and group.get("foreach") is not False)
 
 

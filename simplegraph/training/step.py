@@ -83,15 +83,10 @@ class StepEffects:
         serving = self._serving()
         return self._used.setdefault(serving, set()) if serving else set()
 
-    @property
-    def trained(self) -> list[Tensor]:
-        """The parameters that it may train."""
-        found = (*self.optimizers.parameters, *self.gradients.parameters)
-        return list({id(parameter): parameter for parameter in found}.values())
-
     def hooks(self) -> list[Any]:
         """List the hooks of parameters and optimizers: a capture runs them, and a replay does not."""
-        self._hooks = [*self.optimizers.hooks(), *gradient_hooks(self.trained)]
+        parameters = {id(each): each for each in (*self.optimizers.parameters, *self.gradients.parameters)}
+        self._hooks = [*self.optimizers.hooks(), *gradient_hooks(parameters.values())]
         self._hook_ids = tuple(number for held in self._hooks for number in held)
         self._known_hooks = RemovableHandle.next_id, list(map(len, self._hooks))
         return [hook for held in self._hooks for hook in held.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from typing import NamedTuple
 
@@ -223,6 +224,65 @@ def test_settings_are_never_stale_however_they_are_read(way, change):
     assert answers(wrapped, function) >= 3
 
 
+class Items(dict):
+    __getattr__ = dict.get
+
+
+class Corners:
+    """Reads what it holds through descriptors, caches and defaults."""
+
+    base = 3.0
+
+    def __init__(self):
+        self.factor, self.items = 2.0, Items(factor=2.0)
+
+    @property
+    def doubled(self):
+        return self.factor * 2
+
+    @staticmethod
+    def fixed(x):
+        return x * 2
+
+    @classmethod
+    def of_class(cls, x):
+        return x * cls.base
+
+    def act(self, x):
+        return self.defaulting(self.of_class(self.fixed(x * self.doubled * self.items.factor)) * self.base * cached())
+
+    def defaulting(self, x, *, by=1.0):
+        return x * by
+
+
+@functools.lru_cache(None)
+def cached():
+    return SCALE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda corners, patch: patch.setattr(Corners, "doubled", property(lambda self: self.factor * 7)),
+        lambda corners, patch: patch.setattr(Corners, "fixed", staticmethod(lambda x: x * 7)),
+        lambda corners, patch: patch.setattr(Corners, "of_class", classmethod(lambda cls, x: x * 7)),
+        lambda corners, patch: patch.setattr(Corners.defaulting, "__kwdefaults__", {"by": 7.0}),
+        lambda corners, patch: patch.setitem(globals(), "cached", functools.lru_cache(None)(lambda: 7.0)),
+        lambda corners, patch: patch.setattr(corners, "base", 7.0),
+        lambda corners, patch: patch.setattr(corners, "__dict__", {**vars(corners), "factor": 7.0}),
+        lambda corners, patch: corners.items.update(factor=7.0),
+    ],
+)
+def test_what_is_read_through_descriptors_caches_and_defaults_is_never_stale(change, monkeypatch):
+    corners, x = Corners(), torch.ones(4, 2)
+    wrapped = sg.wrap(corners.act)
+    assert answers(wrapped, corners.act) == 4
+    before = wrapped(x)
+    change(corners, monkeypatch)
+    assert answers(wrapped, corners.act) >= 3
+    assert not torch.equal(wrapped(x), before)
+
+
 COMPUTED = {"name": "factor", "numbers": [2.0], "functions": [lambda x: x * 2]}
 
 
@@ -238,16 +298,26 @@ def by_function_in_a_list(x):
     return COMPUTED["functions"][0](x)
 
 
+HELD = types.SimpleNamespace(scale=1.0, offset=torch.zeros(2))
+
+
+def by_library(x):
+    return x * 2 * HELD.scale + operator.attrgetter(COMPUTED["name"])(HELD)
+
+
 @pytest.mark.parametrize(
     ("function", "change"),
     [
+        (by_library, lambda: setattr(HELD, "offset", torch.full((2,), 5.0))),
         (by_computed_name, lambda: setattr(Configured, "factor_used", 7.0)),
         (by_index, lambda: COMPUTED["numbers"].__setitem__(0, 7.0)),
         (by_function_in_a_list, lambda: COMPUTED["functions"].__setitem__(0, lambda x: x * 7)),
     ],
 )
 def test_what_no_name_leads_to_stays_as_it_was_captured(function, change, monkeypatch):
-    """As docs/limits.md says: computed names, and numbers and functions in lists."""
+    """As docs/limits.md says: computed names, what a library reads, and numbers and functions in lists."""
+    monkeypatch.setitem(COMPUTED, "name", "offset" if function is by_library else "factor")
+    monkeypatch.setattr(HELD, "offset", torch.zeros(2))
     monkeypatch.setattr(Configured, "factor_used", 2.0, raising=False)
     monkeypatch.setitem(COMPUTED, "numbers", [2.0])
     monkeypatch.setitem(COMPUTED, "functions", [lambda x: x * 2])
