@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import logging
 import os
 import types
 import typing
@@ -54,15 +55,16 @@ class CudaGraphMode(enum.Enum):
 
     @classmethod
     def parse(cls, value: CudaGraphMode | str) -> CudaGraphMode:
-        """Return the mode of this name, in any case; a mode is returned as it is.
+        """Return the mode of this name, in any case, "off" for NONE; a mode is returned as it is.
 
         Raises:
             ConfigError: the name is no mode.
         """
         if isinstance(value, cls):
             return value
+        name = str(value).upper()
         try:
-            return cls[str(value).upper()]
+            return cls["NONE" if name == "OFF" else name]
         except KeyError:
             names = ", ".join(cls.__members__)
             raise ConfigError(f"mode is {value!r}; expected one of {names}.") from None
@@ -80,6 +82,7 @@ class AttentionCGSupport(enum.IntEnum):
 BatchDim = int | Literal["reference"] | None
 PadRule = int | float | bool | Literal["zero", "keep", "repeat-last"]
 
+logger = logging.getLogger("simplegraph")
 ENV_PREFIX = "SIMPLEGRAPH_"
 
 
@@ -116,7 +119,8 @@ class CudaGraphConfig:
             captures again; ``"raise"`` raises `StaleGraphError`.
         pad_random: allow padding even if the forward draws random numbers; the following numbers then differ from
             eager's.
-        verify: the number of first replays of each graph, and of padded ones, that are proven. Such a call runs
+        verify: how often graphs are proven. The first call of each batch size is, and later ones at distances that
+            double, which together take at most so many percent of the time of the replays since. Such a call runs
             eagerly; the replay starts from the same memory and random numbers. If its effects differ from eager's,
             that size (or padding) is given up, or `VerificationError` raised, as `on_capture_failure` says. 0 proves
             nothing. Engines request it in `CudaGraphManager.run`.
@@ -239,19 +243,27 @@ class CudaGraphConfig:
         Wrappers and managers call it once, when they are built. The environment takes precedence, so that a deployed
         program can be switched to ``SIMPLEGRAPH_MODE=none`` or ``SIMPLEGRAPH_DEBUG=1`` without an edit.
 
+        A variable that names no setting is ignored with a warning: Kubernetes sets ``SIMPLEGRAPH_PORT`` for a service
+        of that name.
+
         Raises:
-            ConfigError: a variable names no setting, or its value is invalid.
+            ConfigError: a value is invalid.
         """
         environ = os.environ if environ is None else environ
-        changes: dict[str, Any] = {}
-        for variable in sorted(environ):
-            if variable.startswith(ENV_PREFIX):
-                changes.update([_from_variable(variable, environ[variable])])
+        kinds = {field: kind for field, (_, kind) in _kinds().items() if kind.parse}
+        variables = {ENV_PREFIX + field.upper(): field for field in kinds}
+        unknown = (name for name in sorted(environ) if name.startswith(ENV_PREFIX) and name not in variables)
+        _warn_of_unknown(tuple(unknown))
+        changes = {
+            field: _from_variable(variable, kinds[field], environ[variable])
+            for variable, field in variables.items()
+            if variable in environ
+        }
         try:
             return self.replace(**changes) if changes else self
         except ConfigError as error:
-            variables = ", ".join(ENV_PREFIX + name.upper() for name in changes)
-            raise ConfigError(f"{error} (set from the environment: {variables})") from None
+            names = ", ".join(ENV_PREFIX + name.upper() for name in changes)
+            raise ConfigError(f"{error} (set from the environment: {names})") from None
 
 
 def check_settings(names: Iterable[str], where: str = "") -> None:
@@ -338,17 +350,19 @@ class _FrozenMapping(dict[str, Any]):
         return _FrozenMapping, (dict(self),)
 
 
-def _from_variable(variable: str, text: str) -> tuple[str, Any]:
-    """Parse one environment variable into (field, value)."""
-    name = variable[len(ENV_PREFIX) :].lower()
-    kinds = {field: kind for field, (_, kind) in _kinds().items() if kind.parse}
-    kind = kinds.get(name)
-    if kind is None or kind.parse is None:
-        names = ", ".join(ENV_PREFIX + field.upper() for field in kinds)
-        hint = did_you_mean([variable], [ENV_PREFIX + field.upper() for field in kinds])
-        raise ConfigError(f"{variable} names no setting{hint}; the variables are {names}.")
+@functools.lru_cache(maxsize=64)
+def _warn_of_unknown(variables: tuple[str, ...]) -> None:
+    """Warn once a process of environment variables that name no setting."""
+    known = [ENV_PREFIX + field.upper() for field, (_, kind) in _kinds().items() if kind.parse]
+    for variable in variables:
+        hint = did_you_mean([variable], known)
+        logger.warning("simplegraph: %s names no setting%s, and is ignored.", variable, hint)
+
+
+def _from_variable(variable: str, kind: _Kind, text: str) -> Any:
+    """Parse the value of an environment variable."""
     try:
-        return name, kind.parse(text.strip())
+        return kind.parse(text.strip()) if kind.parse is not None else text
     except ValueError as error:
         detail = str(error) if isinstance(error, ConfigError) else f"expected {kind.expected}."
         raise ConfigError(f"{variable}={text!r} is not valid: {detail}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import numbers
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -229,7 +230,10 @@ ATOMS += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Si
 
 def constant_key(value: Any) -> Hashable:
     """Return a key that tells a value from others of its type: 0.0 from -0.0, but not one NaN from another."""
-    return repr(value) if isinstance(value, (float, complex, slice)) else value
+    if isinstance(value, frozenset):
+        return frozenset((type(item), constant_key(item)) for item in value)
+    by_text = not isinstance(value, int) and isinstance(value, (slice, numbers.Number))
+    return repr(value) if by_text else value
 
 
 class ById:

@@ -30,7 +30,7 @@ class Reason(str, enum.Enum):
     # Capturing.
     FIRST_CALL = "first_call", "the first call with such arguments: it runs eagerly, as it is"
     WARMUP = "warmup", "a warmup run: the size is captured after it"
-    PROOF = "proof", "a first call of a graph: it runs eagerly, and replays are compared with it"
+    PROOF = "proof", "a call that proves a graph: it runs eagerly, and replays are compared with it"
     CAPTURE_FAILED = "capture_failed", "capturing this size failed before"
     NOT_CAPTURED_UPFRONT = "not_captured_upfront", "capture='upfront' and capture_graphs did not capture this size"
     CAPTURED_OTHERWISE = "captured_otherwise", "graphs were captured for such calls, but not as this one is"
@@ -38,10 +38,6 @@ class Reason(str, enum.Enum):
     TOO_MANY_SIGNATURES = (
         "too_many_signatures",
         "max_signatures are captured already; raise it, pass changing values as tensors, or let the others be flushed",
-    )
-    CHANGING_NUMBER = (
-        "changing_number",
-        "a number changes from call to call and the forward needs its value: each has its own graph; pass a tensor",
     )
     OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
     # What is going on around the call.

@@ -6,6 +6,8 @@ import ast
 import collections
 import functools
 import graphlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +29,21 @@ ROOMS = [
         "integrations",
     ),
 ]
+# Rooms of the core, which name no library but torch, NumPy, Triton (whose launches are watched) and tqdm.
+CORE = {
+    "errors",
+    "_lazy",
+    "reasons",
+    "config",
+    "context",
+    "nested",
+    "batch",
+    "graph",
+    "distributed",
+    "manager",
+    "module",
+}
+LIBRARIES = re.compile(r"transformers|peft|diffusers|vllm|flashinfer|flash_attn|timm|sglang", re.IGNORECASE)
 # The doors of the package see every room, and no room sees them.
 DOORS = {"__init__", "__main__", "_version"}
 
@@ -41,7 +58,9 @@ class Source(NamedTuple):
     """What is asked of a file; its tree is not kept, whose nodes every later garbage collection would visit.
 
     Attributes:
-        imports: every (module, name), also under TYPE_CHECKING and inside functions; a module has no name.
+        imports: every (module, name), also under TYPE_CHECKING and inside functions; a module has no name. A string
+            that is the dotted name of a module of this package counts as an import of it.
+        libraries: libraries of other people that its code names, in imports, names and strings.
         classes: every class's name and number of lines.
         docstring: the file's own.
     """
@@ -49,6 +68,7 @@ class Source(NamedTuple):
     imports: list[tuple[str, str]]
     classes: list[tuple[str, int]]
     docstring: str | None
+    libraries: frozenset[str]
 
 
 @functools.cache
@@ -57,7 +77,13 @@ def read(path: Path) -> Source:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     classes = [(node.name, (node.end_lineno or 0) - node.lineno + 1) for node in nodes]
-    return Source(imported_names(tree), classes, ast.get_docstring(tree))
+    strings = list(strings_of(tree))
+    named = [(string, "") for string in strings if re.fullmatch(r"simplegraph(\.\w+)+", string) and file_of(string)]
+    imports = imported_names(tree)
+    words = [*strings, *(f"{module}.{name}" for module, name in imports if not module.startswith("simplegraph"))]
+    words += [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    libraries = frozenset(found.lower() for word in words for found in LIBRARIES.findall(word))
+    return Source([*imports, *named], classes, ast.get_docstring(tree), libraries)
 
 
 def room(path: Path) -> str:
@@ -88,6 +114,17 @@ def imported_names(tree: ast.AST) -> list[tuple[str, str]]:
             assert node.level == 0, "imports name the whole path"
             found += [(node.module or "", alias.name) for alias in node.names]
     return found
+
+
+def strings_of(tree: ast.AST) -> Iterator[str]:
+    """Yield every string in the code that is no docstring, the parts of formatted ones included."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    docstrings = {
+        id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, kinds) and ast.get_docstring(node)
+    }  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
 
 
 @functools.cache
@@ -131,6 +168,11 @@ def test_no_two_classes_have_one_name() -> None:
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
+def test_one_file_of_the_package_is_called_operators() -> None:
+    """Four files of that name meant four things."""
+    assert [str(path) for path in PACKAGE if path.name == "operators.py"] == ["simplegraph/graph/operators.py"]
+
+
 def test_no_import_goes_in_a_circle() -> None:
     try:
         graphlib.TopologicalSorter({path: imported_files(path) for path in PACKAGE}).prepare()
@@ -139,12 +181,12 @@ def test_no_import_goes_in_a_circle() -> None:
 
 
 def test_no_chain_of_imports_is_long() -> None:
-    """Ten files at most; an ``__init__`` is passed through and not counted."""
+    """Ten files at most; an ``__init__`` or another door is passed through and not counted."""
 
     @functools.cache
     def longest(path: Path) -> tuple[Path, ...]:
         below = max(map(longest, imported_files(path)), key=len, default=())
-        return below if path.name == "__init__.py" else (path, *below)
+        return below if path.name == "__init__.py" or room(path) in DOORS else (path, *below)
 
     order = graphlib.TopologicalSorter({path: imported_files(path) for path in PACKAGE}).static_order()
     chain = max(map(longest, order), key=len)  # each file after those it imports
@@ -161,6 +203,24 @@ def test_a_room_imports_only_from_rooms_before_it() -> None:
         if room(file) in DOORS or ROOMS.index(room(file)) > ROOMS.index(room(path))
     }
     assert sorted(wrong) == []
+
+
+def test_an_import_by_a_string_is_seen(tmp_path: Path) -> None:
+    """`importlib.import_module`, and tables of names to be imported later, are imports like others."""
+    late = tmp_path / "late.py"
+    late.write_text(
+        'TABLE = {"x": "simplegraph.training.runner"}\nmodule = import_module("simplegraph.attention.cache")\n'
+    )
+    found = {str(file) for file in imported_files(late)}
+    assert found == {"simplegraph/training/runner.py", "simplegraph/attention/cache.py"}
+
+
+def test_the_core_names_no_library_of_other_people(tmp_path: Path) -> None:
+    named = {str(path): sorted(read(path).libraries) for path in PACKAGE if room(path) in CORE and read(path).libraries}
+    assert named == {}
+    knowing = tmp_path / "knowing.py"
+    knowing.write_text('"""Says transformers."""\nimport peft.tuners\nloaded = "vllm.attention" in sys.modules\n')
+    assert read(knowing).libraries == {"peft", "vllm"}
 
 
 def test_what_a_room_keeps_to_itself_is_imported_by_no_other() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import Grouped, KernelTrial, Operators, RotaryWrite
+from simplegraph.fused.torch_operators import Grouped, KernelTrial, Operators, RotaryWrite
 
 Call = Callable[[], Any]
 PAGE_SIZE, PAGES = 16, 64

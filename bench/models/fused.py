@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.models.llama import Attention, DecoderLayer, Llama, LlamaDecoder, LlamaStep, Tap
 from bench.models.shard import Project, Stages, at_once, finish
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 # Computes one layer's attention or recurrence, with its projections: (T, hidden_size) to the same. It carries the
 # step's tensors, which the layers must not keep: those of a capture exist only inside the graph.

@@ -15,7 +15,7 @@ from bench.models.serving_step import ServingStep
 from bench.models.shard import Project, Stages, at_once, finish, handing_over
 from simplegraph.attention import AttentionBackend, BackendGroup, attend
 from simplegraph.attention.layers import current_backend
-from simplegraph.fused.operators import KernelTrial, Operators, RotaryWrite
+from simplegraph.fused.torch_operators import KernelTrial, Operators, RotaryWrite
 
 
 class ServingLayers(FusedLayers):

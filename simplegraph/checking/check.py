@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from simplegraph.checking.trial import ModuleTrial
+from simplegraph.checking.trial import TRIED, ModuleTrial
 from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
-from simplegraph.graph.breaks.operators import name_of
+from simplegraph.graph.breaks.active import name_of
 from simplegraph.graph.failures import BREAK
 from simplegraph.manager.estimate import MemoryEstimate
 from simplegraph.module.mixin import wrap
@@ -29,7 +29,7 @@ class CheckReport:
         problem: why it is not capturable, with the user's line; None if it is.
         breaks: function that breaks -> what is wrong with capturing it inline; None if nothing is.
         piecewise: what is wrong even with all breaks run eagerly; None if nothing is.
-        rows_independent: True if padding rows do not change real ones; None if two eager runs already differ.
+        rows_independent: True if the padding tried changed no real row; None if two eager runs already differ.
         mixing: what padding changed; None if nothing.
         state_written: names of parameters, buffers and attributes that the forward writes to: every replay
             changes them again, as every eager call does.
@@ -55,7 +55,7 @@ class CheckReport:
     def __str__(self) -> str:
         independent = {
             None: "unknown, since two eager runs on the same inputs differ",
-            True: "yes, padding is safe as far as these inputs tell",
+            True: f"yes, padding is safe as far as these inputs tell: {TRIED}",
             False: f"no ({self.mixing}); use padding=False, which captures exact sizes only",
         }
         lines = [*self._capture_lines(), f"rows independent: {independent[self.rows_independent]}"]
@@ -92,10 +92,11 @@ def check(
 ) -> CheckReport:
     """Try if a module can be captured, in one graph or in pieces, and if padding would change its outputs.
 
-    It runs the forward several times eagerly (as called, and padded with three different contents), captures it, and
-    compares replays with eager on new inputs. If a module with eager breaks cannot be one full graph, each break is
-    tried inline separately, to name those that prevent it. The module's state and the default random generator are
-    restored afterwards; memory that breaks write elsewhere (a KV cache in a context) is not.
+    It runs the forward several times eagerly (as called, padded with four different contents, and on half of the rows;
+    the same with copies of the first row), captures it, and compares replays with eager on new inputs. If a module with
+    eager breaks cannot be one full graph, each break is tried inline separately, to name those that prevent it. The
+    module's state and the default random generator are restored afterwards; memory that breaks write elsewhere (a KV
+    cache in a context) is not.
 
         report = sg.check(model, input_ids, positions)
         print(report)

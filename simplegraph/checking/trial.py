@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.context import bypassed, outside_calls
 from simplegraph.errors import CaptureError, InputError
-from simplegraph.graph.breaks.operators import breaking_operators, inlining, recording_breaks
+from simplegraph.graph.breaks.active import breaking_operators, inlining, recording_breaks
 from simplegraph.graph.breaks.trace import BreakTracer
 from simplegraph.graph.failures import user_location
 from simplegraph.graph.generators import HostRandom, default_generator, put_random_states, random_states
@@ -34,7 +34,11 @@ from simplegraph.nested import TreeSpec, flatten
 from simplegraph.reasons import CannotBind, Reason
 
 # Padding rows are real rows times each of these factors: zeros, and values larger than any real one, of either sign.
-_FILLS = (0, 3, -3)
+_FILLS = (0, 3, -3, 100)
+TRIED = (
+    "its rows were padded to twice as many by zeros and by rows times 3, -3 and 100, and cut to half as many; "
+    "copies of its first row, too. Rows that meet for other data alone are not seen"
+)
 
 
 class ModuleTrial:
@@ -141,33 +145,50 @@ class ModuleTrial:
 
     def mixing(self) -> str | None:
         """Return '' if padding rows do not change real rows, else what differs; None if two eager runs differ."""
-        alone = self._eager(self._leaves)
-        if first_difference(self._eager(self._leaves), alone) is not None:
+        if first_difference(self._eager(self._leaves), self._eager(self._leaves)) is not None:
             return None
-        fill: list[list[Any]] = []
-        for factor in _FILLS:
-            try:
-                fill.append(self._eager(self._padded(factor)))
-            except Exception as error:
-                return f"it fails when padded to {2 * self._rows} rows: {type(error).__name__}: {error}"
-        cut = [[_head(leaf, like) for leaf, like in zip(outputs, alone, strict=True)] for outputs in fill]
-        found = (first_difference(padded, alone) for padded in cut)
-        return next((difference for difference in found if difference), "")
+        found = self._mixed(self._leaves) or self._mixed(self._part(self._leaves, [0] * self._rows))
+        return found or ""
 
-    def _padded(self, factor: int) -> list[Any]:
-        """Double the rows of the inputs: padding is the real rows in reverse, floating-point ones times `factor`.
+    def _mixed(self, leaves: Sequence[Any]) -> str | None:
+        """Say how the rows of a batch differ if it is padded to twice its rows or cut to half of them, or None."""
+        alone, half = self._eager(leaves), self._rows // 2
+        tried = [(2 * self._rows, self._padded(leaves, factor)) for factor in _FILLS]
+        tried += [(half, self._part(leaves, range(half)))] if half else []
+        for rows, other in tried:
+            try:
+                outputs = self._eager(other)
+            except Exception as error:
+                return f"it fails with {rows} rows: {type(error).__name__}: {error}"
+            if len(outputs) != len(alone):
+                return f"it returns {len(outputs)} values for {rows} rows, and {len(alone)} for {self._rows}"
+            pairs = list(zip(outputs, alone, strict=True))
+            found = first_difference([_head(*pair) for pair in pairs], [_head(*pair[::-1]) for pair in pairs])
+            if found is not None:
+                return found
+        return None
+
+    def _part(self, leaves: Sequence[Any], rows: Iterable[int]) -> list[Any]:
+        """Take some rows of inputs."""
+        index = torch.tensor(list(rows))
+        dims = map(batch_dim_of, self._args)
+        pairs = zip(leaves, dims, strict=True)
+        return [leaf if dim is None else leaf.index_select(dim, index.to(leaf.device)) for leaf, dim in pairs]
+
+    def _padded(self, leaves: Sequence[Any], factor: int) -> list[Any]:
+        """Double the rows of inputs: padding is the real rows in reverse, floating-point ones times `factor`.
 
         Indices and masks stay valid: in padding they are zero, or those of real rows.
         """
-        leaves = []
-        for leaf, arg in zip(self._leaves, self._args, strict=True):
+        padded = []
+        for leaf, arg in zip(leaves, self._args, strict=True):
             dim = batch_dim_of(arg)
             if dim is not None:
                 number = leaf.is_floating_point() or leaf.is_complex()
                 rest = leaf.flip(dim) * (factor if number else bool(factor))
                 leaf = torch.cat([leaf, rest.to(leaf.dtype)], dim)
-            leaves.append(leaf)
-        return leaves
+            padded.append(leaf)
+        return padded
 
     def problem(self, mode: str = "FULL", inlined: Collection[Any] = ()) -> str | None:
         """Say what prevents a capture, or is wrong about its replays; None if nothing is.

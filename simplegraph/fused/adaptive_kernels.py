@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplegraph.fused.launches import await_others, launching
-from simplegraph.fused.operators import Adapted
+from simplegraph.fused.torch_operators import Adapted
 
 _TILE = 1024  # elements of several short rows in one program
 

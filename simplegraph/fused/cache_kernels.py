@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplegraph.fused.launches import await_others, launching
-from simplegraph.fused.operators import RotaryWrite
+from simplegraph.fused.torch_operators import RotaryWrite
 
 _HEADS = 8  # heads per program of the kernel that rotates and writes
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from simplegraph.fused.operators import DTYPES, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
+from simplegraph.fused.torch_operators import DTYPES, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
 from simplegraph.graph.cuda.first_use import without_collections
 from simplegraph.graph.cuda.triton_start import (
     build_driver,

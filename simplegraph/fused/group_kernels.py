@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplegraph.fused.launches import await_others, launching
-from simplegraph.fused.operators import Grouped
+from simplegraph.fused.torch_operators import Grouped
 
 MAX_SIZE = 512  # channels of a group
 _PROGRAMS = 264  # enough to fill a large GPU

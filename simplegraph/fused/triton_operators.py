@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simplegraph.fused.operators import DTYPES, PRODUCT_FINISHES, Adapted, Grouped, Operators, RotaryWrite
+from simplegraph.fused.torch_operators import DTYPES, PRODUCT_FINISHES, Adapted, Grouped, Operators, RotaryWrite
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then the kernels run on a CPU
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from simplegraph.errors import EscapeError
 from simplegraph.graph.device import GraphDevice, GraphPool
-from simplegraph.graph.holders import Holders
+from simplegraph.graph.holders import holder_names
 from simplegraph.graph.places import Surroundings
 from simplegraph.graph.tensors import is_wrapper, parts
 
@@ -27,20 +28,20 @@ _NOT_HELD = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, 
 
 
 class PythonState:
-    """Remembers what captures may change in Python's objects: what code can reach by name.
+    """Remembers what captures may change in Python's objects: what code can reach.
 
     Args:
-        code: functions and classes that captures run.
+        roots: modules, functions and other objects that captures run.
     """
 
-    def __init__(self, code: Iterable[Any] = ()) -> None:
-        self._code = list(code)
+    def __init__(self, roots: Iterable[Any] = ()) -> None:
+        self._roots = list(roots)
         self.surroundings = Surroundings()
         self.collected = False  # all garbage there was
 
     def remember(self) -> None:
         """Remember it as it is: what real runs changed stays."""
-        self.surroundings = Surroundings(self._code)
+        self.surroundings = Surroundings(self._roots)
 
     def put_back(self) -> list[str]:
         """Put modules back as they were; returns the names of places that held memory of a graph."""
@@ -86,7 +87,6 @@ def refuse_escapes(
     held = {_address(tensor) for tensor in (*_held_in(own), *observed())}
     if not device.left_alive(pool) - held:
         return
-    young = {id(thing) for thing in gc.get_objects(generation=0)}  # made by the capture, all but some dicts
     gc.collect(0)  # a cycle is no escape
     kept = _tensors_at(device.left_alive(pool) - held)
     if kept and not state.collected:  # once: it takes longer than twenty captures
@@ -94,10 +94,12 @@ def refuse_escapes(
         gc.collect()
     if not _living(kept):
         return
-    names, undefined = _put_back(kept, young, state)
-    cause, remedy = kept_by(names), KEPT_REMEDY
+    own_memory = {tensor.data_ptr() for tensor in _held_in(own)}
+    returned = any(address in own_memory for _, address in kept)
+    names, undefined = _put_back(kept, state)
+    cause, remedy = kept_by(names), _RETURNED_REMEDY if returned else KEPT_REMEDY
     if undefined:
-        remedy += f"\n  What hangs in {', '.join(undefined)} could not be taken away, and is undefined."
+        remedy += f"\n  What {', '.join(undefined)} held before is not known: what hangs there now is undefined."
     raise EscapeError(f"capturing {label} failed\n  {cause}.\n  {remedy}", cause=cause)
 
 
@@ -108,28 +110,37 @@ def take_back(left: set[int], state: PythonState) -> None:
         left: addresses of what it made and something owned; what the error's own frames hold stays there.
         state: what Python's objects held before.
     """
-    if left:
-        young = {id(thing) for thing in gc.get_objects(generation=0)}
-        kept = _tensors_at(left)
-        if kept:
-            _put_back(kept, young, state)
+    kept = _tensors_at(left)
+    if kept:
+        _put_back(kept, state)
 
 
-def _put_back(kept: Sequence[_Found], young: set[int], state: PythonState) -> tuple[list[str], Sequence[str]]:
-    """Take tensors away from where they are kept; the names of those places, and of those that keep them still."""
+def _put_back(kept: Sequence[_Found], state: PythonState) -> tuple[list[str], Sequence[str]]:
+    """Let places hold what they held; the names of those that held tensors, and of those that hold them still.
+
+    Nothing is taken away from a place whose former content is not known. What such a place holds is undefined, and as
+    NaN it shows.
+    """
     names = state.put_back()
-    while found := _living(kept):  # a tensor may hang in several places
-        holders = Holders(found, young, state.surroundings)
-        found.clear()
-        new = [name for name in holders.names if name not in names]
-        names += new
-        if not new or not holders.release():
-            return names, holders.names or [_UNSEEN]
-    return names, []
+    found = _living(kept)
+    if not found:
+        return names, []
+    names += [name for name in holder_names(found) if name not in names]
+    state.surroundings.release(found)
+    found.clear()
+    still = _living(kept)
+    for tensor in still:
+        if tensor.is_floating_point():
+            tensor.detach().fill_(math.nan)
+    return names, (holder_names(still) or [_UNSEEN]) if still else []
 
 
 _UNSEEN = "something that Python's garbage collector does not see"
 KEPT_REMEDY = "Return it instead, or copy it into a buffer of the module."
+_RETURNED_REMEDY = (
+    "It is returned, too, and a replay, which runs no Python, would leave that of another size there: "
+    "keep what the replay returns, where the forward was called."
+)
 
 
 def kept_by(names: Iterable[str]) -> str:

@@ -1,9 +1,8 @@
-"""Find what keeps an object alive, name it as a user would, and take the object away from it."""
+"""Find what keeps an object alive, and name it as a user would."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import gc
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from simplegraph.graph.places import Surroundings, held_by, is_namespace
+from simplegraph.graph.places import held_by, is_library, is_namespace
 
 _DEPTH = 8  # how far a name may be from the tensor
 _MAX_HOLDERS = 2_000  # at one depth
@@ -26,26 +25,20 @@ _TOPS = (types.FunctionType, type, types.FrameType, threading.local, _LRU, *_SUS
 _NAMED = (nn.Module, *_TOPS)
 
 
-class Holders:
-    """Finds what holds some objects, up to something that has a name.
+def holder_names(objects: Sequence[Any]) -> list[str]:
+    """Name the places that hold some objects."""
+    holders = _Holders(objects)
+    paths = [[holders.things[step] for step in path] for thing in objects for path in holders.paths(id(thing))]
+    return list(dict.fromkeys(map(_name, paths)))
 
-    Args:
-        objects: what is held.
-        young: ids of what may have been made together with them; a cache's new entry leaves with all that is in it.
-        before: what places held before.
 
-    Attributes:
-        names: of the places that hold them.
-    """
+class _Holders:
+    """Finds what holds some objects, up to something that has a name."""
 
-    def __init__(self, objects: Sequence[Any], young: set[int], before: Surroundings) -> None:
-        self._young, self._before = young, before
-        self._things: dict[int, Any] = {id(thing): thing for thing in objects}
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self.things: dict[int, Any] = {id(thing): thing for thing in objects}
         self._above: dict[int, list[int]] = {}
         self._look_up({id(objects)}, [id(thing) for thing in objects])
-        paths = [path for thing in objects for path in self._paths(id(thing))]
-        self._paths_up = [[self._things[step] for step in path] for path in paths]
-        self.names = list(dict.fromkeys(_name(path) for path in self._paths_up))
 
     def _look_up(self, ours: set[int], objects: Sequence[int]) -> None:
         """Collect the holders of the objects, the holders of these, and so on, up to those that have names.
@@ -54,28 +47,28 @@ class Holders:
             ours: ids of holders that do not count.
             objects: ids of the objects.
         """
-        level = list(self._things.values())
-        ours |= {id(level), id(self._things), id(vars(self)), *_running_frames()}
+        level = list(self.things.values())
+        ours |= {id(level), id(self.things), id(vars(self)), *_running_frames()}
         for _ in range(_DEPTH):
             wanted = {id(thing) for thing in level}
             found: list[Any] = []
             referrers = gc.get_referrers(*level)
             for holder in referrers:
-                if id(holder) in ours or isinstance(holder, Holders):
+                if id(holder) in ours or isinstance(holder, _Holders):
                     continue
                 for child in {id(held) for held in gc.get_referents(holder)} & wanted:
                     self._above.setdefault(child, []).append(id(holder))
-                if id(holder) not in self._things:
-                    self._things[id(holder)] = holder
+                if id(holder) not in self.things:
+                    self.things[id(holder)] = holder
                     found += [] if _is_named(holder) else [holder]
             del referrers
             level.clear()
             level += found[:_MAX_HOLDERS]
             found.clear()
-            if not level or all(_is_named(self._things[path[-1]]) for thing in objects for path in self._paths(thing)):
+            if not level or all(_is_named(self.things[path[-1]]) for thing in objects for path in self.paths(thing)):
                 break
 
-    def _paths(self, start: int) -> Iterator[list[int]]:
+    def paths(self, start: int) -> Iterator[list[int]]:
         """Yield, for each direct holder, the shortest way from an object up to a named thing, or as far as it goes."""
         for holder in self._above.get(start, ()):
             queue = collections.deque([[start, holder]])
@@ -83,59 +76,12 @@ class Holders:
             path: list[int] = []
             while queue:
                 path = queue.popleft()
-                if _is_named(self._things[path[-1]]):
+                if _is_named(self.things[path[-1]]):
                     break
                 above = [step for step in self._above.get(path[-1], ()) if step not in seen]
                 seen.update(above)
                 queue.extend([*path, step] for step in above)
             yield path
-
-    def release(self) -> bool:
-        """Take the objects away from what holds them; True if anything was taken."""
-        taken = [self._cut(path, places) for path, places in [(path, _places(path)) for path in self._paths_up]]
-        self._things.clear()
-        self._paths_up.clear()
-        return any(taken)
-
-    def _cut(self, path: list[Any], places: Sequence[int]) -> bool:
-        """Let the nearest holder that was there before an object hold what it held; True if there is one."""
-        # Cut above by now, with another object of the same container: what is higher up held that before, too.
-        if any(not _can_change(path[place], path[place - 1]) for place in places):
-            return False
-        known = [place for place in places if self._before.knows(path[place])]
-        old = [place for place in places if not self._is_young(path, place)]
-        for place in (known or old or places)[:1]:
-            holder, held = path[place], path[place - 1]
-            owner = path[place + 1] if place + 1 < len(path) else None
-            with contextlib.suppress(AttributeError, KeyError, TypeError):
-                if isinstance(holder, _LRU):
-                    holder.cache_clear()
-                else:
-                    self._before.put_back(holder, held, owner)
-                return True
-        return False
-
-    def _is_young(self, path: list[Any], place: int) -> bool:
-        holder = path[place]
-        above = path[place + 1] if place + 1 < len(path) else None
-        if type(holder) is dict and getattr(above, "__dict__", None) is holder:
-            return id(above) in self._young  # an object's own
-        # A dict is known to the collector from its first tensor on, so an empty old one may seem young.
-        lies_loose = type(holder) is dict and not (isinstance(above, _CONTAINERS) and not is_namespace(above))
-        return id(holder) in self._young and not lies_loose
-
-
-def _places(path: Sequence[Any]) -> list[int]:
-    """List the places of a path whose holders can let go of what is below."""
-    # Above a thread's own dict, a threading.local's are Python's: it keeps no reference where it needs one.
-    end = len(path) - 2 if isinstance(path[-1], threading.local) else len(path)
-    return [place for place in range(1, end) if _can_change(path[place], path[place - 1])]
-
-
-def _can_change(holder: Any, held: Any) -> bool:
-    if isinstance(holder, _TOPS):
-        return isinstance(holder, _LRU)
-    return any(item is held for item in (held_by(holder) or {}).values())
 
 
 def _running_frames() -> Iterator[int]:
@@ -157,7 +103,7 @@ def _name(path: Sequence[Any]) -> str:
     top, below = path[-1], path[-2]
     if is_namespace(top):
         return f"the global {_key(top, below)} of {top['__name__']}"
-    if isinstance(top, types.FunctionType):
+    if isinstance(top, types.FunctionType) and not is_library(top.__module__):
         return _name_in_function(top, path)
     if isinstance(top, threading.local):
         return f"the attribute {_key(*path[-3:-5:-1]) if len(path) > 3 else '?'} of a threading.local"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ class SavedMemory:
 
     def __contains__(self, key: int) -> bool:
         return key in self._bytes
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._bytes)
 
     def copy(self) -> list[Tensor]:
         """Copy everything as it is now."""

@@ -19,6 +19,7 @@ from simplegraph.graph.operators import (
     defined,
     drops_in_cudnn,
     is_composite,
+    is_uninitialised,
     may_draw,
     multiplies_groups,
     strided_tensors,
@@ -50,6 +51,7 @@ class MemoryObserver(OperatorMode):
         external: storage key -> a tensor of that memory, for memory that existed before.
         passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
         written: storage keys of external memory that an operator wrote to.
+        blank: storage keys of memory that the run made, and that nothing has written yet.
         given: storage keys of all memory that operators were passed, if the run goes on with that of another.
         may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
         rounds_by_group: True if an operator multiplies rows in groups, whose sizes decide how it rounds.
@@ -70,6 +72,7 @@ class MemoryObserver(OperatorMode):
         self.external: dict[int, Tensor] = {}
         self.passed: dict[int, Tensor] = {}
         self.written: set[int] = set()
+        self.blank: set[int] = set()
         self.given: set[int] = set()
         self.may_draw = self.rounds_by_group = False
         self.refused: HostError | None = None
@@ -147,7 +150,9 @@ class MemoryObserver(OperatorMode):
             own.update(given)
         self._note_given(given, func)
         for value in written_args(func, args, kwargs):
-            self.written.update(key for key in map(storage_key, strided_tensors((value,))) if key not in own)
+            keys = {storage_key(tensor) for tensor in strided_tensors((value,))}
+            self.written |= keys - own
+            self.blank -= keys
         if inside is None:
             self.numbers.note(func, args, kwargs, tensors)
         result = self.leave(func, args, kwargs)
@@ -161,6 +166,7 @@ class MemoryObserver(OperatorMode):
             key = tensor.untyped_storage()._cdata
             if key not in given and key not in external:  # new memory; its key may have been another's before
                 own.add(key)
+                (self.blank.add if is_uninitialised(func) else self.blank.discard)(key)
                 self.left.pop(key, None)
                 if inside is not None:
                     inside.add(key)

@@ -215,6 +215,15 @@ def defined(result: Any) -> Any:
     return [torch.empty(0) if item is None else item for item in result] if type(result) is list else result
 
 
+_UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+
+
+@functools.lru_cache(maxsize=4096)
+def is_uninitialised(func: Any) -> bool:
+    """True if what an operator makes is whatever the memory held."""
+    return not is_higher_order(func) and func._schema.name.removeprefix("aten::") in _UNINITIALISED
+
+
 def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an operator writes to."""
     for position, name, flag in _written(func):

@@ -9,9 +9,7 @@ They are made at the first capture that needs them, once a process:
     torch.overrides.has_torch_function  blind to an emulated capture, while one runs (graph.emulator)
     CompiledFxGraph.__call__           refuses compiled code in the emulator's captures, while one runs (graph.emulator)
     JITFunction.run of Triton          shows its launches to a capture's observer (graph.launches)
-    torch.tensor_split, Tensor.tensor_split  notes a CPU tensor of indices, while a capture runs (graph.host)
-    is_tracing of transformers, ...    as in eager runs where captures read no data (graph.transformers_masks)
-    is_torchdynamo_compiling of transformers  true where it would cache what captures compute (graph.transformers_masks)
+    is_tracing of transformers, ...    see integrations.transformers.masks
     AttentionInterface of transformers  attention without copies of keys, in captured steps (integrations.transformers)
 """
 

@@ -49,7 +49,6 @@ class Program:
         generators: random generators that it may draw from.
         live: True while it can be replayed.
         constants: device copies of what the forward made from Python data, which the graph reads.
-        draws: what a replay draws on the CPU and nothing reads, so that the next numbers are those after them.
         breaks: the steps that run eagerly.
         replay: runs the steps on the current stream; what it returns is in `outputs`.
         check_first: called before the first replay, which it refuses by raising; None once it has returned.
@@ -64,7 +63,6 @@ class Program:
     generators: Sequence[torch.Generator] = ()
     live: bool = True
     constants: list[Tensor] = dataclasses.field(default_factory=list)
-    draws: Sequence[Callable[[], object]] = ()
     breaks: tuple[Break, ...] = dataclasses.field(init=False)
     replay: Callable[[], None] = dataclasses.field(init=False)
     check_first: Callable[[], object] | None = None
@@ -82,13 +80,6 @@ class Program:
     def _choose_replay(self) -> None:
         # One step is the common case: calling it directly saves a Python frame on every replay.
         self.replay = self._replays[0] if len(self._replays) == 1 else self._replay_steps
-        if self.draws:
-            self.replay = functools.partial(_replay_and_draw, self.replay, self.draws)
-
-    def use_host(self, constants: list[Tensor], draws: Sequence[Callable[[], object]]) -> None:
-        """Take over what a capture found on the CPU: device copies of constants, and draws."""
-        self.constants, self.draws = constants, draws
-        self._choose_replay()
 
     def _replay_steps(self) -> None:
         if torch.is_grad_enabled():
@@ -150,12 +141,6 @@ class Program:
 
     def _refuse(self) -> None:
         raise ReplayError("this graph was dropped; capture it again.")
-
-
-def _replay_and_draw(replay: Callable[[], None], draws: Sequence[Callable[[], object]]) -> None:
-    replay()
-    for draw in draws:
-        draw()
 
 
 def _replay_first(program: weakref.ref[Any], index: int) -> None:

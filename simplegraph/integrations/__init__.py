@@ -1,1 +1,42 @@
-"""CUDA graphs for models of other libraries, one folder per library; the models' code is unchanged."""
+"""CUDA graphs for models of other libraries, one folder per library; the models' code is unchanged.
+
+What serves a module without being imported is registered here with the core, and loaded when it is first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+from simplegraph.graph.extras import Notes, StateKey, capture_contexts, runner_kinds, state_keys
+
+
+def register() -> None:
+    """Register all that; called once, by the package's door."""
+    capture_contexts.append(_transformers_masks)
+    state_keys.append(_switches)
+    runner_kinds.append(_training)
+
+
+def _transformers_masks(notes: Notes, as_captured: bool) -> AbstractContextManager[None]:
+    if "transformers" not in sys.modules:
+        return contextlib.nullcontext()
+    from simplegraph.integrations.transformers.masks import answering, counting
+
+    return answering(notes) if as_captured else counting(notes)
+
+
+def _switches(module: Any) -> StateKey | None:
+    from simplegraph.integrations.switches import known_switches
+
+    return known_switches(module)
+
+
+def _training(config: Any) -> Any:
+    if not config.training:
+        return None
+    from simplegraph.training.runner import TrainingRunner
+
+    return TrainingRunner

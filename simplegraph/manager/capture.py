@@ -16,10 +16,12 @@ from torch import Tensor
 
 from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.errors import CaptureError, EscapeError, InputError
-from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
+from simplegraph.graph.breaks.active import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.breaks.trace import BreakTracer
+from simplegraph.graph.device import refuse_inside_capture
 from simplegraph.graph.escapes import PythonState, take_back
+from simplegraph.graph.extras import entered
 from simplegraph.graph.failures import capture_error, release_locals
 from simplegraph.graph.host.capture import HostCapture
 from simplegraph.graph.host.warmup import HostWarmup
@@ -29,7 +31,6 @@ from simplegraph.graph.program import Program
 from simplegraph.graph.session import CaptureSession
 from simplegraph.graph.stopwatch import Stopwatch
 from simplegraph.graph.tensors import wait_collectives
-from simplegraph.graph.transformers_masks import answering, decisions
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.progress import CaptureBar, capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable, on_all_ranks
@@ -62,19 +63,19 @@ def run_observed(
         tracer = BreakTracer(operators, observer, table.device.torch_device)
     host = HostWarmup(table.device.torch_device)
     following = contextlib.nullcontext() if key is None else host.following(observer)
-    before = decisions()
+    noting = entered({} if key is None else table.constants.notes, as_captured=False)
     # The observer is asked first: it sees the operators of the forward, not those that stand in for them.
-    with autocast_cache_off(), recording_breaks(tracer), following, observer:
+    with autocast_cache_off(), recording_breaks(tracer), following, observer, noting:
         outputs = wait_collectives(run())
     if key is not None:
         table.constants.learn(key, host.copies, host.sources, met_host=host.met_host)
-        table.constants.decisions = max(table.constants.decisions, decisions() - before)
     return outputs, observer, None if tracer is None else tracer.finish(outputs)
 
 
 def _run_as_captured(table: ProgramTable, run: Callable[[], Any]) -> Any:
-    """Run a forward as its capture does if eager's way is known to depend on data: so it makes the same constants."""
-    with answering(table.constants.decisions) if table.constants.decisions else contextlib.nullcontext():
+    """Run a forward as its capture does if extras noted that eager's way is another: so it makes the same constants."""
+    notes = table.constants.notes
+    with entered(notes, as_captured=True) if notes else contextlib.nullcontext():
         return run()
 
 
@@ -127,10 +128,13 @@ class GraphCapture:
             warmed_up: called between these and the captures.
 
         Raises:
+            CaptureError: the stream is being captured.
             ConfigError: `break_ops` names an operator that does not exist, or ranks differ in their settings.
             Exception: the forward's own, if no size can even run eagerly: then its inputs are at fault, not the graphs.
         """
         table, jobs, ranks = self.table, self.jobs, self._ranks
+        if jobs:
+            refuse_inside_capture(table.device)
         breaking_operators(table.config.break_ops)
         started = time.perf_counter()
         self.parts.clear()
@@ -238,7 +242,7 @@ class GraphCapture:
             _announce(self.table, job)
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"), self.parts.timed("capture"):
                 program = self._recorded(session, job, trace, host, observed)
-            program.use_host(host.served, host.draws)
+            program.constants = host.served
             try:
                 _check_breaks(self.table, job, program)
                 self.table.add(job, program)
@@ -278,12 +282,10 @@ class GraphCapture:
     def _run_captured(self, job: CaptureJob, host: HostCapture, observed: bool) -> Any:
         """Run the forward as it is recorded, hooks included."""
         observer = MemoryObserver(self.table.device, job.rows, self.observers[-1] if job.follows else None)
-        followed, decisions = observed or self.table.constants.met_host, self.table.constants.decisions
-        # Known values are followed by a mode that comes between the two.
-        together = observer if observed and not decisions else None
+        followed, constants = observed or self.table.constants.met_host, self.table.constants
         with (
-            host.following(together) if followed else contextlib.nullcontext(),
-            answering(decisions),
+            entered(constants.notes, as_captured=True),
+            host.following(observer if observed else None) if followed else contextlib.nullcontext(),
             observer if observed else contextlib.nullcontext(),
         ):
             outputs = job.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,15 +12,15 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import InputError, VerificationError
-from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
+from simplegraph.graph.breaks.active import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.playback import BreakTape, played
 from simplegraph.graph.device import CAPTURE_LOCK
+from simplegraph.graph.extras import entered
 from simplegraph.graph.generators import default_generator, drew, put_random_states, random_states
 from simplegraph.graph.memory import SavedMemory, copy_limit
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.program import Program
 from simplegraph.graph.tensors import wait_collectives
-from simplegraph.graph.transformers_masks import answering
 from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
@@ -46,6 +47,9 @@ class ReplayProof:
 
     Attributes:
         expected: the effects of the eager run.
+        rounding: what runs of other batch sizes may differ by.
+        replay_seconds: the time that the fastest replay took.
+        nested_otherwise: True if what it returned is not nested as the graph's outputs are.
         draws: True if it drew random numbers.
         written_inputs: names of the inputs that it changed.
     """
@@ -60,7 +64,8 @@ class ReplayProof:
         self._before = memory.copy()
         self._random = random_states(generators)
         self._closing = contextlib.ExitStack()
-        self.draws = False
+        self.draws = self.nested_otherwise = False
+        self.replay_seconds = float("inf")
         self._scrambled = False  # memory holds other values on purpose
         self.written_inputs: set[str] = set()
 
@@ -79,15 +84,16 @@ class ReplayProof:
         if program.breaks:
             tape = BreakTape(breaking_operators(self._table.config.break_ops), observer, self._memory)
         # The observer is asked first, as in a warmup: it sees reads that are served.
-        with recording_breaks(tape), answering(self._table.constants.decisions), observer:
+        with recording_breaks(tape), entered(self._table.constants.notes, as_captured=True), observer:
             result = wait_collectives(run())
-        self._rounding = by_least_precise(OTHER_SIZE, observer.dtypes)
+        self.rounding = by_least_precise(OTHER_SIZE, observer.dtypes)
         self._after = after = self._memory.copy()
         self._closing.callback(self._memory.put, after)
         self.draws = observer.may_draw and drew(self._generators, self._random)  # another thread may draw, too
         if self.draws:
             self._closing.callback(put_random_states, self._generators, random_states(self._generators))
-        leaves, _ = flatten(result)
+        leaves, spec = flatten(result)
+        self.nested_otherwise = spec != program.spec
         memory = self._memory
         self.expected = Effects(
             cloned(leaves), memory.seen_in(after, memory.tensors), memory.seen_in(after, memory.inputs)
@@ -98,7 +104,7 @@ class ReplayProof:
         return result, observer
 
     def _differs(self, passed: Tensor, expected: Tensor) -> str | None:
-        return None if self._scrambled else difference(passed, expected, tolerance=self._rounding)
+        return None if self._scrambled else difference(passed, expected, tolerance=self.rounding)
 
     def _uncounted(self, program: Program) -> CapturedGraph:
         graph = self._graph
@@ -143,17 +149,29 @@ class ReplayProof:
             inputs: views of the static inputs, in the order of the caller's in `SavedMemory`.
             load: fills the static inputs.
         """
+        self.rewind()
+        self._run_again(load)
+        return self.effects(outputs, inputs)
+
+    def rewind(self) -> None:
+        """Let memory and random generators be as eager found them."""
         self._memory.put(self._before)
         if self.draws:
             put_random_states(self._generators, self._random)
-        self._run_again(load)
+
+    def effects(self, outputs: Sequence[Any], inputs: Sequence[Tensor]) -> Effects:
+        """Copy the effects of the run that just ended."""
         memory = self._memory
         return Effects(cloned(outputs), memory.seen_in(memory.copy(), memory.tensors), cloned(inputs))
 
     def _run_again(self, load: Callable[[Any], None] | None) -> None:
         for hooks in self._table.hooks:
             hooks.undo_step()
+        self._table.device.synchronize()
+        started = time.perf_counter()
         self._table.replay(self._played, 0, load)
+        self._table.device.synchronize()
+        self.replay_seconds = min(self.replay_seconds, time.perf_counter() - started)
 
     def close(self) -> None:
         """Let memory and random generators be as eager left them."""
@@ -183,7 +201,7 @@ class ReplayProof:
             self._parts(expected, memory=memory),
             names=[f"output {index}" for index in range(len(expected.outputs))] + self._names(memory=memory),
             noise=None if noise is None else self._parts(noise, memory=memory),
-            tolerance=self._rounding if rounded else EXACT,
+            tolerance=self.rounding if rounded else EXACT,
         )
 
     def beyond_noise(
@@ -244,7 +262,7 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
             proof.close()
         failure = ranks.failure(f"the proof of {job.label}", None if found is None else VerificationError(found))
     if failure is None:
-        graph.prove(padded=False)
+        graph.prove(graph.descriptor.num_tokens)
         return result
     cause = f"a replay of {job.label} does not equal eager: {failure[1]}"
     table.refuse([job], cause, "Its buffers must be at the same addresses as at the capture.")

@@ -67,9 +67,10 @@ class GraphReport:
     def __str__(self) -> str:
         stats = self.stats
         where = f"{self.device}, emulated: no speed" if self.emulated else self.device
+        count = "1 graph" if len(stats.graphs) == 1 else f"{len(stats.graphs)} graphs"
         lines = [
-            f"{stats.name} ({where}): {len(stats.graphs)} graphs, {stats.capture_seconds:.3f} s, "
-            f"{_mib(stats.graph_bytes)} MiB; {stats.replays} replays, {stats.padded_tokens} padded {stats.unit}, "
+            f"{stats.name} ({where}): {count}, {stats.capture_seconds:.3f} s, {_mib(stats.graph_bytes)} MiB; "
+            f"{stats.replays} replays, {stats.padded_tokens} padded {stats.unit}, "
             f"{sum(stats.eager.values())} eager calls"
         ]
         graphs = self._graphs()

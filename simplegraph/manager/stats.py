@@ -15,7 +15,7 @@ logger = logging.getLogger("simplegraph")
 
 # Reasons of the normal course, and those that a failed capture or proof warned of; the others are worth a warning.
 _EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.EAGER_CONTEXT, Reason.NESTED, Reason.MODE_NONE, Reason.PROOF}
-_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS, Reason.CHANGING_NUMBER, Reason.LENGTH_LEARNT}
+_EXPECTED |= {Reason.CAPTURE_FAILED, Reason.PADDING_SHOWS, Reason.LENGTH_LEARNT}
 _MOST_SIZES = 1 << 16  # different ones that are counted, of calls above every captured size
 
 

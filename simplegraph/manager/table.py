@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,40 +38,58 @@ class CapturedGraph:
     """One captured key, ready to be replayed.
 
     Attributes:
-        unproven, unproven_padded: how many of its next calls with exactly its rows, and with fewer, are compared with
-            eager; tries: how many of them could not be.
-        proven_numbers: what numbers that go into it were in calls that were compared.
+        rows: the batch sizes of which a call was compared with eager; None if no call is compared.
+        left: replays until a call of any size is compared again; negative if none is. 0, too, once it is dropped.
+        distance: replays between its last such comparison and the next; it doubles.
+        tries: how many calls could not be compared.
     """
 
     mode: CudaGraphMode
     descriptor: BatchDescriptor
     program: Program
     counters: GraphCounters
-    unproven: int = 0
-    unproven_padded: int = 0
+    rows: set[int] | None = None
+    left: int = -1
+    distance: int = 0
     tries: int = 0
-    proven_numbers: set[Hashable] = dataclasses.field(default_factory=set)
 
-    def need_proofs(self, count: int) -> None:
-        """Compare at least so many of its next calls with eager."""
-        self.unproven, self.unproven_padded = max(self.unproven, count), max(self.unproven_padded, count)
+    def unproven(self, rows: int) -> bool:
+        """True if the next call of so many rows is to be compared with eager."""
+        return not self.left or (self.rows is not None and rows not in self.rows)
 
     def keeps_writing_elsewhere(self) -> bool:
         """Count a run that wrote to memory not known to be written, and was not compared; True if it was the last."""
         self.tries += 1
         return self.tries == _TRIES
 
-    def prove(self, *, padded: bool, both: bool = False, unverified: str = "") -> None:
-        """Note that a call was compared with eager, or why none can be.
+    def prove(self, rows: int, known: set[int] | None = None, distance: int = 0) -> None:
+        """Note that a call equalled eager.
 
         Args:
-            padded: it had padding rows.
-            both: nothing more will be compared, with padding rows or without.
-            unverified: why not.
+            rows: its batch size.
+            known: batch sizes compared by graphs of the same calls before, which this one goes on with; None if no
+                others are compared.
+            distance: replays until a call is compared again, if this was the first; 0 if none is.
         """
-        self.unproven = 0 if both else self.unproven - (not padded)
-        self.unproven_padded = 0 if both else self.unproven_padded - padded
-        what = f"unverified: {unverified}" if unverified else "padded" if padded else "exact"
+        if self.left <= 0:
+            self.distance = 2 * self.distance or distance
+            self.left = self.distance or -1
+        self.rows = known
+        if known is not None:
+            known.add(rows)
+        self._note("exact" if rows == self.descriptor.num_tokens else "padded")
+
+    def drop(self) -> None:
+        """Free its memory; it serves no call any more."""
+        self.program.drop()
+        self.left = 0
+
+    def leave_unverified(self, why: str) -> None:
+        """Note that no call can be compared, and why."""
+        self.rows, self.left = None, -1
+        self._note(f"unverified: {why}")
+
+    def _note(self, what: str) -> None:
         if what not in self.counters.proof:
             self.counters.proof = ", ".join(filter(None, (self.counters.proof, what)))
 
@@ -145,6 +163,7 @@ class ProgramTable:
         else:  # an empty context would cost a microsecond
             replay()
         graph.counters.paddings[padding] += 1
+        graph.left -= 1
 
     @contextlib.contextmanager
     def _around(self, graph: CapturedGraph) -> Any:
@@ -174,8 +193,8 @@ class ProgramTable:
         parts = len(nodes), len(program.breaks), total
         counters = GraphCounters(*what, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs)
         self._forget_failure(job)
-        verify = self.config.verify
-        self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, verify, verify)
+        rows: set[int] | None = set() if self.config.verify else None
+        self.graphs[job.key] = CapturedGraph(job.mode, job.descriptor, program, counters, rows)
         self.stats.captured(job.key, counters)
 
     def add_failures(self, failed: Mapping[CaptureJob, CaptureError], outcome: str) -> None:
@@ -228,7 +247,7 @@ class ProgramTable:
         """Drop the program of a key as if it had not been captured."""
         graph = self.graphs.pop(key, None)
         if graph is not None:
-            graph.program.drop()
+            graph.drop()
             self.stats.uncaptured(key)
 
     def refuse(self, jobs: Sequence[CaptureJob], cause: str, remedy: str) -> dict[str, CaptureError]:
@@ -282,7 +301,7 @@ class ProgramTable:
         if self.graphs:
             self.device.synchronize()  # a graph still running must not lose its memory
         for graph in self.graphs.values():
-            graph.program.drop()
+            graph.drop()
         self.stats.dropped(self.graphs)
         self.graphs.clear()
         self.failures.clear()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from simplegraph.config import BatchDim, PadRule
 from simplegraph.graph.host.constants import WATCHED_BYTES, value_bytes
-from simplegraph.module.changing import Kind
 from simplegraph.nested import constant_key
 from simplegraph.reasons import CannotBind, Reason
 
@@ -32,7 +31,6 @@ class TensorArg:
         address: only of a tensor taken by address.
         pad: how padding rows are filled; pad_declared: True if that was declared.
         compared: True if the forward asks if it is the very tensor that another argument is.
-        number: the kind of the number on the host that it stands for, if any.
     """
 
     name: str
@@ -45,15 +43,13 @@ class TensorArg:
     address: int | None = None
     pad_declared: bool = False
     compared: bool = False
-    number: Kind | None = None
 
     def __str__(self) -> str:
         """Show dtype and shape, such as ``float32[n, 64]``, where n is the batch."""
         sizes = ", ".join("n" if size == -1 else str(size) for size in self.shape)
         order = "" if self.order == tuple(range(len(self.shape))) else f" by strides {self.order}"
-        number = "" if self.number is None else f"{getattr(self.number, '__name__', 'CPU tensor')} as "
         where = "" if self.address is None else f" at {self.address:#x}"
-        return f"{number}{short_repr(self.dtype)}[{sizes}]{order}{where}"
+        return f"{short_repr(self.dtype)}[{sizes}]{order}{where}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,11 +30,9 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.touched import inspect_graphs
 from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
-from simplegraph.module.changing import PROVEN_VALUES
 from simplegraph.module.effects import ModuleState, warning_of_eager
 from simplegraph.module.functions import FunctionModule, computes_gradients, note_read
 from simplegraph.module.inputs import InputSet
-from simplegraph.module.left import WithLeft
 from simplegraph.module.memory import ModuleMemory, held_generators
 from simplegraph.module.outside import MemoryInUse
 from simplegraph.module.padding import learn_numbers
@@ -115,7 +113,7 @@ class GraphBuilder:
         call.binding.note_written(observer, memory)
         call.binding.refused = observer.refused
         self.keep_external(call.module, [observer], set(memory.values()))
-        call.binding.learn_run(call.batch, result)
+        call.binding.learn_outputs(call.batch, *flatten(result))
         learn_numbers(call.binding, self.manager.table, observer.numbers)
         if call.binding.unsupported is None:  # else the run may have given arguments other shapes
             self.reader.learn(call.batch, call.leaves, call.spec)
@@ -300,11 +298,10 @@ class GraphBuilder:
             graph = self.manager.table.graphs.get(job.key)
             if graph is not None:
                 self.inputs_of[job.key] = inputs
-                graph.need_proofs(PROVEN_VALUES if call.layout.numbers else 0)
                 _learn_program(call, job, graph.program)
         if self.state is None:
             self.state = CapturedState(call.module)
-        self.state.take(self.seen.read, call.binding.counted.left.links)
+        self.state.take(self.seen.read)
 
     def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal) -> None:
         """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
@@ -324,7 +321,7 @@ class GraphBuilder:
         except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
             logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
         else:
-            binding.learn_run(other, result)
+            binding.learn_outputs(other, *flatten(result))
             learn_numbers(binding, self.manager.table, observer.numbers)
             self.reader.learn(other, leaves, call.spec)
             if trace is not None:
@@ -339,8 +336,8 @@ def _check_settings(call: Call) -> None:
 
 
 def _is_unlike_warmups(call: Call, manager: CudaGraphManager) -> bool:
-    """True if calls so far ran with fewer rows, with numbers that were no tensors, or as their data decided."""
-    return bool(call.padding or call.layout.numbers or manager.table.constants.decisions)
+    """True if calls so far ran with fewer rows, or in another way that an extra noted."""
+    return bool(call.padding or manager.table.constants.notes)
 
 
 def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, capture: GraphCapture) -> None:
@@ -387,8 +384,8 @@ def _forward(
     kind: tuple[CudaGraphMode, BatchDescriptor],
     reader: CallReader,
 ) -> Callable[[], Any]:
-    """Make the forward on the static inputs of a size; captured, it also returns what it leaves below the module."""
-    mode, descriptor = kind
+    """Make the forward on the static inputs of a size."""
+    _, descriptor = kind
     module, counted, state_key = call.module, call.binding.counted, manager.config.state_key
 
     def refuse() -> None:
@@ -403,30 +400,20 @@ def _forward(
         refuse()  # the run before may have left the static inputs in another shape
         args, kwargs = call.spec.unflatten(leaves)  # in new containers: a run before may have changed the last ones
         is_captured = manager.device.is_capturing()
-        # A break would read what the replay before left.
-        leave = mode is not CudaGraphMode.PIECEWISE
-        captured = functools.partial(counted.captured_run, state_key=state_key, may_leave=leave)
-        watched = captured(module) if is_captured else counted.eager_run(module)
+        watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
         warned = warning_of_eager(manager.stats.name) if is_captured else contextlib.nullcontext()
-        with warned, bypassed(Reason.NESTED), torch.no_grad(), watched as watch:
+        with warned, bypassed(Reason.NESTED), torch.no_grad(), watched:
             limit = 0 if is_captured else copy_limit(manager.device.free_memory())
             result = invoke_watched(call, reader, args, kwargs, limit)
         refuse()
-        key = call.binding.signature, *kind
-        label = f"batch size {descriptor.num_tokens}"
-        whole = result if watch is None else counted.left.take(key, label, watch, result, (args, kwargs))
-        return module.with_effects(whole) if is_captured and isinstance(module, FunctionModule) else whole
+        return module.with_effects(result) if is_captured and isinstance(module, FunctionModule) else result
 
     return run
 
 
 def _learn_program(call: Call, job: CaptureJob, program: Program) -> None:
-    """Learn how the outputs of a new program, and what it leaves below the module, follow the batch size."""
-    leaves, rows = program.outputs, job.descriptor.num_tokens
-    whole, spec = program.result(), program.spec
+    """Learn how the outputs of a new program follow the batch size."""
+    spec = program.spec
     if hasattr(spec.type, "make_plan"):
-        whole, spec = whole.result, spec.children[0]
-    if spec.type is WithLeft:
         spec = spec.children[0]
-        call.binding.counted.left.learn_captured(job.key, rows, whole.left)
-    call.binding.learn_outputs(rows, leaves[: spec.num_leaves], spec)
+    call.binding.learn_outputs(job.descriptor.num_tokens, program.outputs[: spec.num_leaves], spec)

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from simplegraph.errors import HostError
 from simplegraph.graph.breaks.step import BreakTrace, trace_between
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.scalars import NumbersBySize
+from simplegraph.graph.subclass import plain
 from simplegraph.graph.tensors import storage_key
-from simplegraph.manager.table import CapturedGraph
 from simplegraph.module.args import Arg, ConstantArg, HostArg, TensorArg, batch_dim_of, short_repr
-from simplegraph.module.changing import value_key, with_tensors
+from simplegraph.module.effects import CountedState
 from simplegraph.module.inputs import InputSet, overlap, overlaps_itself, shared_rows
-from simplegraph.module.left import CountedState
 from simplegraph.module.outputs import OutputShapes, unreturnable
 from simplegraph.module.signature import CallReader, Signature
 from simplegraph.module.torch_state import TorchSettings
@@ -37,8 +36,10 @@ class Graphed:
 
 
 def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run the module's own call, hooks included."""
-    return super(Graphed, module).__call__(*args, **kwargs)
+    """Run the module's own call, hooks included; a wrapped one's forward sees as `self` what `wrap` was given."""
+    own = plain(module)
+    call: Any = super(Graphed, own).__call__ if isinstance(own, Graphed) else own  # type: ignore[misc]
+    return call(*args, **kwargs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,6 +54,7 @@ class Binding:
         traces: what the breaks of eager calls returned, by batch size; of the latest few.
         warm: warmup runs by padded size.
         ran: the batch sizes that ran eagerly as they were called, by nesting.
+        proven: the batch sizes of which a replay equalled eager, by mode and descriptor.
         written: names of the inputs that the forward was seen to write to.
         compared: names of inputs whose values were compared before and after an eager run.
         draws: True if it draws random numbers.
@@ -71,6 +73,7 @@ class Binding:
     postponed: bool = False
     warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     ran: set[tuple[TreeSpec, int]] = dataclasses.field(default_factory=set)
+    proven: dict[Hashable, set[int]] = dataclasses.field(default_factory=dict)
     written: set[str] = dataclasses.field(default_factory=set)
     compared: set[str] = dataclasses.field(default_factory=set)
     counted: CountedState = dataclasses.field(default_factory=CountedState)
@@ -95,6 +98,7 @@ class Binding:
         self.unsliceable = why
         for layout in self.layouts.values():
             layout.plans = {key: plan for key, plan in layout.plans.items() if not plan.padding}
+            layout.refusals.clear()
 
     def note_trace(self, rows: int, trace: BreakTrace) -> None:
         """Remember what the breaks of an eager call of so many rows returned."""
@@ -121,11 +125,6 @@ class Binding:
         """Remember which outputs of a capture it made, rather than found."""
         self.made |= {at for at, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and observer.made(leaf)}
 
-    def learn_run(self, size: int, result: Any) -> None:
-        """Remember how what an eager run returned, and left below the module, looks at a size."""
-        self.learn_outputs(size, *flatten(result))
-        self.counted.left.learn(size)
-
     def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
         """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""
         detail = unreturnable(leaves)
@@ -147,8 +146,9 @@ class CallLayout:
         args: what each leaf must be.
         autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
         settings: those of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
-        binding: what is known about the signature.
-        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`).
+        device_type: of the device that they run on; binding: what is known about the signature.
+        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`); refusals: by the
+            same, why it is not (a `Refusal`).
     """
 
     spec: TreeSpec
@@ -157,8 +157,10 @@ class CallLayout:
     state: Hashable
     settings: TorchSettings
     modes: tuple[Any, ...]
+    device_type: str
     binding: Binding
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    refusals: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positional, keyword = self.spec.children
@@ -166,12 +168,6 @@ class CallLayout:
         self._num_args, self._keywords = len(positional.children), keyword.keys
         # The number of arguments if all of them are leaves, passed by position: then they are the leaves.
         self.positional = self._num_args if self._flat and not self._keywords else -1
-        numbers = (arg.number if isinstance(arg, TensorArg) else None for arg in self.args)
-        found = [(index, kind) for index, kind in enumerate(numbers) if kind is not None]
-        # Its numbers that are tensors in graphs: their indices, types and devices.
-        self.numbers = [(index, kind, cast(TensorArg, self.args[index]).device) for index, kind in found]
-        if self.numbers:
-            self.positional = -1
         dims = enumerate(map(batch_dim_of, self.args))
         # The leaf and dimension that tell the batch size; without any, all are of size 1.
         self.anchor, self.anchor_dim = next(((index, dim) for index, dim in dims if dim is not None), (-1, 0))
@@ -192,14 +188,6 @@ class CallLayout:
         if kwargs:
             return (*args, *kwargs.values()) if tuple(kwargs) == self._keywords else None
         return args if not self._keywords else None
-
-
-class NumberedLayout(CallLayout):
-    """One way of passing arguments with numbers among them that are tensors in graphs."""
-
-    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
-        """Return the leaves with tensors in place of these numbers."""
-        return with_tensors(super().leaves(args, kwargs), self.numbers)
 
 
 class Call(NamedTuple):
@@ -230,16 +218,6 @@ class Call(NamedTuple):
     def plan_key(self) -> Hashable:
         """Return the key of such calls' plan in their layout."""
         return self.batch if CALLS.context is None else (self.batch, CALLS.context.batch)
-
-    @property
-    def number_values(self) -> Hashable:
-        """Return the values of numbers that are tensors in graphs, and if it has padding rows."""
-        passed, _ = flatten((self.args, dict(self.kwargs)))
-        return self.padding > 0, tuple(value_key(passed[index]) for index, _, _ in self.layout.numbers)
-
-    def proven_with(self, graph: CapturedGraph) -> bool:
-        """True if a graph that numbers go into was proven with those of this call."""
-        return bool(self.layout.numbers) and self.number_values in graph.proven_numbers
 
     @property
     def padded(self) -> int:
@@ -297,6 +275,11 @@ class Call(NamedTuple):
         """The tensor leaves that have static inputs, by name."""
         found = zip(self.names, self.leaves, self.layout.args, strict=True)
         return ((name, leaf) for name, leaf, arg in found if isinstance(arg, TensorArg))
+
+    def at_exact_size(self) -> Call:
+        """Return the call as one of a graph of exactly its rows, which no guess about batch dimensions can spoil."""
+        descriptor = dataclasses.replace(self.dispatch.descriptor, num_tokens=self.batch)
+        return self._replace(dispatch=Dispatch(self.dispatch.mode, descriptor, Reason.EXACT, 0))
 
     @property
     def memory(self) -> dict[str, int]:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import types
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-from torch import nn
 
 from simplegraph.context import CALLS
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.escapes import PythonState
 from simplegraph.graph.failures import BREAK
+from simplegraph.graph.generators import HostRandom
 from simplegraph.graph.user_code import described_line
 from simplegraph.module.functions import FunctionModule
-from simplegraph.module.left import CountedState
 from simplegraph.module.reach import CodePlace
 from simplegraph.module.snapshot import Snapshot, holds_graph_memory
 
@@ -35,8 +31,8 @@ class ModuleState(PythonState):
     """
 
     def __init__(self, roots: Sequence[Any], device: GraphDevice, pool: GraphPool, counted: CountedState) -> None:
-        super().__init__(_code_of(roots[0]))
-        self._roots, self._device, self._pool, self._counted = roots, device, pool, counted
+        super().__init__(roots)
+        self._device, self._pool, self._counted = device, pool, counted
         self._before: list[Snapshot] = []
         self._values: list[CodePlace] = []
 
@@ -62,21 +58,6 @@ class ModuleState(PythonState):
         self._before, self._values = [], []
 
 
-_CODE = frozenset({types.FunctionType, types.MethodType, functools.partial})
-
-
-def _code_of(module: nn.Module) -> Iterator[Any]:
-    """Yield the classes below a module, and the functions that hang on it, hooks included."""
-    children = list(module.modules())
-    yield from {type(child): None for child in children}
-    for child in children:
-        for value in vars(child).values():
-            if type(value) in _CODE:
-                yield value
-            elif type(value) is OrderedDict:  # hooks
-                yield from (hook for hook in value.values() if callable(hook) and not isinstance(hook, nn.Module))
-
-
 @contextlib.contextmanager
 def warning_of_eager(name: str) -> Iterator[None]:
     """Warn of a ``with simplegraph.eager()`` in a forward that is captured in here: it has no effect there."""
@@ -96,3 +77,61 @@ def _warn_of_eager(name: str, line: tuple[str, int]) -> None:
         "  To run it eagerly between two graphs %s. eager() is for calls of wrapped modules.",
         *(name, described_line(*line), BREAK),
     )
+
+
+class CountedState:
+    """Finds what the first eager run of a signature changed below the module, and its first captured run, too.
+
+    A cache that is filled once is changed by the first alone; what eager breaks change, by eager runs alone.
+
+    Attributes:
+        names: the places, dotted from the module; None before the first capture.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] | None = None
+        self._changed: set[str] | None = None
+
+    @contextlib.contextmanager
+    def eager_run(self, module: Any) -> Iterator[None]:
+        """Note what a real run changes, if it is the first: looking costs milliseconds."""
+        before = (Snapshot(module, tensors=False), HostRandom()) if self._changed is None else None
+        yield
+        if before is not None:
+            snapshot, host = before
+            self._changed = snapshot.changed_names() | host.drawn()
+
+    @contextlib.contextmanager
+    def captured_run(self, module: Any, state_key: Callable[[Any], Any] | None) -> Iterator[None]:
+        """Find what a captured run changes as well, but for what changes `state_key`: then the caller knows of it.
+
+        Args:
+            module: whose run it is.
+            state_key: of the configuration.
+        """
+        if not self._changed or self.names is not None:
+            yield
+            return
+        before, key = Snapshot(module, tensors=False), state_key and state_key(module)
+        host = HostRandom()
+        complete = False
+        try:
+            yield
+            complete = True
+        finally:
+            in_key = state_key is not None and state_key(module) != key
+            names = [] if in_key else sorted(self._changed & (before.changed_names() | host.drawn()))
+            if complete or names:  # a capture that failed may not have come to what changes
+                self.names = sorted({*(self.names or ()), *names})
+
+    def look_again(self) -> None:
+        """Let the next eager run find what it changes: that may be another object by now, or other code."""
+        self._changed, self.names = None, None
+
+    @property
+    def refusal(self) -> tuple[str, str]:
+        """Say why there can be no graph, and what to do."""
+        cause = (
+            f"{', '.join(self.names or [])} changes whenever the forward runs, in Python, and a replay runs no Python"
+        )
+        return cause, "Keep it in a buffer that the forward writes in place, or change it outside the forward."

@@ -89,11 +89,18 @@ class StaticInput:
             return flat.view(ordered).permute(places)
 
     def _new_part(self, padded: int, start: int, end: int) -> Tensor:
-        view = self.view(padded)
-        if not isinstance(self.arg.batch_dim, int):
-            return view
         with torch.inference_mode(False), torch.no_grad():
-            return view.narrow(self.arg.batch_dim, start, end - start)
+            return self.rows_of(self.view(padded), start, end)
+
+    def copied_part(self, padded: int, end: int) -> Tensor:
+        """Copy the first rows of the input of a captured size; what is taken by address is returned itself."""
+        part = self.part(padded, 0, end)
+        return part if self._reference is not None else part.clone()
+
+    def rows_of(self, tensor: Tensor, start: int, end: int) -> Tensor:
+        """View rows `start` to `end` of a tensor that such a call passes."""
+        dim = self.arg.batch_dim
+        return tensor.narrow(dim, start, end - start) if isinstance(dim, int) else tensor
 
     def fill(self, padded: int, start: int, end: int) -> None:
         """Set padding rows by the argument's rule; `start` is the number of real rows."""

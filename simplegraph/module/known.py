@@ -1,30 +1,27 @@
-"""The known calls of a module: their layouts, their signatures, and the switches that are set."""
+"""The known calls of a module: their layouts, their signatures, and the Python state that is part of the key."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from simplegraph.config import CudaGraphConfig
 from simplegraph.errors import InputError
+from simplegraph.graph.extras import StateKey, state_key_of
 from simplegraph.graph.modes import autocast_dtype
 from simplegraph.module.args import TensorArg
-from simplegraph.module.call import Binding, CallLayout, NumberedLayout
-from simplegraph.module.changing import ChangingNumbers
-from simplegraph.module.functions import FunctionModule, computes_gradients
+from simplegraph.module.call import Binding, CallLayout
+from simplegraph.module.functions import FunctionModule
 from simplegraph.module.signature import CallReader
-from simplegraph.module.switches import known_switches
 from simplegraph.module.torch_modules import known_arguments
 from simplegraph.module.torch_state import TorchSettings, function_modes
 from simplegraph.nested import TreeSpec
 
 _MAX_LAYOUTS = 4  # per signature, on average: keywords come in any order
-
-StateKey = Callable[[Any], Hashable]
 
 
 class KnownCalls:
@@ -32,7 +29,6 @@ class KnownCalls:
 
     Args:
         config: how arguments are read, and how many signatures there may be.
-        changing: True if numbers that change from call to call may become tensors.
 
     Attributes:
         outdated: True if there are as many signatures as may be, and some belong to a state that is over.
@@ -40,9 +36,8 @@ class KnownCalls:
         state_key: reads the module's Python state that is part of the key; None if there is none.
     """
 
-    def __init__(self, config: CudaGraphConfig, *, changing: bool = False) -> None:
+    def __init__(self, config: CudaGraphConfig) -> None:
         self._config = config
-        self._changing = ChangingNumbers() if changing else None
         self.layouts: dict[Hashable, CallLayout] = {}
         self.bindings: dict[Hashable, Binding] = {}
         self.last: CallLayout | None = None
@@ -54,8 +49,6 @@ class KnownCalls:
         """Return what names the leaves of the module's calls."""
         if self._reader is None:
             self._reader = CallReader(module.forward, self._config, known_arguments(module))
-            # Not of what trains: to find out takes runs whose effects are put back, and a step's may be too large.
-            self._reader.changing = None if computes_gradients(module) else self._changing
         return self._reader
 
     def read(
@@ -72,19 +65,12 @@ class KnownCalls:
         layout = self.layouts.get((spec, signature))
         if layout is None:
             binding = self.bindings.get(signature) or Binding(signature)
-            numbered = any(isinstance(arg, TensorArg) and arg.number is not None for arg in args)
-            kind = NumberedLayout if numbered else CallLayout
-            layout = kind(spec, args, autocast, state, settings, modes, binding)
+            layout = CallLayout(spec, args, autocast, state, settings, modes, device.type, binding)
         if isinstance(module, FunctionModule):
             module.serve(layout.binding)
             full = self.is_full(layout)
             self.outdated = full and any(module.is_over(each.context) for each in self.bindings)  # type: ignore[attr-defined]
         return size, layout
-
-    @property
-    def advice(self) -> str:
-        """Say which arguments' values made signatures, for a message; empty if none were tried otherwise."""
-        return "" if self._changing is None else self._changing.advice
 
     def context(
         self, module: Any, autocast: torch.dtype | None
@@ -113,7 +99,7 @@ class KnownCalls:
             del oldest.binding.layouts[oldest.spec]
 
     def _state_of(self, module: Any) -> Hashable:
-        """Read the Python state that is part of the key: of known switches, unless `state_key` says which."""
+        """Read the Python state that is part of the key: what extras know, unless `state_key` says which."""
         self.state_key = _state_key(module, self._config.state_key)
         state = None if self.state_key is None else self.state_key(module)
         try:
@@ -129,6 +115,7 @@ class KnownCalls:
         """Forget how calls are replayed and which sizes are warm; what calls look like is kept."""
         for layout in self.layouts.values():
             layout.plans.clear()
+            layout.refusals.clear()
         for binding in self.bindings.values():
             binding.warm.clear()
             binding.ran.clear()
@@ -150,8 +137,8 @@ _reached_state: StateKey = operator.methodcaller("state")
 
 
 def _state_key(module: Any, declared: StateKey | None) -> StateKey | None:
-    """Return what reads a module's Python state: as declared or else known switches, and what a function reads."""
-    key = declared or known_switches(module)
+    """Return what reads a module's Python state: as declared or else as extras know it, and what a function reads."""
+    key = declared or state_key_of(module)
     if not isinstance(module, FunctionModule):
         return key
     module.resolve()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
@@ -18,6 +17,7 @@ from simplegraph.config import CudaGraphConfig, check_settings
 from simplegraph.distributed import RankGroup
 from simplegraph.errors import ConfigError
 from simplegraph.graph.device import GraphPool
+from simplegraph.graph.extras import runner_kinds
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.subclass import subclass
 from simplegraph.manager.jobs import CaptureSummary
@@ -288,6 +288,7 @@ def wrap(
     kind: Any = type(module)
     wrapped = _share(module, _graphed(kind))
     wrapped._graph_runner = runner
+    object.__setattr__(wrapped, "_graph_original", module)  # past `nn.Module`, which would make it a child
     return wrapped
 
 
@@ -296,7 +297,9 @@ def unwrap(module: WrappedModule[ModuleType]) -> ModuleType: ...
 @overload
 def unwrap(module: ModuleType) -> ModuleType: ...
 def unwrap(module: Any) -> Any:
-    """Return the module that `wrap` was given, sharing everything with `module`; other modules as they are."""
+    """Return the module that `wrap` was given; other modules as they are."""
+    if hasattr(type(module), "_graph_original"):
+        return module._graph_original
     original = getattr(type(module), "_simplegraph_original", None)
     return module if original is None else _share(module, original)
 
@@ -326,7 +329,7 @@ def _share(module: Any, kind: type[Any]) -> Any:
 
 @functools.cache
 def _graphed(original: Any) -> type[nn.Module]:
-    """Make a subclass that calls through graphs. Its runner is in a slot, outside the shared attributes."""
+    """Make a subclass that calls through graphs. Its runner and the module are in slots, not shared."""
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # ``type(self)(...)``, as slicing a Sequential does, makes another module, which is not wrapped.
@@ -339,7 +342,7 @@ def _graphed(original: Any) -> type[nn.Module]:
         return wrap(copy.copy(unwrap(self)), self._graph_runner.settings)
 
     members: dict[str, Any] = {
-        "__slots__": ("_graph_runner",),
+        "__slots__": ("_graph_original", "_graph_runner"),
         "__new__": new,
         "__copy__": shallow_copy,
         "__reduce_ex__": reduce,
@@ -376,9 +379,8 @@ def _insert_base(target: Any) -> None:
 
 def _new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:
     """Make the runner that the settings ask for."""
-    kind = GraphRunner
-    if config.from_env().training:  # of a room after this one, so it is found by name, as the package's door does it
-        kind = importlib.import_module("simplegraph.training.runner").TrainingRunner
+    known = config.from_env()
+    kind = next(filter(None, (find(known) for find in runner_kinds)), GraphRunner)
     return kind(config, pool, ranks)
 
 

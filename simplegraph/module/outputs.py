@@ -116,6 +116,6 @@ def unreturnable(leaves: Sequence[Any]) -> str | None:
             return "a nested tensor"
         opaque = isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or is_wrapper(leaf))
         if opaque or not isinstance(leaf, _RETURNABLE):
-            cache = "; pass use_cache=False" if type(leaf).__module__ == "transformers.cache_utils" else ""
+            cache = "; pass use_cache=False" if type(leaf).__name__.endswith("Cache") else ""
             return f"a {type(leaf).__name__}{cache}"
     return None

@@ -1,4 +1,4 @@
-"""Refuses padding for calls whose answer it changes, and numbers as tensors where the forward needs their values."""
+"""Refuses padding for calls whose answer it changes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 
 from simplegraph.graph.scalars import NumbersSeen
 from simplegraph.manager.table import ProgramTable
-from simplegraph.module.call import Binding, Call
-from simplegraph.module.changing import ChangingNumbers
+from simplegraph.module.call import Binding
 from simplegraph.reasons import CannotBind, Reason
 
 logger = logging.getLogger("simplegraph")
@@ -34,19 +33,7 @@ def refuse_padding(
 
 def learn_numbers(binding: Binding, table: ProgramTable, seen: NumbersSeen) -> str | None:
     """Learn what of a run follows the batch size unseen; refuse padding where something does, and say so."""
-    if any(layout.numbers for layout in binding.layouts.values()):
-        return None  # numbers differ from run to run whatever the batch size
     found = binding.numbers.learn(seen)
     if found is not None and binding.unsliceable is None and table.config.padding:
         refuse_padding(binding, table, "padding changes the answer", found.said, found.remedy)
     return None if found is None else found.said
-
-
-def refuse_numbers(table: ProgramTable, changing: ChangingNumbers | None, call: Call, why: str) -> None:
-    """Give up the graph that numbers of a call go into: each of their values is part of the key from now on."""
-    if call.key in table.graphs:
-        table.forget_key(call.key)
-    for layout in call.binding.layouts.values():
-        layout.plans.clear()
-    if changing is not None:
-        changing.refuse(table.stats.name, [call.names[index] for index, _, _ in call.layout.numbers], why)

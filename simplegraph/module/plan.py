@@ -15,7 +15,6 @@ from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.args import PLAIN_TENSORS
 from simplegraph.module.call import Call
 from simplegraph.module.inputs import InputSet, Spans, StaticInput, compared_pairs, overlap, overlaps_itself, slot
-from simplegraph.module.left import WithLeft
 from simplegraph.module.sharing import SharedOutputs
 from simplegraph.module.state import CapturedState
 from simplegraph.nested import flatten
@@ -89,7 +88,7 @@ class Plan:
         clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
         if not self._static:
             clone |= self._ours
-        self.outputs = self.compared = self._real_rows(call)
+        self.outputs = self.compared = call.binding.outputs.cut(whole, self.rows, self.padded)
         self._clone = sorted(clone)
         passed = inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone)
@@ -106,10 +105,6 @@ class Plan:
         """Surround a proof, whose eager run must find things where replays do."""
         return contextlib.nullcontext()
 
-    def _real_rows(self, call: Call) -> list[Any]:
-        """View the real rows of what a replay writes. Raises CannotBind."""
-        return call.binding.outputs.cut(self._whole, self.rows, self.padded)
-
     def _prepare_padding(self, statics: list[StaticInput]) -> None:
         """View the padding rows, and prepare what goes into them."""
         rows, padded = self.rows, self.padded
@@ -124,7 +119,7 @@ class Plan:
     @property
     def unproven(self) -> bool:
         """True if the next such call is to be compared with eager."""
-        return (self.graph.unproven_padded if self.padding else self.graph.unproven) > 0
+        return self.graph.unproven(self.rows)
 
     def laid_alike(self, leaves: Sequence[Any]) -> bool:
         """True if a call's tensors lie as the static inputs do, so that eager's kernels are the graph's."""
@@ -134,42 +129,47 @@ class Plan:
     def copies(self, leaves: Sequence[Any]) -> Copies:
         """Find what has to be copied for a call that was read as one of these. Raises CannotBind."""
         copies = self.bind(leaves)
-        refusal = self.refusal(leaves) if self.guarded else None
-        if copies is None or refusal is not None:
+        if copies is None:
+            refusal = self.refusal(leaves) if self.guarded else None
             raise refusal or CannotBind(Reason.OPAQUE_ARGUMENT, "an argument does not equal itself")
         return copies
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
-        """Find what has to be copied for this call; None if a leaf is not what was captured."""
+        """Find what has to be copied for this call; None if a leaf is not what was captured, or by a `refusal`."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        # Unpacking is cheaper than attributes, and as long as each other they are: the layout saw to it.
-        for leaf, (view, arg, shape, dtype, index, start, end, stride, reference, image) in zip(  # noqa: B905
-            leaves, self._bindings
-        ):
-            if leaf is view:
-                continue  # a tensor of static_inputs(), written in place
-            if shape is None:
-                if not arg.holds(leaf):
-                    return None
-                continue
-            if (
-                leaf.__class__ not in PLAIN_TENSORS
-                or leaf.dtype is not dtype
-                or leaf.shape != shape
-                or leaf.get_device() != index
+        try:
+            # Unpacking is cheaper than attributes, and as long as each other they are: the layout saw to it.
+            for leaf, (view, arg, shape, dtype, index, start, end, stride, reference, image) in zip(  # noqa: B905
+                leaves, self._bindings
             ):
-                return None
-            if image and leaf.stride() != stride and memory_order(leaf) != arg.order:
-                return None
-            if start <= leaf.data_ptr() < end:
-                if leaf.data_ptr() == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
-                    continue  # the same memory by another name
-                leaf = leaf.clone()  # overlaps its own target
-            if reference:
-                return None
-            sources.append(leaf)
-            targets.append(view)
+                if leaf is view:
+                    continue  # a tensor of static_inputs(), written in place
+                if shape is None:
+                    if not arg.holds(leaf):
+                        return None
+                    continue
+                if (
+                    leaf.__class__ not in PLAIN_TENSORS
+                    or leaf.dtype is not dtype
+                    or leaf.shape != shape
+                    or leaf.get_device() != index
+                ):
+                    return None
+                if image and leaf.stride() != stride and memory_order(leaf) != arg.order:
+                    return None
+                if start <= leaf.data_ptr() < end:
+                    if leaf.data_ptr() == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
+                        continue  # the same memory by another name
+                    leaf = leaf.clone()  # overlaps its own target
+                if reference:
+                    return None
+                sources.append(leaf)
+                targets.append(view)
+        except RuntimeError:  # a layout without an address, such as sparse
+            return None
+        if self.guarded and self.refusal(leaves) is not None:
+            return None
         if not sources:
             return NOTHING
         return (self.inputs.detached(sources) if self.inputs.handed_out else sources), targets
@@ -268,40 +268,13 @@ class Plan:
         return result
 
 
-class LeavingPlan(Plan):
-    """Serves calls whose forward leaves tensors below the module: replays leave theirs there."""
-
-    def _real_rows(self, call: Call) -> list[Any]:
-        left = call.binding.counted.left
-        self._places = left.of(call.key)
-        rows, padded, whole = self.rows, self.padded, self._whole
-        result, others = self._spec.children
-        begin = result.num_leaves
-        outputs = call.binding.outputs.cut(whole[:begin], rows, padded)
-        try:
-            return outputs + left.cut(call.key, whole[begin:], others.children, rows, padded)
-        except CannotBind as error:
-            call.binding.refuse_padding(error.again())
-            raise
-
-    def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
-        return self._places.bind(super().replay(leaves, copies))
-
-    def handed_out(self, result: Any) -> Any:
-        return self._places.bind(super().handed_out(self._places.gather(result))) if self._static else result
-
-    def whole(self, result: Any) -> Any:
-        return self._places.gather(result)
-
-
 def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
     """Make the plan by which calls like this are served by a graph; see `Plan`. Raises CannotBind."""
     whole: Any = graph.program.spec.type
     if hasattr(whole, "make_plan"):  # with more than a module's forward leaves
         plan: Plan = whole.make_plan(call, table, graph, *more)
         return plan
-    kind = LeavingPlan if whole is WithLeft else Plan
-    return kind(call, table, graph, *more)
+    return Plan(call, table, graph, *more)
 
 
 def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:

@@ -1,11 +1,12 @@
-"""Proves the graphs of a wrapped module on its calls: the first that each graph serves, and the first padded one."""
+"""Proves the graphs of a wrapped module on its calls: the first of each batch size, and one now and then."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -13,14 +14,20 @@ from torch import nn
 from simplegraph.context import bypassed
 from simplegraph.errors import VerificationError
 from simplegraph.graph.device import CAPTURE_LOCK
+from simplegraph.graph.memory import remember
 from simplegraph.graph.observe import MemoryObserver
+from simplegraph.graph.tensors import wait_collectives
+from simplegraph.manager.differences import first_difference
 from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.touched import freed_since
 from simplegraph.module.call import Call, invoke
 from simplegraph.module.memory import ModuleMemory
-from simplegraph.module.padding import learn_numbers, refuse_numbers, refuse_padding
+from simplegraph.module.padding import learn_numbers, refuse_padding
 from simplegraph.module.plan import Plan
+from simplegraph.module.rehearsal import WriteSaver
 from simplegraph.module.signature import CallReader
+from simplegraph.module.snapshot import Snapshot
+from simplegraph.nested import flatten
 from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
@@ -29,6 +36,10 @@ _REMEDY = (
     "simplegraph.check(module, inputs) says more. A forward that mixes rows is wrong under padding (padding=False), "
     "and Python state is frozen (state_key)."
 )
+
+
+_SHARE = 0.01  # of the time that replays take: what comparing some of them again may add, for verify=1
+_COST_WITH_RANKS = 100.0  # replays that are taken to last as long as a proof
 
 
 class Owner(Protocol):
@@ -64,6 +75,11 @@ def prove(owner: Owner, call: Call, plan: Plan) -> Any:
         return _CallProof(owner, call, plan).run()
 
 
+def first_distance(cost: float, verify: int) -> int:
+    """Return after how many replays a call is compared again, if that takes as long as `cost` replays."""
+    return math.ceil(cost / (_SHARE * verify))
+
+
 class _CallProof:
     def __init__(self, owner: Owner, call: Call, plan: Plan) -> None:
         self._owner = owner
@@ -74,16 +90,13 @@ class _CallProof:
         self._label = plan.graph.counters.label
         self._where = owner.memory(call)
         self._memory = self._where.save()
+        self._written = [] if self._memory is None else self._memory.inputs
 
     def run(self) -> Any:
         """Run eagerly, replay, compare, and let everything be as eager left it."""
         plan, memory, unsaved = self._plan, self._memory, self._memory is None
         if self._ranks.any(f"memory that a proof of {self._label} cannot copy", unsaved) or memory is None:
             self._leave_unverified("it writes more memory than a proof copies")
-            if self._call.layout.numbers:
-                self._table.stats.ran_eagerly(Reason.CHANGING_NUMBER, size=self._call.batch)
-                self._run()
-                return self._result
             return plan.replay(self._call.leaves, plan.copies(self._call.leaves))
         started = time.perf_counter()
         self._table.stats.ran_eagerly(Reason.PROOF, size=self._call.batch)
@@ -102,12 +115,13 @@ class _CallProof:
         finally:
             proof.close()
             plan.inputs.dirty = plan.inputs.rows
-        plan.graph.counters.proof_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        plan.graph.counters.proof_seconds += seconds
         if unknown:
             if plan.graph.keeps_writing_elsewhere():
                 self._leave_unverified("it keeps writing to other memory")
             return self._result
-        self._note(found, freed=freed)
+        self._note(found, seconds / proof.replay_seconds, freed=freed)
         return self._result if found is not None else plan.handed_out(self._result)
 
     def _run(self) -> Any:
@@ -128,6 +142,8 @@ class _CallProof:
 
     def _compare(self, proof: ReplayProof, observer: MemoryObserver) -> str | None:
         """Say how replays differ from eager, or from each other under other padding; None if they do not."""
+        if proof.nested_otherwise:
+            return "eager nests its outputs otherwise"
         try:
             again = functools.partial(self._replay, proof)
             first = again()
@@ -146,15 +162,62 @@ class _CallProof:
             found = found or (proof.wrong_write(self._load) if memory else None)
             if proof.draws and not self._table.config.pad_random:
                 found = found or "it draws random numbers, and other ones for padding rows, too; see pad_random"
-            return found or proof.difference(first, proof.expected, rounded=True, memory=memory)
+            found = found or proof.difference(first, proof.expected, rounded=True, memory=memory)
+            return found or self._compare_parts(proof, first, again, memory=memory)
         except Exception as error:
-            logger.debug("a replay of %s failed in its proof", self._label, exc_info=True)
+            logger.debug("a run of %s failed in its proof", self._label, exc_info=True)
             return f"a replay fails with {type(error).__name__}: {error}"
+
+    def _compare_parts(
+        self, proof: ReplayProof, first: Effects, again: Callable[[], Effects], *, memory: bool
+    ) -> str | None:
+        """Say how a graph's first padded replay differs from eager on the padded rows, or eager's half from its whole.
+
+        Rounding differs between batch sizes, and hides what depends on a number of rows that is nearly the same. Half
+        of the rows change that twofold.
+        """
+        plan, graph = self._plan, self._plan.graph
+        known = graph.rows is None or any(rows < plan.padded for rows in graph.rows)
+        # Ranks may have other batch sizes. Breaks run once a call, and a draw of fewer numbers draws others.
+        if known or graph.program.breaks or proof.draws or self._ranks.size > 1:
+            return None
+        found, half, snapshot = None, plan.rows // 2, Snapshot(self._call.module)
+        try:
+            if not graph.rows:
+                eager, found = self._run_part(proof, plan.padded)
+                found = found or proof.beyond_noise(first, eager, again, memory=memory)
+            # The replay had twice the rows, or rows beside the real ones are what somebody declared.
+            if found is not None or plan.padded >= 2 * plan.rows or not memory:
+                return found
+            expected = self._call.binding.outputs.cut(proof.expected.outputs, half, plan.rows)
+            try:
+                eager, found = self._run_part(proof, half)
+            except Exception:  # where no half can be told from a whole
+                logger.debug("%s fails with %d rows", self._label, half, exc_info=True)
+                return None
+            found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)
+            return found and f"with {half} of {plan.rows} rows {found}"
+        finally:
+            snapshot.put_back(snapshot.changed_names())
+
+    def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
+        """Run eagerly on the first rows of the static inputs; say if a number follows the batch size."""
+        plan, call = self._plan, self._call
+        proof.rewind()
+        self._load(None)
+        statics, real = plan.inputs.inputs, min(rows, plan.rows)
+        copies = {name: static.copied_part(plan.padded, rows) for name, static in statics.items()}
+        args, kwargs = call.spec.unflatten(plan.inputs.passed(call.layout.args, lambda static: copies[static.arg.name]))
+        with remember(None, self._where.generators()) as undo, bypassed(Reason.NESTED):
+            with WriteSaver(self._memory or (), undo, rows) as observer:
+                leaves, _ = flatten(wait_collectives(invoke(call.module, args, kwargs)))
+            written = [statics[name].rows_of(copies[name], 0, real) for name, _ in self._written]
+            effects = proof.effects(call.binding.outputs.cut(leaves, real, rows), written)
+        return effects, learn_numbers(call.binding, self._table, observer.numbers)
 
     def _replay(self, proof: ReplayProof, *, repeat_rows: bool = False) -> Effects:
         """Replay the caller's rows; `repeat_rows` pads with these over and over, where no rule is declared."""
         plan = self._plan
-        names = [name for name, _ in self._memory.inputs] if self._memory is not None else []
 
         def load(_: Any) -> None:
             self._load(_)
@@ -162,7 +225,7 @@ class _CallProof:
                 if not static.arg.pad_declared:
                     static.repeat(plan.rows, plan.padded)
 
-        statics = [plan.inputs.inputs[name].part(plan.padded, 0, plan.rows) for name in names]
+        statics = [plan.inputs.inputs[name].part(plan.padded, 0, plan.rows) for name, _ in self._written]
         return proof.replay(plan.compared, statics, load)
 
     def _load(self, _: Any) -> None:
@@ -171,19 +234,28 @@ class _CallProof:
 
     # The verdict.
 
-    def _note(self, found: str | None, *, freed: bool = False) -> None:
-        """Remember the verdict of all ranks; `freed` if it touches memory that was given back, whatever the padding."""
-        plan, call, table = self._plan, self._call, self._table
+    def _note(self, found: str | None, cost: float, *, freed: bool = False) -> None:
+        """Remember the verdict of all ranks.
+
+        Args:
+            found: the difference.
+            cost: how many replays take as long as the proof.
+            freed: True if the graph touches memory that was given back, whatever the padding.
+        """
+        plan, call, table, graph = self._plan, self._call, self._table, self._plan.graph
+        if found is not None and not graph.left:
+            total = graph.counters.replays
+            found += (
+                f"; the graph equalled eager after {total - graph.distance:,} replays, and now, after {total:,}, it "
+                "does not: answers since then may be wrong"
+            )
         error = None if found is None else VerificationError(found)
         failure = self._ranks.failure(f"the proof of {self._label}", error)
-        if failure is not None and call.layout.numbers and (not plan.padding or plan.graph.unproven > 0):
-            why = f"a replay does not equal eager: {failure[1]}"
-            refuse_numbers(table, self._owner.reader.changing, call, why)
-            return
         if failure is None:
-            if call.layout.numbers:
-                plan.graph.proven_numbers.add(call.number_values)
-            plan.graph.prove(padded=bool(plan.padding), both=self._ranks.size > 1)
+            # Batch sizes of ranks may differ, and their clocks do.
+            alone = self._ranks.size == 1
+            known = call.binding.proven.setdefault(call.dispatch[:2], set()) if alone else None
+            graph.prove(call.batch, known, first_distance(cost if alone else _COST_WITH_RANKS, table.config.verify))
             return
         rank, said = failure
         where = f" on rank {rank}" if self._ranks.size > 1 else ""
@@ -199,7 +271,4 @@ class _CallProof:
             raise VerificationError(f"{text}: {said}.\n  {_REMEDY}")
 
     def _leave_unverified(self, why: str) -> None:
-        if self._call.layout.numbers:
-            refuse_numbers(self._table, self._owner.reader.changing, self._call, why)
-        else:
-            self._plan.graph.prove(padded=True, both=True, unverified=why)
+        self._plan.graph.leave_unverified(why)

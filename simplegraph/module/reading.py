@@ -93,9 +93,16 @@ class Reading:
         self._ids = list(map(id, self._others_at(values)))
         self._modes = list(map(_training, attributes))
         self._wraps = any(is_wrapper(values[at]) for at in tensors)
+        self._is_more = self._wraps or bool(owned)
         live = self._of(values)
         self._addresses = list(map(Tensor.data_ptr, live))
-        self._layouts = _layouts_of(live)
+        # Tied weights, and parameters that an optimizer holds, too: `_TensorGuards` takes no tensor twice.
+        first = {id(tensor): at for at, tensor in reversed(list(enumerate(live)))}
+        again = [at for at, tensor in enumerate(live) if first[id(tensor)] != at]
+        self._is_again = bool(again)
+        self._again, self._first = _getter(again), _getter([first[id(live[at])] for at in again])
+        self._once = _getter(sorted(first.values()))
+        self._layouts = _layouts_of(self._once(live))
         self._checks: dict[tuple[bool, bool], Any] = {}
 
     def _opened(self, start: int) -> set[int]:
@@ -138,8 +145,12 @@ class Reading:
 
     def same(self, attributes: dict[str, Any]) -> bool:
         """True if all is as it was; `attributes` are the module's own. What cannot be read has changed."""
-        if any(self._empty_registries) or self._hooks != self._hooks_before or not self._same_handles():
+        if any(self._empty_registries) or self._hooks != self._hooks_before:
             return False
+        if RemovableHandle.next_id != self._handles:  # a hook was registered somewhere
+            if any(self._empty_hooks):
+                return False
+            self._handles = RemovableHandle.next_id
         try:
             found = self._read(attributes)
             if found is None or found[1] != self._lengths:
@@ -147,37 +158,30 @@ class Reading:
             values = found[0]
             if list(map(id, self._others_at(values))) != self._ids or self._numbers_at(values) != self._numbers:
                 return False
-            tensors = self._of(values)
+            tensors = self._of(values) if self._is_more else self._tensors_at(values)
             if list(map(Tensor.data_ptr, tensors)) != self._addresses:
                 return False
         except (LookupError, TypeError, RuntimeError, ValueError):  # the last of an empty cell
             return False
+        if self._is_again:
+            if not all(map(operator.is_, self._again(tensors), self._first(tensors))):
+                return False
+            tensors = self._once(tensors)
+        check = self._checks.get((_is_inference_mode(), ANY_AUTOCAST()))
         return (
-            self._same_layouts(tensors)
+            (check.check(*tensors) if check is not None else self._same_layouts(tensors))
             and list(map(_training, self._held[0][1])) == self._modes
             and [kind.forward for kind in self._kinds] == self._forwards
         )
 
-    def _same_handles(self) -> bool:
-        """True if no hook was registered on one of the modules."""
-        if RemovableHandle.next_id != self._handles:
-            if any(self._empty_hooks):
-                return False
-            self._handles = RemovableHandle.next_id
-        return True
-
     def _same_layouts(self, tensors: Sequence[Tensor]) -> bool:
-        if _TensorGuards is None or not tensors:
-            return _layouts_of(tensors) == self._layouts
-        state = _is_inference_mode(), ANY_AUTOCAST()
-        check = self._checks.get(state)
-        if check is None:
-            if _layouts_of(tensors) != self._layouts:
-                return False
+        """Compare the layouts in Python, and prepare a quicker comparison for the next time."""
+        if _layouts_of(tensors) != self._layouts:
+            return False
+        if _TensorGuards is not None and tensors:
             check = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            self._checks[state] = check
-            return True
-        return bool(check.check(*tensors))
+            self._checks[_is_inference_mode(), ANY_AUTOCAST()] = check
+        return True
 
 
 def _levels(

@@ -77,23 +77,24 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
     with CAPTURE_LOCK, remember(saved if fits else None, generators) as undo:
         snapshot = Snapshot(module)
         undo.callback(snapshot.put_back)
-        with bypassed(Reason.NESTED), _WriteSaver(held if fits else (), undo):
+        with bypassed(Reason.NESTED), WriteSaver(held if fits else (), undo):
             leaves, spec = flatten(invoke(module, args, kwargs))
         left = {name: cloned(tensors) for name, tensors in _left(snapshot).items()}
         passed_on = cloned(flatten((args, kwargs))[0])
         return RunEffects(cloned(leaves), spec, None, left, random_states(drawing), passed_on)
 
 
-class _WriteSaver(MemoryObserver):  # type: ignore[no-untyped-call]
+class WriteSaver(MemoryObserver):  # type: ignore[no-untyped-call]
     """Copies memory from before the run once an operator is about to write to it.
 
     Args:
         saved: storage keys of memory that has been copied.
         undo: puts the copies back.
+        rows: the batch size of the run; 0 if it is not known.
     """
 
-    def __init__(self, saved: Iterable[int], undo: contextlib.ExitStack) -> None:
-        super().__init__()
+    def __init__(self, saved: Iterable[int], undo: contextlib.ExitStack, rows: int = 0) -> None:
+        super().__init__(rows=rows)
         self._saved, self._undo = set(saved), undo
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,9 +11,9 @@ from torch.nn.utils import parametrize
 
 from simplegraph.context import CallContext
 from simplegraph.errors import StaleGraphError
+from simplegraph.graph.extras import StateKey
 from simplegraph.graph.modes import ANY_AUTOCAST, autocast_dtype
 from simplegraph.module.call import CallLayout
-from simplegraph.module.known import StateKey
 from simplegraph.module.plan import Copies, Plan, check_places
 from simplegraph.module.snapshot import holds_graph_memory
 from simplegraph.module.state import any_requires_grad
@@ -25,6 +25,7 @@ from simplegraph.module.torch_state import (
     num_function_modes,
     num_operator_modes,
 )
+from simplegraph.reasons import CannotBind
 
 MISS = object()
 _grad_enabled = torch.is_grad_enabled  # looked up once
@@ -41,7 +42,7 @@ def try_replay(
     """Replay if this call is one that a plan exists for; otherwise return MISS, with nothing done.
 
     Raises:
-        CannotBind: the plan is an `EagerPlan`, which is asked as any other is.
+        CannotBind: such calls are known to run eagerly.
     """
     leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
     try:
@@ -49,47 +50,40 @@ def try_replay(
         size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
     except (TypeError, AttributeError, IndexError):
         return MISS
-    plan: Plan | None = layout.plans.get(size if context is None else (size, context.batch))
-    if plan is None or module.training:
+    if module.training:
         return MISS
-    copies = bind(module, plan, layout, leaves, state_key)
+    key = size if context is None else (size, context.batch)
+    plan: Plan | None = layout.plans.get(key)
+    if plan is None:
+        refusal = layout.refusals.get(key)
+        if refusal is not None and refusal.holds(leaves) and same_around(module, layout, state_key):
+            raise CannotBind(*refusal.why)
+        return MISS
+    copies = plan.bind(leaves)
     if copies is None or (_grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves))):
         return MISS
     state, is_capturing = plan.state, plan.is_capturing
+    if not same_around(module, layout, state_key):
+        return MISS
     with plan.pool.lock:
-        if state.moved() or not plan.program.live or is_capturing():
+        if state.moved() or not plan.graph.left or is_capturing():
             return MISS
         if plan.debug:
             return replay_checked(module, plan, leaves, copies)
         return plan.replay(leaves, copies)
 
 
-def bind(
-    module: Any, plan: Plan, layout: CallLayout, leaves: Sequence[Any], state_key: StateKey | None
-) -> Copies | None:
-    """Find what a replay copies of a call; None if it is not like the plan's calls.
-
-    It is not if its arguments differ, or what is around it: autocast, settings, modes, hooks on all modules and Python
-    state.
-
-    Raises:
-        CannotBind: the plan is an `EagerPlan`, or the state cannot be part of a key.
-    """
-    try:
-        copies = plan.bind(leaves)
-    except RuntimeError:  # a layout without an address, such as sparse
-        return None
-    if copies is None or (plan.guarded and plan.refusal(leaves) is not None):
-        return None
-    if (autocast_dtype(plan.device_type) if ANY_AUTOCAST() else None) is not layout.autocast:
-        return None
+def same_around(module: Any, layout: CallLayout, state_key: StateKey | None) -> bool:
+    """True if autocast, settings, modes, hooks on all modules and Python state are those of the calls of a layout."""
+    if (autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None) is not layout.autocast:
+        return False
     if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
-        return None
+        return False
     if forward_ad._current_level >= 0 or not layout.settings.hold():
-        return None
+        return False
     if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
-        return None
-    return copies if state_key is None or state_key(module) == layout.state else None
+        return False
+    return state_key is None or state_key(module) == layout.state
 
 
 def replay_checked(module: Any, plan: Plan, leaves: Sequence[Any], copies: Copies) -> Any:

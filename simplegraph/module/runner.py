@@ -24,12 +24,11 @@ from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
 from simplegraph.module.builder import GraphBuilder, SettingsChanged
 from simplegraph.module.call import Call, invoke
-from simplegraph.module.eager_plan import remember
 from simplegraph.module.functions import computes_gradients
 from simplegraph.module.known import KnownCalls
 from simplegraph.module.lengths import LengthBuckets
-from simplegraph.module.padding import refuse_numbers
 from simplegraph.module.proof import prove
+from simplegraph.module.refusal import LASTING, Refusal, RefusedForms
 from simplegraph.module.replay import MISS, replay_checked, try_replay
 from simplegraph.module.signature import device_of
 from simplegraph.module.state import any_requires_grad
@@ -66,7 +65,8 @@ class GraphRunner:
         self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
         self.builder: GraphBuilder | None = None
         self.lengths = LengthBuckets(config) if config.lengths else None
-        self._known = KnownCalls(config, changing=config.verify > 0 and ranks is None)
+        self._known = KnownCalls(config)
+        self._refused = RefusedForms()
         self._disabled = Reason.MODE_NONE if config.mode is CudaGraphMode.NONE else None
 
     def __reduce__(self) -> tuple[type[GraphRunner], tuple[CudaGraphConfig]]:
@@ -111,14 +111,27 @@ class GraphRunner:
                 if result is not MISS:
                     known.last = layout
                     return result
+        if context is None:
+            self._refused.check(args, kwargs, self._lessons)
         with self._lock:
-            builder, call = self._read(module, args, kwargs)
+            try:
+                builder, call = self._read(module, args, kwargs)
+            except CannotBind as error:
+                if context is None:
+                    self._refused.learn(module, args, kwargs, error, self._lessons)
+                raise
             with builder.manager.pool.lock:
                 try:
                     return self._serve(builder, call)
                 except CannotBind as error:
-                    remember(call, error, builder.manager.device, builder)
+                    error.size = call.batch
+                    if error.reason in LASTING:
+                        call.layout.refusals[call.plan_key] = Refusal(call, error, builder)
                     raise
+
+    @property
+    def _lessons(self) -> int:
+        return self.builder.lessons if self.builder is not None else 0
 
     def _read(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
@@ -155,7 +168,7 @@ class GraphRunner:
         """Drop all graphs for one signature more than `max_signatures`, or refuse it."""
         count = len(self._known.bindings)
         if self.config.on_too_many_signatures == "eager" and not self._known.outdated:
-            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known{self._known.advice}", size)
+            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known", size)
         builder.manager.ranks.any("dropping graphs, since there are more signatures than max_signatures", True)
         logger.info("%s: dropping all graphs, since %d signatures are known", self.stats.name, count)
         self.stats.flushes += 1
@@ -190,6 +203,8 @@ class GraphRunner:
         table.order_streams()
         call.check(pad_random=self.config.pad_random)
         builder.seen.check(call)
+        if self._is_constant(builder, call):
+            call = call.at_exact_size()
         if call.key not in table.graphs:
             if call.key in table.failures:
                 raise CannotBind(Reason.CAPTURE_FAILED, table.failures[call.key].args[0].splitlines()[0])
@@ -207,7 +222,7 @@ class GraphRunner:
                 return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
             if builder.needs_warmup(call) or _lets_larger_go_first(self._known, table, call):
                 return builder.run_as_called(call, Reason.WARMUP)
-            _capture(builder, call)
+            builder.capture(call)
             self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
         if call.padding and not binding.outputs.known:
             return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
@@ -215,11 +230,16 @@ class GraphRunner:
             return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
         plan = builder.plan(call)
         copies = plan.copies(call.leaves)
-        if plan.unproven and not call.proven_with(plan.graph):
+        if plan.unproven:
             return prove(builder, call, plan)
         if plan.debug:
             return replay_checked(call.module, plan, call.leaves, copies)
         return plan.replay(call.leaves, copies)
+
+    def _is_constant(self, builder: GraphBuilder, call: Call) -> bool:
+        """True if one batch size came, and came again: batch dimensions are a guess, and an exact graph needs none."""
+        again = call.padding > 0 and (call.spec, call.batch) in call.binding.ran
+        return again and self.config.capture == "lazy" and not call.confirmed(builder.reader)
 
     def _drop_if_stale(self, builder: GraphBuilder) -> None:
         if builder.state is None or not builder.state.moved():
@@ -319,20 +339,6 @@ def _lets_larger_go_first(known: KnownCalls, table: Any, call: Call) -> bool:
         return False
     binding.postponed = known.has_larger(binding)
     return binding.postponed
-
-
-def _capture(builder: GraphBuilder, call: Call) -> None:
-    """Capture the call's size; a forward that needs the value of a number has it as part of the key instead."""
-    if not call.layout.numbers:
-        builder.capture(call)
-        return
-    try:
-        with builder.manager.table.trying():
-            builder.capture(call)
-    except (CannotBind, CaptureError) as error:
-        why = str(error.args[0]).replace("\n ", "")
-        refuse_numbers(builder.manager.table, builder.reader.changing, call, why)
-        raise CannotBind(Reason.CHANGING_NUMBER, why) from None
 
 
 def _argument_of(module: Any) -> str:

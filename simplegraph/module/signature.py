@@ -16,7 +16,6 @@ from simplegraph.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.errors import ConfigError, InputError, did_you_mean
 from simplegraph.graph.tensors import memory_order
 from simplegraph.module.args import PLAIN_TENSORS, Arg, ConstantArg, SameArg, TensorArg, host_arg
-from simplegraph.module.changing import ChangingNumbers, number_tensor
 from simplegraph.module.torch_modules import NOTHING_KNOWN, KnownArguments
 from simplegraph.module.torch_state import TorchSettings
 from simplegraph.nested import ATOMS, ById, TreeSpec, constant_key, flatten
@@ -50,9 +49,6 @@ class CallReader:
         config: declared batch dimensions, pad rules and trusted arguments.
         known: what need not be declared.
         exact: find no batch dimensions, as with `exact_shapes`.
-
-    Attributes:
-        changing: finds the numbers that are tensors in graphs; None if none are.
     """
 
     def __init__(
@@ -65,7 +61,6 @@ class CallReader:
     ) -> None:
         self._config, self._known = config, known
         self._exact = exact or config.exact_shapes
-        self.changing: ChangingNumbers | None = None
         self._pads = {**known.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
         parameters = inspect.signature(forward).parameters.values()
@@ -122,13 +117,12 @@ class CallReader:
         context: tuple[Any, ...],
         device: torch.device | None = None,
     ) -> tuple[int, list[Arg], Signature]:
-        """Find the batch size of a call, its arguments in order, and its signature; numbers that change become tensors.
+        """Find the batch size of a call, its arguments in order, and its signature.
 
         Without batch dimensions (`exact`) the size is 1. `device` is where the call runs if no tensor tells.
 
         Raises:
             CannotBind: a graph cannot serve the call.
-            InputError: a non-tensor argument is neither a tensor nor hashable.
         """
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         device = device_of(leaves, device)
@@ -140,15 +134,9 @@ class CallReader:
         batch = 1 if exact else leaves[anchor].shape[anchor_dim]
         if batch == 0:
             raise CannotBind(Reason.EMPTY_BATCH, f"{names[anchor]} has shape {tuple(leaves[anchor].shape)}")
-        numbers = {} if self.changing is None else self.changing.find(leaves, names, device)
-        for index in numbers:
-            leaves[index] = number_tensor(leaves[index], device)
         seen = self._shapes(leaves, spec)
         args: list[Arg] = []
         for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-            if index in numbers:
-                args.append(TensorArg(name, leaf.dtype, leaf.device, (), None, (), number=numbers[index]))
-                continue
             if index in hosted or not isinstance(leaf, Tensor):
                 args.append(host_arg(name, leaf) if index in hosted else self._constant(name, leaf))
                 continue
@@ -270,12 +258,8 @@ class CallReader:
             return ConstantArg(name, kind, ById(value), value)
         if dataclasses.is_dataclass(value) and not _is_frozen(kind):  # type: ignore[arg-type]
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__} with more than its fields")
-        if kind.__hash__ is None and kind is not slice:
-            raise InputError(
-                f"argument {name!r} is a {kind.__name__}, which is neither a tensor nor hashable, so calls with "
-                "different values could not be told apart. Pass a tensor, a tuple or a dataclass, or name it in "
-                "trusted_args if it never changes inside."
-            )
+        if kind is not slice and _is_unhashable(value):
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; a tensor or a tuple is compared")
         if not isinstance(value, ATOMS) and not inspect.isroutine(value) and not _is_frozen(kind):  # type: ignore[arg-type]
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}")
         return ConstantArg(name, kind, constant_key(value), value)
@@ -349,6 +333,15 @@ def _normal(dim: int, tensor: Tensor, name: str) -> int:
 def _form(leaves: Sequence[Any], spec: TreeSpec) -> tuple[TreeSpec, Hashable]:
     """Describe a call without its shapes."""
     return spec, tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+
+
+def _is_unhashable(value: Any) -> bool:
+    """True for NumPy arrays, sets, bytearrays, and values that hold such."""
+    try:
+        hash(value)
+    except Exception:  # of the user's class
+        return True
+    return False
 
 
 @functools.lru_cache(maxsize=1024)

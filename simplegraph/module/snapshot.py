@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from simplegraph.graph.device import GraphDevice, GraphPool
 from simplegraph.graph.places import ABSENT, by_class, put
+from simplegraph.graph.subclass import plain
 from simplegraph.graph.tensors import parts
-from simplegraph.module.watched import HeldPlace
 from simplegraph.nested import ATOMS
 
 # Far above a model's own objects (an 8B transformers model has 7,000): a bound for what hangs on by accident.
@@ -65,7 +65,7 @@ class Snapshot:
         self._modules: dict[int, tuple[nn.Module, type]] = {}  # by the index of their attributes, with their class
         self._tensors: list[tuple[Tensor, Tensor, tuple[Any, ...], int, Any]] = []
         seen: set[int] = set()
-        left: collections.deque[tuple[Any, int, Any]] = collections.deque([(module, -1, "")])
+        left: collections.deque[tuple[Any, int, Any]] = collections.deque([(plain(module), -1, "")])
         while left and len(self._holders) < _MAX_HOLDERS:
             value, parent, key = left.popleft()
             kind = _kind_of(type(value))
@@ -113,49 +113,6 @@ class Snapshot:
     def changed_names(self) -> set[str]:
         """Name the places that `changes` finds."""
         return {change.name for change in self.changes()}
-
-    def changed_places(self) -> list[tuple[HeldPlace, Any, Any]]:
-        """Find every place that holds something else, with what it held and holds, where it can be set again.
-
-        Not in sets, nor in a list that grew or shrank; parameters, buffers and submodules are left out.
-        """
-        found = []
-        for index, (container, before, parent, key) in self._touched():
-            registered = parent in self._modules and key in _REGISTERED
-            if registered or not isinstance(container, (dict, list)):
-                continue
-            now, then = dict(_items(_copied(container))), dict(_items(before))
-            if not isinstance(container, dict) and now.keys() != then.keys():
-                continue
-            owner = self._held_as(index)
-            for item in now | then:
-                pair = then.get(item, ABSENT), now.get(item, ABSENT)
-                if not _same(*pair):
-                    name = self._name(index, item) if isinstance(container, dict) else self._name(parent, key)
-                    owned = None if owner is container else owner
-                    found.append((HeldPlace(name, container, item, owned, self._links(index)), *pair))
-        return found
-
-    @property
-    def container_ids(self) -> set[int]:
-        """The ids of all containers that were there."""
-        return {id(container) for container, *_ in self._holders} | set(map(id, self._empty))
-
-    def _held_as(self, index: int) -> Any:
-        """Return the object that has these attributes, or the container itself."""
-        if index in self._modules:
-            return self._modules[index][0]
-        _, _, parent, key = self._holders[index]
-        before = self._holders[parent][1]
-        return list(before)[key] if isinstance(before, set) else before[key]
-
-    def _links(self, index: int) -> tuple[tuple[Any, Any, Any], ...]:
-        links = []
-        while index not in self._modules:
-            _, _, parent, key = self._holders[index]
-            links.append((self._holders[parent][0], key, self._held_as(index)))
-            index = parent
-        return tuple(links)
 
     def _name(self, holder: int, key: Any) -> str:
         names = [str(key)]

@@ -90,16 +90,13 @@ class CapturedState:
         self._modules: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}
         self._names: set[str] = set()
         self._generators: dict[str, torch.Generator] = {}
-        self._ways: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
 
-    def take(self, read: MemoryRead, ways: Iterable[tuple[Any, Any, Any]] = ()) -> None:
+    def take(self, read: MemoryRead) -> None:
         """Remember what more graphs read; where earlier ones read something else, that has moved.
 
         Args:
             read: all that graphs were seen to read.
-            ways: (holder, key, value) on the way to where they leave tensors, as far as no module's dicts tell of it.
         """
-        self._ways |= {(id(holder), key): (holder, key, value) for holder, key, value in ways}
         survey = self._survey()
         moved = bool(self._modules) and bool(self._differences(survey))
         self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
@@ -130,8 +127,7 @@ class CapturedState:
         """Read what is there, to be compared at every call."""
         held = [each.links for each in survey.tensors.values() if each.links and self._read.covers(each)]
         owned = [part for tensor in self._read.elsewhere.values() for part in parts(tensor) if has_address(part)]
-        links = (*held, *survey.links, *((way,) for way in self._ways.values()))
-        return Reading(list(survey.modules.values()), links, owned=owned)
+        return Reading(list(survey.modules.values()), (*held, *survey.links), owned=owned)
 
     def moved(self) -> bool:
         """True if anything is no longer where the graphs read it. Cheap enough for every call."""
@@ -185,7 +181,6 @@ class CapturedState:
         names += [
             f"{survey.name_of(tensor) or 'a CPU tensor from elsewhere'} (changed on the CPU)" for tensor in values
         ]
-        names += [f"{key} (replaced)" for holder, key, value in self._ways.values() if not _holds(holder, key, value)]
         before, after = self._generators, survey.generators
         drawn = [name for name in before | after if before.get(name) is not after.get(name)]
         names += [f"{name} (random generator, replaced)" for name in drawn]
@@ -206,13 +201,6 @@ class CapturedState:
 def any_requires_grad(leaves: Iterable[Any]) -> bool:
     """True if eager would build an autograd graph for one of these."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-
-
-def _holds(holder: Any, key: Any, value: Any) -> bool:
-    try:
-        return holder[key] is value
-    except LookupError:
-        return False
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:

@@ -80,7 +80,7 @@ class TorchSettings:
         return hash(self.values)
 
     def difference(self, other: TorchSettings | None = None) -> str:
-        """Say which settings are others in `other`, or now: "sdp_priority_order (1, 2) became (2, 1)"; empty if none."""
+        """Say which settings are others in `other`, or now: "cudnn_enabled True became False"; empty if none."""
         if other is None:
             if self.hold():
                 return ""

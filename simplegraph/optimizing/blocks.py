@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from simplegraph.fused.layers.classes import is_depthwise, is_pointwise
 from simplegraph.fused.layers.written import hooked, plain_class
-from simplegraph.fused.operators import PRODUCT_FINISHES, KernelTrial, Operators
+from simplegraph.fused.torch_operators import PRODUCT_FINISHES, KernelTrial, Operators
 from simplegraph.optimizing.table import full_name, is_sequential, runs_own_forward
 
 Uses = Callable[[nn.Module], Mapping[int, Any]]  # a module's folds that serve now, by the ids of layers and norms

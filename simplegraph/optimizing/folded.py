@@ -16,6 +16,8 @@ from simplegraph.fused.layers.classes import is_depthwise
 from simplegraph.fused.layers.written import hooked, plain_class
 from simplegraph.graph.modes import outside_modes
 from simplegraph.graph.select import graph_device
+from simplegraph.graph.tensors import storage_key
+from simplegraph.graph.writes import watch_steps
 from simplegraph.optimizing.pairs import KINDS, hindrance, is_changed, sources, watched
 
 _ALIGNMENT = 256  # bytes, as the allocator gives them: kernels read aligned weights faster
@@ -214,7 +216,7 @@ class FoldedMemory(dict[str, Tensor]):
     into the same memory, which graphs then read.
     """
 
-    __slots__ = ("_folds", "_lock", "_seen", "_sources")
+    __slots__ = ("__weakref__", "_folds", "_lock", "_seen", "_sources")
 
     def __init__(self, folds: Sequence[Fold]) -> None:
         super().__init__()
@@ -222,6 +224,7 @@ class FoldedMemory(dict[str, Tensor]):
         self._sources: list[Tensor] = []
         self._seen = -1
         self.refresh()
+        watch_steps(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies and pickles are of the plain module
@@ -238,6 +241,13 @@ class FoldedMemory(dict[str, Tensor]):
     def nbytes(self) -> int:
         """The bytes that it takes."""
         return sum(tensor.nbytes for tensor in self.values())
+
+    def note_written(self, keys: set[int]) -> None:
+        """Take note of a step, which need not raise versions; what is folded of its memory is stale from now on."""
+        if any(storage_key(tensor) in keys for tensor in self._sources):
+            for fold in self._folds:
+                fold.note(None)
+            self._seen = -1
 
     def refresh(self, *, everything: bool = False) -> None:
         """Fold again what changed, or everything; a capture, which would record that, leaves it as it is."""

@@ -22,7 +22,7 @@ from simplegraph.fused.layers.table import (
     operators_of,
     shortened,
 )
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.torch_operators import KernelTrial, Operators
 from simplegraph.module.mixin import OPTIMIZED, unwrap
 from simplegraph.optimizing.blocks import BlockRun, block_trials, find_blocks, keeps_weight
 from simplegraph.optimizing.folded import Fold, FoldedMemory

@@ -92,7 +92,7 @@ class PairBuilder:
         binding.note_written(observer, memory)
         binding.refused = observer.refused
         self.note_seen(call.module, [observer], set(memory.values()))
-        binding.learn_run(call.batch, result)
+        binding.learn_outputs(call.batch, *flatten(result))
         self._refuse(call, hooks)
         self.watch(call, result, lessons)
         binding.called = True
@@ -193,7 +193,7 @@ class PairBuilder:
             read.elsewhere |= {storage_key(part): part for part in passed}
         if self.state is None:
             self.state = CapturedState(call.module)
-        self.state.take(read, call.binding.counted.left.links)
+        self.state.take(read)
 
     def _pair(
         self,
@@ -214,7 +214,7 @@ class PairBuilder:
             for graph, outputs, places in zip(backwards, recording.patterns, recording.places, strict=True)
         ]
         for other in made[1:]:
-            other.graph.prove(padded=True, both=True, unverified="for gradients of other outputs than the calls before")
+            other.graph.leave_unverified("for gradients of other outputs than the calls before")
         constant = frozenset(range(len(tape.reaches))) - tape.wanting
         returned = Returned(cast(TreeSpec, tape.spec), tape.leaves, tape.written, tape.given, constant)
         read = [tensor for tensor in arguments.held.originals if storage_key(tensor) in read_after]

@@ -20,7 +20,7 @@ from simplegraph.graph.modes import autocast_dtype
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.module.call import Binding, Call, CallLayout, invoke
 from simplegraph.module.known import KnownCalls
-from simplegraph.module.replay import MISS, bind
+from simplegraph.module.replay import MISS, same_around
 from simplegraph.module.signature import CallReader, device_of
 from simplegraph.module.state import any_requires_grad
 from simplegraph.module.torch_state import (
@@ -189,8 +189,10 @@ class TrainingCalls:
         ):
             return MISS
         plan = pair.plan
-        copies = bind(module, plan, layout, leaves, self._calls.state_key)
+        copies = plan.bind(leaves)
         if copies is None or any(leaves[index].requires_grad is not wants for index, wants in known.inputs):
+            return MISS
+        if not same_around(module, layout, self._calls.state_key):
             return MISS
         with plan.pool.lock:
             if plan.state.moved() or lane.serial != serial or not plan.program.live or plan.is_capturing():
@@ -300,7 +302,7 @@ class TrainingCalls:
                     raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{len(generation.known)} are known")
                 builder.table.stats.flushes += 1
                 generation.drop()
-            layout = CallLayout(spec, args, *around, Binding(signature))
+            layout = CallLayout(spec, args, *around, builder.device.torch_device.type, Binding(signature))
             lessons = Lessons(builder.device.torch_device.type)
             found = generation.known[spec, signature] = Known(layout, inputs, flags, caches, lessons)
         return found

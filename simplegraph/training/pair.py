@@ -186,7 +186,8 @@ class GraphPair:
 
     def note_proofs(self) -> None:
         """Look if the next call is to be compared with eager."""
-        self.unproven = self.plan.graph.unproven > 0 or self.backwards[0].graph.unproven > 0
+        graphs = self.plan.graph, self.backwards[0].graph
+        self.unproven = any(graph.unproven(graph.descriptor.num_tokens) for graph in graphs)
 
     def lend(self, written: Sequence[int], given: Set[int]) -> None:
         """Let outputs be handed out as they are, if that can be.

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.module.call import Call
-from simplegraph.module.left import WithLeft
-from simplegraph.module.plan import Copies, LeavingPlan, Plan
+from simplegraph.module.plan import Copies, Plan
 from simplegraph.training.gradients import KEPT
 
 
@@ -23,8 +22,7 @@ class WithGradients(NamedTuple):
     @staticmethod
     def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
         """Make the plan by which calls like this are served; see `Plan`."""
-        leaves = graph.program.spec.children[0].type is WithLeft
-        return (LeavingStepPlan if leaves else StepPlan)(call, table, graph, *more)
+        return StepPlan(call, table, graph, *more)
 
 
 class StepPlan(Plan):
@@ -99,7 +97,3 @@ class StepPlan(Plan):
                 parameter.grad = left
             found.append(parameter.grad)
         self._known = found
-
-
-class LeavingStepPlan(StepPlan, LeavingPlan):
-    """Serves training steps that leave tensors below their modules."""

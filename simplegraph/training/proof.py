@@ -213,8 +213,7 @@ class ProvenTicket(Ticket):
     def _verdict(self, graph: CapturedGraph, found: str | None) -> None:
         pair, table = self.pair, self._table
         if found is None:
-            if graph.unproven > 0:
-                graph.prove(padded=False)
+            graph.prove(graph.descriptor.num_tokens)
             pair.note_proofs()
             return
         cause = f"a replay of {graph.counters.label} does not equal eager: {found}"
@@ -227,5 +226,5 @@ class ProvenTicket(Ticket):
 
     def _leave_unverified(self, why: str) -> None:
         for graph in (self.pair.plan.graph, *(backward.graph for backward in self.pair.backwards)):
-            graph.prove(padded=True, both=True, unverified=why)
+            graph.leave_unverified(why)
         self.pair.note_proofs()

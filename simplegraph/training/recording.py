@@ -178,7 +178,7 @@ class Recording:
         call, arguments = self._call, self.arguments
         args, kwargs = call.spec.unflatten(arguments.passed)
         with (
-            call.binding.counted.captured_run(call.module, self._state_key, may_leave=False),
+            call.binding.counted.captured_run(call.module, self._state_key),
             self._leaves.replaced(arguments.held),
             autocast_cache(enabled=self._caches),
             _random_state_unread(),

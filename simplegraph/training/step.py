@@ -20,6 +20,7 @@ from simplegraph.errors import CaptureError, ConfigError, InputError
 from simplegraph.graph.modes import autocast_cache
 from simplegraph.graph.observe import MemoryObserver
 from simplegraph.graph.select import graph_device
+from simplegraph.graph.writes import after_step, tell_written
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.module.functions import FunctionModule, GraphedFunction, P, R, check_function, fill
 from simplegraph.module.mixin import wrap
@@ -38,7 +39,7 @@ from simplegraph.training.staging import Staging
 
 _GLOBAL_HOOKS = (
     *(GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS),
-    *(_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks),
+    _optimizer._global_optimizer_pre_hooks,
 )
 
 
@@ -235,7 +236,8 @@ class StepModule(FunctionModule):
     def state(self) -> Hashable:
         if not torch.is_grad_enabled():
             raise CannotBind(Reason.GRAD_MODE, "")
-        if any(_GLOBAL_HOOKS):
+        after = _optimizer._global_optimizer_post_hooks
+        if any(_GLOBAL_HOOKS) or any(hook is not after_step for hook in after.values()):
             raise CannotBind(Reason.HOOKS, "backward hooks on all modules, or step hooks on all optimizers")
         step = self.step
         if step.optimizers.refusal:
@@ -280,7 +282,11 @@ class TrainStep(GraphedFunction[P, R]):
             return refused
         if self._staging is not None:
             args, kwargs = self._staging.staged(args, kwargs)  # type: ignore[assignment]
-        return super().__call__(*args, **kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            step = self._wrapped
+            tell_written(itertools.chain(optimizers.parameters, step.parameters(), step.buffers()))
 
     def _look(self) -> None:
         device = device_of_state(self._wrapped)

@@ -47,6 +47,15 @@ INDEPENDENT = {
     "nothing but a constant": lambda m, x: m.weight * 2,
 }
 
+
+def one_hot(x):
+    return torch.nn.functional.one_hot(x.argmax(-1), WIDTH)
+
+
+def expert_position(x):
+    return (one_hot(x).cumsum(0) * one_hot(x)).sum(-1)
+
+
 MIXING = {
     "mean over the batch": lambda m, x: x - x.mean(0),
     "sum over the batch": lambda m, x: x * x.sum(0),
@@ -64,6 +73,12 @@ MIXING = {
     "the batch size": lambda m, x: x / x.shape[0],
     "reshaped across rows": lambda m, x: x.reshape(WIDTH, -1).t().contiguous().view(-1, WIDTH),
     "one number for all": lambda m, x: x.sum(),
+    "any row": lambda m, x: torch.where((x > 20).any(), x * 2, x),
+    "clipped by the norm over the batch": lambda m, x: x * (30 / x.norm()).clamp(max=1),
+    "an expert's capacity": lambda m, x: x * (expert_position(x) <= 1.25 * len(x) / WIDTH)[:, None],
+    "another output for few": lambda m, x: (x, x)[: 1 + (len(x) > 4)],
+    "fails for few": lambda m, x: x * [1][len(x) < 4],
+    "an expert's load": lambda m, x: x * (one_hot(x).sum(0)[x.argmax(-1)] <= 5)[:, None],
 }
 
 
@@ -74,7 +89,7 @@ def test_a_module_that_may_be_padded_passes(device, name):
     assert report.rows_independent is True
     assert report.capturable is True
     assert report.problem is None
-    assert "padding is safe" in str(report)
+    assert "padding is safe as far as these inputs tell: its rows were padded to twice as many by" in str(report)
 
 
 @pytest.mark.parametrize("name", MIXING)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from simplegraph.fused import choice
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import Adapted, Grouped, KernelTrial, Operators, RotaryWrite
+from simplegraph.fused.torch_operators import Adapted, Grouped, KernelTrial, Operators, RotaryWrite
 
 MORE_TRIALS = [("rotate", (2,)), ("rotate", (80,)), ("rms_norm", (4096,)), ("finish", ("relu", 1, 1))]
 

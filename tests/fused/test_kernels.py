@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from interpreted import EXACT_DTYPES, INTERPRETED, needs_triton
 from torch import Tensor
 
-from simplegraph.fused.operators import ACTIVATIONS, DTYPES, FINISHES, Adapted, Grouped, Operators, RotaryWrite
+from simplegraph.fused.torch_operators import ACTIVATIONS, DTYPES, FINISHES, Adapted, Grouped, Operators, RotaryWrite
 
 
 def triton() -> Operators:

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from simplegraph.errors import ConfigError  # noqa: E402
 from simplegraph.fused.layers.table import KINDS, find_layers, fused_forwards, names_by_kind  # noqa: E402
-from simplegraph.fused.operators import Operators  # noqa: E402
+from simplegraph.fused.torch_operators import Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402
 

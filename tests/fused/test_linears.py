@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simplegraph.fused.layers import linears
 from simplegraph.fused.layers.linears import linear_layers
 from simplegraph.fused.layers.table import fused_forwards
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.torch_operators import Operators
 
 
 class Attention(nn.Module):

@@ -29,7 +29,7 @@ from simplegraph.fused.choice import chosen_operators  # noqa: E402
 from simplegraph.fused.layers.rotary import rotary_layers  # noqa: E402
 from simplegraph.fused.layers.table import fused_forwards  # noqa: E402
 from simplegraph.fused.layers.texts import with_names  # noqa: E402
-from simplegraph.fused.operators import DTYPES, Operators  # noqa: E402
+from simplegraph.fused.torch_operators import DTYPES, Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.overrides import override_forwards  # noqa: E402
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from simplegraph.fused import choice
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import KernelTrial
+from simplegraph.fused.torch_operators import KernelTrial
 from simplegraph.graph.cuda import triton_start
 
 

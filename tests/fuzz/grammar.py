@@ -134,6 +134,33 @@ MIXING = {
         "rows",
     ),
     "branch on count": Piece("h = h * (2 if len(h) > 3 else 1)", "", "rows"),
+    "branch on one count": Piece("h = h * (2 if len(h) == 6 else 1)", "", "rows"),
+    "branch on few": Piece("h = h * 0.5 if len(h) <= 2 else h", "", "rows"),
+    "odd count": Piece("h = torch.tanh(h) if len(h) % 2 else h", "", "rows"),
+    "written for one count": Piece(
+        "if len(h) == 5:\n    self.o$ += 1\nh = h + self.o$", "self.register_buffer('o$', torch.zeros(()))", "rows"
+    ),
+    "counted in ones": Piece("h = h * 3 / torch.ones_like(h[:, :1]).sum()", "", "rows"),
+    "spread": Piece("h = h + torch.linspace(0, 1, len(h), device=h.device)[:, None]", "", "rows"),
+    "clipped by all": Piece("h = h * (0.5 / h.norm()).clamp(max=1)", "", "rows"),
+    "rarely clipped by all": Piece("h = h * (5 / h.norm()).clamp(max=1)", "", "rare data"),
+    "any row": Piece("h = torch.where((h > 1).any(), h * 0.5, h)", "", "rows"),
+    "sorted rows": Piece("h = h[h[:, 0].argsort()]", "", "rows"),
+    "expert's load": Piece(
+        "expert$ = (h[:, 0] > 0).long()\nload$ = torch.zeros(2, device=h.device).index_add_(0, expert$, torch.ones(len(h), device=h.device))\nh = h / load$[expert$][:, None]",
+        "",
+        "rows",
+    ),
+    "expert's capacity": Piece(
+        "expert$ = nn.functional.one_hot((h[:, 0] > 0).long(), 2)\nh = h * ((expert$.cumsum(0) * expert$).sum(-1) * 2 <= len(h))[:, None]",
+        "",
+        "rare data",
+    ),
+    "expert's mean": Piece(
+        "expert$ = (h[:, 0] > 0).long()\nh = h + 0.1 * torch.zeros_like(h[:1]).repeat(2, 1).index_add_(0, expert$, h)[expert$]",
+        "",
+        "rows",
+    ),
     "positions": Piece("h = h + self.e$[: len(h)]", "self.register_buffer('e$', torch.randn(64, W))"),
     "slots": Piece(
         "self.kv$[: len(h)] = h\nh = h + self.kv$[:1]", "self.register_buffer('kv$', torch.zeros(64, W))", "rows"
@@ -209,6 +236,10 @@ OUTPUTS = {
     "python": Piece("return h, [1, 2.5, None], 'x'"),
     "count": Piece("return h, len(h)", "", "rows"),
     "total": Piece("return h, h.sum()", "", "rows"),
+    "squeezed": Piece("return h.squeeze()", "", "rows"),
+    "squeezed of one": Piece("return h, (h if len(h) > 1 else h[0])", "", "rows"),
+    "nested by count": Piece("return (h, h * 2) if len(h) == 5 else [h, h * 2]", "", "rows"),
+    "more for one count": Piece("return (h, h * 2) if len(h) == 3 else (h,)", "", "rows"),
     "generator": Piece("return h, (i for i in range(2))"),
 }
 
@@ -282,7 +313,7 @@ CHANGES = {
     "hook on the module": "m.hook = m.register_forward_hook(lambda mod, args, out: out)",
     "global hook": "nn.modules.module.register_module_forward_hook(lambda mod, args, out, first=m.first: out * 1.1 if mod is first else None)",
     "hook removed": "m.hook = m.hook and m.hook.remove()",
-    "hook set directly": "m.first._forward_hooks[99999] = lambda mod, args, out: out + 1",
+    "hook that stays": "m.first.register_forward_hook(lambda mod, args, out: out + 1)",
     "child's forward": "m.tail.forward = lambda h: torch.tanh(h) * 0.5",
     "child's forward again": "m.tail.__dict__.pop('forward', None)",
     "child trains": "m.drop.training = True",
@@ -325,8 +356,9 @@ CHANGE_PROMISES = {
 
 CALL_PROMISES = {"expanded": "overlap", "earlier output": "lent", "earlier output and x": "lent"}
 
-# Promises that the library does not keep yet; programs that need them are left out, unless asked for.
-PENDING: frozenset[str] = frozenset()
+# Promises that the library does not keep; programs that need them are left out, unless asked for. "rare data": rows
+# that meet only for some data are found when a call with such data is compared, and answers before may be wrong.
+PENDING: frozenset[str] = frozenset({"rare data"})
 
 GRAPHS = {
     "reset": "m.reset_graphs()",

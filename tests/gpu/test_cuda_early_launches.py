@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.fused.choice import chosen_operators
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.torch_operators import Operators
 from simplegraph.graph.cuda.driver import cuda_driver
 
 pytest.importorskip("triton")

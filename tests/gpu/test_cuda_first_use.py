@@ -39,7 +39,7 @@ COLD = """
 import json, threading
 import torch, triton
 from simplegraph.fused.choice import operators_for
-from simplegraph.fused.operators import KernelTrial
+from simplegraph.fused.torch_operators import KernelTrial
 compiled = []
 triton.knobs.compilation.listener = lambda **told: compiled.append((told["src"].name, told["src"].hash()))
 sizes = {"rms_norm": (256,), "add_rms_norm": (256,), "gated": (256, "silu"), "rotate": (64,), "finish": ("silu", 1)}

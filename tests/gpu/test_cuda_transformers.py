@@ -24,7 +24,7 @@ from transformers.models.llama import modeling_llama  # noqa: E402
 
 from simplegraph.fused import choice  # noqa: E402
 from simplegraph.fused.choice import operators_for  # noqa: E402
-from simplegraph.fused.operators import DTYPES, KernelTrial  # noqa: E402
+from simplegraph.fused.torch_operators import DTYPES, KernelTrial  # noqa: E402
 from simplegraph.integrations.transformers import GraphedGeneration, graph_encoder, graph_generation  # noqa: E402
 
 CUDA = torch.device("cuda")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from simplegraph.errors import CaptureError
+from simplegraph.graph.escapes import PythonState
 from simplegraph.graph.program import Program
 from simplegraph.graph.select import graph_device
 from simplegraph.graph.session import CaptureSession
@@ -184,15 +185,17 @@ KEEPERS: list[tuple[Callable[[Tensor], None], str, bool]] = [
     (HOOK, "in_a_closure.<locals>.hook", True),
     (VARIABLE, "the variable seen in the closure of in_a_variable.<locals>.hook", True),
     (in_a_thread_local, "the attribute seen of a threading.local", True),
-    (in_a_generator, "the suspended generator in_a_generator.<locals>.rows", False),
-    (in_a_traceback, "a local variable of fail, whose frame is kept", False),
+    (in_a_generator, "the suspended generator in_a_generator.<locals>.rows", True),
+    (in_a_traceback, "a local variable of fail, whose frame is kept", True),
 ]
 
 
 def capture(run: Callable[[], Any]) -> Program:
     graphs = graph_device("cuda" if torch.cuda.is_available() else "cpu")
     with CaptureSession(graphs, graphs.new_pool(), thorough=False) as session:
-        return session.capture(run, label="batch size 4")
+        state = PythonState([run])
+        state.remember()
+        return session.capture(run, label="batch size 4", state=state)
 
 
 @pytest.mark.parametrize(("keep", "name", "gone"), KEEPERS, ids=[keeper[0].__name__ for keeper in KEEPERS])

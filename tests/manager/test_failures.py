@@ -520,3 +520,25 @@ def test_eigenvalues_are_refused_before_a_capture_breaks_the_solver(
     assert all("cuSOLVER waits for the device" in message for message in failures)
     assert all("test_failures.py:" in message for message in failures)
     assert failures
+
+
+def test_an_engine_that_keeps_what_its_step_returns_is_told_its_attribute_and_where_to_keep_it(
+    device: torch.device,
+) -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.model = nn.Linear(4, 4, device=device).requires_grad_(False)
+            self.x, self.hidden = torch.randn(4, 4, device=device), None
+
+        def step(self, mode: Any, descriptor: Any) -> Tensor:
+            self.hidden = self.model(self.x[: descriptor.num_tokens])
+            return self.hidden
+
+    engine = Engine()
+    manager = sg.CudaGraphManager(capture_sizes=[2, 4], device=device, progress=False)
+    failed = manager.capture(engine.step).failed
+    assert set(failed) == {"batch size 4", "batch size 2"}
+    assert "the attribute hidden of a " in str(failed["batch size 4"])
+    assert "keep what the replay returns" in str(failed["batch size 4"])
+    manager.run(manager.dispatch(4), engine.step)
+    torch.testing.assert_close(engine.hidden, engine.model(engine.x))

@@ -126,6 +126,18 @@ def test_numbers_that_change_at_every_step_are_better_passed_as_tensors(device):
     assert model.graph_stats.captures == 1
 
 
+@torch.inference_mode()
+def test_a_number_has_a_graph_for_each_value_until_there_are_too_many(device):
+    model = graphed(device, on_too_many_signatures="eager")
+    sample = torch.randn(2, 3, 8, 8, device=device)
+    for step in [1, 2, 3, 4] * 4:  # None of them a float, which the tensor that the forward multiplies by would be.
+        torch.testing.assert_close(model(sample, step), sg.unwrap(model)(sample, step))
+    assert model.graph_stats.captures == 3
+    assert model.graph_stats.replays == 9
+    assert model.graph_stats.eager[Reason.TOO_MANY_SIGNATURES] == 4
+    assert "pass changing values as tensors" in Reason.TOO_MANY_SIGNATURES.text
+
+
 def test_another_rule_is_refused():
     with pytest.raises(sg.ConfigError, match="on_too_many_signatures is 'lru'; expected 'eager' or 'flush'"):
         sg.CudaGraphConfig(on_too_many_signatures="lru")

@@ -449,10 +449,5 @@ def test_a_dict_that_was_empty_is_named_once_it_is_filled_and_emptied_again() ->
         module.cache[name] = torch.ones(1)
         hook = module[0].register_forward_hook(lambda *_: None)
         assert {change.name for change in before.changes()} == {f"cache.{name}", f"0._forward_hooks.{hook.id}"}
-        assert [(place.name, now) for place, _, now in before.changed_places()] == [
-            (f"cache.{name}", module.cache[name]),
-            (f"0._forward_hooks.{hook.id}", module[0]._forward_hooks[hook.id]),
-        ]
         before.put_back(before.changed_names())
         assert (module.cache, module[0]._forward_hooks, before.changes()) == ({}, {}, [])
-    assert {id(module.cache), id(module[0]._forward_hooks), id(vars(module))} <= before.container_ids

@@ -452,7 +452,7 @@ def test_a_tensor_that_a_swallowed_exception_keeps_is_refused(device: torch.devi
     model = sg.wrap(net, capture_sizes=[2], progress=False)
     failed = model.capture_graphs(torch.randn(2, 4, device=device)).failed["batch size 2"]
     assert "a local variable of swallow" in str(failed)
-    assert "undefined" in str(failed)
+    assert len(errors) == 1  # of the warmup
     x = torch.randn(2, 4, device=device)
     torch.testing.assert_close(model(x), net(x))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import decimal
 import enum
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -50,6 +53,10 @@ class Scaled(nn.Module):
         (1j, 1 + 1j),
         (b"a", "a"),
         (slice(0, 2), slice(0, 3)),
+        (frozenset({1}), frozenset({True}), frozenset({1.0})),
+        (frozenset({0.0, 1}), frozenset({-0.0, 1})),
+        (np.float32(0.0), np.float32(-0.0)),
+        (decimal.Decimal("0"), decimal.Decimal("-0"), decimal.Decimal("0.0")),
     ],
     ids=repr,
 )
@@ -102,14 +109,26 @@ def test_a_tensor_in_place_of_a_value_and_back_is_as_in_eager(device):
         assert torch.equal(model(x), x)
 
 
-def test_a_value_that_cannot_be_told_apart_is_a_clear_error(device):
-    class Unhashable:
-        __hash__ = None
+class Uncomparable(float):
+    """A number that compares and hashes as user code may: with an error."""
 
-    model = sg.wrap(Scaled().eval(), capture_sizes=[4])
-    with pytest.raises(sg.InputError, match=r"'scale' is a Unhashable.*trusted_args"):
-        model(rows(4, device), Unhashable())
-    x = rows(4, device)
+    def __hash__(self):
+        raise RuntimeError("no hash")
+
+
+@pytest.mark.parametrize(
+    "scale", [np.full(1, 2.0), {2.0}, bytearray(b"\2"), Uncomparable(2), array.array("f", [2.0])], ids=type
+)
+def test_a_value_that_cannot_be_told_apart_runs_eagerly_and_says_why(device, scale):
+    class Sized(nn.Module):
+        def forward(self, x, scale):
+            return x * float(max(scale) if hasattr(scale, "__iter__") else scale)
+
+    model, x = sg.wrap(Sized().eval(), capture_sizes=[4]), rows(4, device)
+    for _ in range(3):
+        assert torch.equal(model(x, scale), x * 2)
+    assert model.graph_stats.eager[sg.Reason.OPAQUE_ARGUMENT] == 3
+    assert f"scale is a {type(scale).__name__}" in str(model.graph_report())
     for _ in range(3):
         assert torch.equal(model(x, 2), x * 2)
     assert model.graph_stats.replays == 2

@@ -12,7 +12,7 @@ ESCAPES = ("tests/module/test_escapes.py",)
 PROOFS = ("tests/module/test_proofs.py",)
 HOST = ("tests/graph/host/test_modes.py", "tests/module/test_host_values.py")
 NUMBERS = ("tests/module/test_batch_numbers.py",)
-EAGER = ("tests/module/test_eager_plans.py",)
+EAGER = ("tests/module/test_refusals.py",)
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
 
 
@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant(
         "shapes and strides of weights are not compared before a replay",
         "module/reading.py",
-        "self._same_layouts(tensors)\n            and ",
+        "(check.check(*tensors) if check is not None else self._same_layouts(tensors))\n            and ",
         "",
         STALE,
     ),
@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "tensors in plain attributes are not compared before a replay",
         "module/state.py",
-        "links = (*held, *survey.links,",
-        "links = (*survey.links,",
+        "(*held, *survey.links)",
+        "survey.links",
         STALE,
     ),
     Mutant(
@@ -267,7 +267,7 @@ MUTANTS = [
     ),
     Mutant(
         "what every run changes in Python is frozen",
-        "module/left.py",
+        "module/effects.py",
         "if complete or names:",
         "if False:",
         FAULTS,
@@ -284,6 +284,62 @@ MUTANTS = [
         "module/proof.py",
         "other = self._replay(proof, repeat_rows=True)",
         "other = self._replay(proof, repeat_rows=False)",
+        PROOFS,
+    ),
+    Mutant(
+        "one batch size proves all",
+        "manager/table.py",
+        "self.rows is not None and rows not in self.rows",
+        "self.rows is not None and not self.rows",
+        PROOFS,
+    ),
+    Mutant(
+        "no call is compared again",
+        "manager/table.py",
+        "        graph.left -= 1\n",
+        "",
+        PROOFS,
+    ),
+    Mutant(
+        "distances between comparisons stay as they are",
+        "manager/table.py",
+        "self.distance = 2 * self.distance or distance",
+        "self.distance = distance",
+        PROOFS,
+    ),
+    Mutant(
+        "a capture again forgets the batch sizes that were proven",
+        "module/proof.py",
+        "call.binding.proven.setdefault(call.dispatch[:2], set()) if alone else None",
+        "set() if alone else None",
+        PROOFS,
+    ),
+    Mutant(
+        "half of the rows is not compared",
+        "module/proof.py",
+        "found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)",
+        "pass",
+        PROOFS,
+    ),
+    Mutant(
+        "a first padded replay is compared up to rounding alone",
+        "module/proof.py",
+        "            if not graph.rows:\n",
+        "            if False:\n",
+        PROOFS,
+    ),
+    Mutant(
+        "attributes keep what half of the rows did",
+        "module/proof.py",
+        "snapshot.put_back(snapshot.changed_names())",
+        "pass",
+        PROOFS,
+    ),
+    Mutant(
+        "how eager nests its outputs does not count",
+        "module/proof.py",
+        "if proof.nested_otherwise:",
+        "if False:",
         PROOFS,
     ),
     Mutant(
@@ -337,14 +393,14 @@ MUTANTS = [
     ),
     Mutant(
         "calls run eagerly for a reason that is gone",
-        "module/eager_plan.py",
-        "return self._owner.lessons == self._number",
-        "return True",
+        "module/refusal.py",
+        "self._owner.lessons != self._lessons or ",
+        "",
         EAGER,
     ),
     Mutant(
         "a call that no graph serves is taken for one of another argument",
-        "module/eager_plan.py",
+        "module/refusal.py",
         "if not arg.holds(leaf):",
         "if False:",
         EAGER,

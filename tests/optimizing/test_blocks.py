@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.torch_operators import Operators
 from simplegraph.optimizing.folded import Fold
 from tests.optimizing.models import settle
 

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import tiny_models as tiny  # noqa: E402
 
 import simplegraph as sg  # noqa: E402
-from simplegraph.fused.operators import Operators  # noqa: E402
+from simplegraph.fused.torch_operators import Operators  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from tests.fused.test_layers import MODELS, call  # noqa: E402
 

@@ -13,7 +13,7 @@ import torch
 
 import simplegraph as sg
 from bench.optimized.shapes import MODELS
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.torch_operators import Operators
 from simplegraph.optimizing.table import REWRITES
 
 COUNTED = ("group_norm", "adapt", "linear_gelu", "pointwise", "depthwise", "finish", "excite", "gated")

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from simplegraph.fused.operators import DTYPES
+from simplegraph.fused.torch_operators import DTYPES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton's interpreter cuts numbers to bfloat16 off, where GPUs round them.

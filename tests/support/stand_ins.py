@@ -9,7 +9,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from simplegraph.fused.operators import ACTIVATIONS, Operators, RotaryWrite
+from simplegraph.fused.torch_operators import ACTIVATIONS, Operators, RotaryWrite
 
 # Sizes of a trial of each operator that has a kernel.
 TRIALS = {

@@ -761,14 +761,9 @@ def test_checkpointed_activations_train_as_in_eager(preserve):
     assert bool(twins.stats.replays) is not preserve
 
 
-def test_tensors_and_dicts_that_a_step_returns_and_leaves_come_back():
-    class Model(nn.Linear):
-        def forward(self, x):
-            self.last = super().forward(x)
-            return self.last
-
+def test_tensors_and_dicts_that_a_step_returns_come_back():
     def make():
-        trained = Model(6, 3)
+        trained = nn.Linear(6, 3)
         chosen = OPTIMIZERS["sgd"](trained.parameters())
 
         def step_fn(x, y, *, weight):
@@ -788,7 +783,6 @@ def test_tensors_and_dicts_that_a_step_returns_and_leaves_come_back():
         assert torch.equal(results[0]["loss"], results[1]["loss"])
         assert torch.equal(results[0]["logits"], results[1]["logits"])
         assert not results[1]["logits"].requires_grad
-        assert torch.equal(twins.eager.model.last, twins.graphs.model.last)
         assert_same(twins.graphs.everything(), twins.eager.everything())
     assert twins.stats.replays == 6
 

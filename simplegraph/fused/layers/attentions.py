@@ -12,7 +12,7 @@ from torch import nn
 from simplegraph.fused.layers.classes import class_name, is_plain, of_classes
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.written import is_written
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.torch_operators import Operators
 
 ATTENTION = "attention"
 _PROCESSOR = "diffusers.models.attention_processor.AttnProcessor2_0"

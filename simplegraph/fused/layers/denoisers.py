@@ -14,7 +14,7 @@ from simplegraph.fused.layers.classes import Bypassed, class_name, is_plain, of_
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.shared import TIMESTEPS, shared, sharing_layer
 from simplegraph.fused.layers.written import hooked
-from simplegraph.fused.operators import Adapted, KernelTrial, Operators
+from simplegraph.fused.torch_operators import Adapted, KernelTrial, Operators
 
 ADAPTIVE_NORM = "adaptive_norm"
 _ZERO = "diffusers.models.normalization.AdaLayerNormZero"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.texts import known_name, recognize
 from simplegraph.fused.layers.written import hooked
-from simplegraph.fused.operators import ACTIVATIONS, KernelTrial, Operators
+from simplegraph.fused.torch_operators import ACTIVATIONS, KernelTrial, Operators
 
 
 class Gate(NamedTuple):

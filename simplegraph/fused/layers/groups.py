@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.written import runs_as_written
-from simplegraph.fused.operators import Grouped, KernelTrial, Operators
+from simplegraph.fused.torch_operators import Grouped, KernelTrial, Operators
 
 
 def group_layers(model: nn.Module) -> dict[nn.Module, Layer]:

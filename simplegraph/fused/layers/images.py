@@ -15,7 +15,7 @@ from simplegraph.fused.layers.classes import Bypassed, class_name, is_plain, is_
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.shared import shared
 from simplegraph.fused.layers.written import hooked
-from simplegraph.fused.operators import Adapted, Grouped, KernelTrial, Operators
+from simplegraph.fused.torch_operators import Adapted, Grouped, KernelTrial, Operators
 
 IMAGE_BLOCK = "image_block"
 _DEPTH, _PERMUTE = "torchvision.ops.stochastic_depth.StochasticDepth", "torchvision.ops.misc.Permute"

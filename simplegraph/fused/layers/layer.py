@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 Forward = functools.partial[Any]  # a class's forward with its module
 

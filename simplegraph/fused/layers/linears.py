@@ -13,7 +13,7 @@ from simplegraph.fused.layers.gates import gated_projections
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.rotary import rotary_layers
 from simplegraph.fused.layers.written import hooked
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 LINEAR = "linear"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")

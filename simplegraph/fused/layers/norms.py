@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.texts import known_name, recognize
 from simplegraph.fused.layers.written import runs_as_written
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 _NORMED = "_simplegraph_normed"  # a sum's norm, among the sum's attributes
 

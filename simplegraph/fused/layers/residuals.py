@@ -17,7 +17,7 @@ from simplegraph.fused.layers.known_residuals import KNOWN_RESIDUALS, KnownResid
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.norms import Norm, add
 from simplegraph.fused.layers.texts import recognize
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.torch_operators import Operators
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 # Names of the norm that follows a model's last layer; a wrong one costs a norm that nobody asks for.

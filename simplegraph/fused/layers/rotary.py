@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.texts import GlobalNames, known_name, with_names
-from simplegraph.fused.operators import DTYPES, KernelTrial, Operators
+from simplegraph.fused.torch_operators import DTYPES, KernelTrial, Operators
 
 _NAME = "apply_rotary_pos_emb"
 

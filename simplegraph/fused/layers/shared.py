@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from simplegraph.fused.layers.layer import Forward, Layer
 from simplegraph.fused.layers.written import hooked
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.torch_operators import Operators
 
 TIMESTEPS = "timesteps"
 

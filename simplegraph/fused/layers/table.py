@@ -22,7 +22,7 @@ from simplegraph.fused.layers.norms import norm_layer, rms_norms, sum_norms
 from simplegraph.fused.layers.residuals import residual_layers
 from simplegraph.fused.layers.rotary import rotary_layers
 from simplegraph.fused.layers.shared import TIMESTEPS
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.torch_operators import KernelTrial, Operators
 
 RMS_NORM, RESIDUAL, GATED, ACTIVATION, ROTARY = "rms_norm", "residual", "gated", "activation", "rotary"
 GROUP_NORM, ONE_QUERY = "group_norm", "one_query"

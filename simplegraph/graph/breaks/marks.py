@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from simplegraph.errors import ConfigError
-from simplegraph.graph.breaks.operators import ACTIVE, name_of
+from simplegraph.graph.breaks.active import ACTIVE, name_of
 from simplegraph.graph.subclass import subclass
 
 FunctionType = TypeVar("FunctionType", bound=Callable[..., Any])

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from simplegraph.errors import BreakError
-from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.breaks.active import recording_breaks
 from simplegraph.graph.breaks.results import Bridge
 from simplegraph.graph.breaks.step import Break
 from simplegraph.graph.observe import MemoryObserver
@@ -35,7 +36,7 @@ class RecordedBreak(NamedTuple):
         function: what was called.
         results, spec: the leaves of what it returned, tensors cloned, and how they nest.
         arguments: for each leaf of its arguments that the run made, what the call left in it; None for others.
-        passed: the same before the call; None also where the call wrote to it, who may be passed empty memory.
+        passed: the same before the call; None also for memory that nothing had written and the call filled.
         outside: puts back what it wrote to memory from before the run.
     """
 
@@ -72,20 +73,19 @@ class BreakTape:
         passed, _ = flatten((args, kwargs))
         made = [isinstance(leaf, Tensor) and observer.made(leaf) for leaf in passed]
         before = [leaf.clone() if own else None for leaf, own in zip(passed, made, strict=True)]
+        blank = [own and storage_key(leaf) in observer.blank for leaf, own in zip(passed, made, strict=True)]
         written, observer.written = observer.written, set()
         try:
             with recording_breaks(None), observer.inside_break():
                 result = function(*args, **kwargs)
             outside = self._memory.copied(observer.written)
-            read = [
-                None if copy is None or storage_key(leaf) in observer.written else copy
-                for leaf, copy in zip(passed, before, strict=True)
-            ]
         finally:
             observer.written |= written
         leaves, spec = flatten(result)
         results = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         arguments = [leaf.clone() if own else None for leaf, own in zip(passed, made, strict=True)]
+        entries = zip(before, arguments, blank, strict=True)
+        read = [None if empty and not torch.equal(copy, now) else copy for copy, now, empty in entries]
         self.calls.append(RecordedBreak(function, results, spec, arguments, read, outside))
         return result
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import BreakError
-from simplegraph.graph.breaks.operators import name_of, recording_breaks
+from simplegraph.graph.breaks.active import name_of, recording_breaks
 from simplegraph.graph.breaks.step import Break, BreakCall, BreakTrace, Cell, Place, RebuiltArgument
 from simplegraph.graph.device import GraphDevice, GraphPool, Segment
 from simplegraph.graph.generators import default_generator

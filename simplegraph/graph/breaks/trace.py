@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.breaks.active import recording_breaks
 from simplegraph.graph.breaks.results import classify_result
 from simplegraph.graph.breaks.step import BreakCall, BreakTrace
 from simplegraph.graph.observe import MemoryObserver

@@ -168,7 +168,7 @@ class Preload:
         """Run what captures run beside the model: kernels that fill and compare static inputs, and cuBLASLt's."""
         import torch
 
-        from simplegraph.graph.breaks.operators import breaking_operators
+        from simplegraph.graph.breaks.active import breaking_operators
 
         breaking_operators()
         with torch.inference_mode(), torch.cuda.device(self._index):

@@ -6,8 +6,8 @@ undone, captured memory is poisoned and random generators are put back. A replay
 operators again, on the addresses seen at capture.
 
     memory      memory that a capture touches, as a replay finds it again, and its pool
-    operators   tells which of them write, read back to Python, or do nothing on a device
-    collectives launches them without sending
+    rules       tells which operators write, read back to Python, or do nothing on a device
+    collectives launches collectives without sending
     segment     a recorded segment and its replay
     recording   sees, runs and records operators between begin and end
     device      the `GraphDevice` protocol on top of these

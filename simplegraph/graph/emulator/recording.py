@@ -13,12 +13,11 @@ from torch import Tensor, overrides
 from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
-from simplegraph.graph.emulator import operators as ops
-from simplegraph.graph.emulator import waits
+from simplegraph.graph.emulator import rules, waits
 from simplegraph.graph.emulator.collectives import Launches
 from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, Output, Recorded, RecordedCall, poison_byte
 from simplegraph.graph.host.constants import SERVING
-from simplegraph.graph.operators import OperatorMode, is_collective, is_higher_order
+from simplegraph.graph.operators import OperatorMode, is_collective, is_composite, is_higher_order
 from simplegraph.graph.tensors import storage_key
 
 # Typed loosely because torch leaves them untyped.
@@ -41,11 +40,11 @@ class _RecordingMode(OperatorMode):
         """Record an operator, taken apart where it is made of others."""
         if is_higher_order(func):
             if func.name() == "cond":  # which runs no Python where a mode could see it choose
-                self._recording.fail(f"{ops.READ_BACK} (torch.cond)")
+                self._recording.fail(f"{rules.READ_BACK} (torch.cond)")
             with self, _FunctionMode(self._recording):
                 return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         self._recording.check(func, args, kwargs)
-        if ops.is_composite(func):
+        if is_composite(func):
             return self.take_apart(func, args, kwargs)
         if getattr(func, "_defined_in_python", False):
             # Python does not run again at replay: record what the function does, not the call of it.
@@ -91,14 +90,14 @@ class _FunctionMode(overrides.TorchFunctionMode):
         recording = self._recording
         named = self._names_host(args[1:], kwargs)
         if (func in self.READS or (func is Tensor.to and named)) and not recording.is_host(args[0]):
-            recording.fail(f"{ops.READ_BACK} (Tensor.{func.__name__})")
+            recording.fail(f"{rules.READ_BACK} (Tensor.{func.__name__})")
         if func is Tensor.pin_memory or kwargs.get("pin_memory"):
             recording.fail("pinned memory was allocated, which a capture does not permit")
-        from_host = func in self.FACTORIES and kwargs.get("device") is not None and not ops.tensors(args[:1])
+        from_host = func in self.FACTORIES and kwargs.get("device") is not None and not rules.tensors(args[:1])
         if from_host and not named and not SERVING.active:
-            recording.fail(f"{ops.FROM_HOST} (torch.{func.__name__})")
-        if func in self.SPLITS and not all(map(recording.is_host, ops.tensors([args[1:], kwargs]))):
-            recording.fail(f"{ops.READ_BACK} (torch.tensor_split, which reads where to split on the host)")
+            recording.fail(f"{rules.FROM_HOST} (torch.{func.__name__})")
+        if func in self.SPLITS and not all(map(recording.is_host, rules.tensors([args[1:], kwargs]))):
+            recording.fail(f"{rules.READ_BACK} (torch.tensor_split, which reads where to split on the host)")
 
     def _names_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True if a device among the arguments is the CPU by its name; x.to(y.device) moves nothing on a GPU either."""
@@ -117,7 +116,7 @@ class _FunctionMode(overrides.TorchFunctionMode):
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """As on CUDA; the CPU operator reads the classes back to check them."""
         if num_classes == -1:
-            self._recording.fail(f"{ops.READ_BACK} (torch.nn.functional.one_hot without num_classes)")
+            self._recording.fail(f"{rules.READ_BACK} (torch.nn.functional.one_hot without num_classes)")
         zeros = torch.zeros(*tensor.shape, num_classes, dtype=torch.long)
         return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
@@ -217,22 +216,22 @@ class EmulatedCapture:
         """Refuse what a capture on CUDA refuses."""
         if self._reseeded():
             self.fail(_RESEEDED)
-        for leaf in ops.leaves([args, kwargs]):
+        for leaf in rules.leaves([args, kwargs]):
             if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
-                self.fail(f"{ops.operator_label(func)} draws from a generator that the capture was not told of")
+                self.fail(f"{rules.operator_label(func)} draws from a generator that the capture was not told of")
         if self._all_host(func, args, kwargs) or self._is_known_here(func, args):
             return
-        if ops.reads_value(func, kwargs) or waits.waits_for_value(func, args, kwargs, self.is_host):
-            self.fail(f"{ops.READ_BACK} ({ops.operator_label(func)})")
-        if ops.masks(func, args) and not self._fills_by_mask(args):
-            self.fail(f"{ops.READ_BACK} ({ops.operator_label(func)} with a boolean mask)")
-        is_lift = ops.operator_name(func) == "aten::lift_fresh"
+        if rules.reads_value(func, kwargs) or waits.waits_for_value(func, args, kwargs, self.is_host):
+            self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)})")
+        if rules.masks(func, args) and not self._fills_by_mask(args):
+            self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)} with a boolean mask)")
+        is_lift = rules.operator_name(func) == "aten::lift_fresh"
         if is_lift and not SERVING.active and self._is_host_array(args[0]):
-            self.fail(f"{ops.FROM_HOST} (data of shape {tuple(args[0].shape)})")
+            self.fail(f"{rules.FROM_HOST} (data of shape {tuple(args[0].shape)})")
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record it where it does work on a device."""
-        inputs = ops.tensors([args, kwargs])
+        inputs = rules.tensors([args, kwargs])
         if any(tensor.is_meta for tensor in inputs):
             return func(*args, **kwargs)
         if self.in_quantile and self._is_known_here(func, args):
@@ -241,43 +240,43 @@ class EmulatedCapture:
             return self._frozen(func, func(*args, **kwargs))
         for tensor in inputs:
             memory = self._memory_of(tensor, func)
-            if ops.operator_name(func) == "aten::lift_fresh" and memory.pool is None:
+            if rules.operator_name(func) == "aten::lift_fresh" and memory.pool is None:
                 memory.freeze()
-        written = ops.written_tensors(func, args, kwargs)
+        written = rules.written_tensors(func, args, kwargs)
         for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
             memory.save()
-        call = ops.with_modes(ops.waiting(func))
+        call = rules.with_modes(rules.waiting(func))
         if is_collective(func):
             result = self._launches.launch(func, args, kwargs)
         else:
-            result = ops.run_for_shapes(call, args, kwargs, written)
-        results = ops.tensors(result)
+            result = rules.run_for_shapes(call, args, kwargs, written)
+        results = rules.tensors(result)
         if any(tensor.is_meta for tensor in results):
             return result
         self._frozen(func, [results[place] for place in waits.host_results(func, args, kwargs, self.is_host)])
         created = self._create(func, results)
-        if ops.does_work(func, written, created):
+        if rules.does_work(func, written, created):
             view = functools.partial(self._view, func)
             outputs = tuple(Output(place, view(results[place])) for place in created)
             self._calls.append(
-                RecordedCall(call, ops.map_tree(Tensor, view, args), ops.map_tree(Tensor, view, kwargs), outputs)
+                RecordedCall(call, rules.map_tree(Tensor, view, args), rules.map_tree(Tensor, view, kwargs), outputs)
             )
         return result
 
     def _all_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """True if an operator runs on the CPU beside a GPU, too, and is over when the capture is."""
-        inputs = ops.tensors([args, kwargs])
+        inputs = rules.tensors([args, kwargs])
         if not inputs or torch.Tag.nondeterministic_seeded in func.tags or not all(map(self.is_host, inputs)):
             return False
-        return not ops.written_tensors(func, args, kwargs)
+        return not rules.written_tensors(func, args, kwargs)
 
     def _is_known_here(self, func: Any, args: Any) -> bool:
         """True for a comparison that CUDA does not wait for: of other shapes, or by which the CPU checks quantiles."""
-        return ops.operator_name(func) == "aten::equal" and (self.in_quantile or args[0].shape != args[1].shape)
+        return rules.operator_name(func) == "aten::equal" and (self.in_quantile or args[0].shape != args[1].shape)
 
     def _frozen(self, func: Any, result: Any) -> Any:
         """Keep as constants what an operator of the host returned."""
-        for tensor in ops.tensors(result):
+        for tensor in rules.tensors(result):
             self._memory_of(tensor, func).freeze()
         return result
 
@@ -370,7 +369,7 @@ class EmulatedCapture:
 
     def _fills_by_mask(self, args: Sequence[Any]) -> bool:
         """True if this is ``x[mask] = 0.0``, which is masked_fill_ on CUDA."""
-        if len(args) <= 2 or len(ops.tensors(args[1])) != 1:
+        if len(args) <= 2 or len(rules.tensors(args[1])) != 1:
             return False
         return self.is_host(args[2]) and args[2].numel() == 1
 

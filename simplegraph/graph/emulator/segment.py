@@ -9,7 +9,7 @@ import torch
 
 from simplegraph.errors import EmulatorError, ReplayError
 from simplegraph.graph.emulator.memory import Arena, MemoryView, Output, Recorded, RecordedCall, poison
-from simplegraph.graph.emulator.operators import map_tree, tensors
+from simplegraph.graph.emulator.rules import map_tree, tensors
 
 
 class EmulatorSegment:

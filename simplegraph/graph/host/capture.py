@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -11,11 +10,8 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import HostError
-from simplegraph.graph import patches
-from simplegraph.graph.breaks.operators import ACTIVE
 from simplegraph.graph.failures import BREAK
 from simplegraph.graph.host.constants import LARGEST_BYTES, SERVING, WATCHED_BYTES, content, is_watchable, span
-from simplegraph.graph.host.draws import UnreadDraws
 from simplegraph.graph.host.modes import HostMode, is_list, target, target_device
 from simplegraph.graph.operators import OperatorMode, is_higher_order, reads_no_value, strided_tensors, written_args
 from simplegraph.graph.tensors import storage_key
@@ -30,7 +26,6 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         name: names a CPU tensor for messages, such as by the attribute that holds it.
 
     Attributes:
-        draws: functions that draw on the CPU again what the capture drew there, and read nothing of.
         served: the copies that the graph reads; whoever replays it must own them.
         reads: CPU tensors from before that the capture read, by their place: a replay is right while they hold what
             they held.
@@ -48,11 +43,6 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
         self._error: HostError | None = None
         self._served: dict[int, Tensor] = {}
         self.reads: dict[tuple[Any, ...], Tensor] = {}
-        self._draws = UnreadDraws()
-
-    @property
-    def draws(self) -> list[Callable[[], object]]:
-        return self._draws.again
 
     @property
     def served(self) -> list[Tensor]:
@@ -62,9 +52,8 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
     def following(self, observer: OperatorMode | None = None) -> Iterator[None]:
         """Follow the capture in here, but for what is done for breaks; `observer` as for `HostMode`."""
         SERVING.active, before = True, SERVING.active
-        self._draws.begin()
         try:
-            with super().following(observer), self._splits_noted():
+            with super().following(observer):
                 yield
         except RuntimeError as error:
             if self._error is None or error is self._error or error.__cause__ is not None:
@@ -72,56 +61,18 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             raise error from self._error  # which TorchScript conceals
         finally:
             SERVING.active = before
-            self._draws.end()
-
-    @contextlib.contextmanager
-    def _splits_noted(self) -> Iterator[None]:
-        """Note the CPU tensors of indices that torch.tensor_split reads, without an operator that a mode would see."""
-        owners = () if self._emulated else (torch, torch.Tensor)
-        try:
-            for owner in owners:
-                patches.replace(owner, "tensor_split", self._noting(owner.tensor_split))
-            yield
-        finally:
-            for owner in owners:
-                patches.restore(owner, "tensor_split")
-
-    def _noting(self, split: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(split)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            if SERVING.active and ACTIVE.recorder is self._recorder:
-                indices = [each for each in strided_tensors((*args[1:], *kwargs.values())) if each.is_cpu]
-                self._note_reads(indices, "torch.tensor_split")
-            return split(*args, **kwargs)
-
-        return noting
 
     def check_refused(self) -> None:
         """Raise what was refused, even if the forward swallowed it and went on."""
-        if self._error is None and self._draws.refused is not None:
-            self._refuse_draw(self._draws.refused)
         if self._error is not None:
             raise self._error
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, as `HostMode` does; random numbers that nothing reads are drawn for the capture alone."""
-        # With breaks, a replay would draw them behind those that the breaks draw.
-        follows = not self._emulated and ACTIVE.recorder is None and self._recorder is None
-        if not follows or not _draws_on_cpu(func, kwargs) or not self._draws.can_draw(func, args, kwargs):
-            return super().run(func, args, kwargs)
-        drawn = self._draws.draw(func, args, kwargs)
-        self._note_made(drawn, known=False)
-        self.met_host = True
-        return drawn
-
-    def _refuse_draw(self, where: str) -> NoReturn:
-        drawn = f"random numbers are drawn on the CPU {where}, and a replay would draw no others"
-        self._refuse(drawn, f"Draw them on the device, or {BREAK}.")
-
-    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_host: bool) -> None:
+    def _check(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Sequence[Tensor], *, on_host: bool
+    ) -> None:
         if on_host and _draws_on_cpu(func, kwargs):
-            self._refuse_draw(f"({func.overloadpacket})")
-        host = [tensor for tensor in strided_tensors((*args, *kwargs.values())) if tensor.is_cpu]
+            drawn = f"random numbers are drawn on the CPU ({func.overloadpacket}), and a replay would draw no others"
+            self._refuse(drawn, f"Draw them on the device, or {BREAK}.")
         if on_host and torch.Tag.inplace_view not in func.tags:
             for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
                 if storage_key(tensor) not in self._made:
@@ -130,19 +81,12 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
                     self._refuse(f"{found}, which a replay would not do", remedy)
         if reads_no_value(func):
             return
-        self._note_reads(host, str(func.overloadpacket), on_host=on_host)
-
-    def _note_reads(self, tensors: Sequence[Tensor], reader: str, *, on_host: bool = True) -> None:
-        """Note the CPU tensors from before that are read, and refuse those whose value does not exist yet."""
-        for tensor in tensors:
-            drawn = self._draws.drawn_at(tensor)
-            if drawn is not None:
-                self._refuse_draw(drawn)
+        for tensor in host:
             known = self._made.get(storage_key(tensor))
             if known is None:
                 self._note_read(tensor)
             elif on_host and not known:
-                found = f"a tensor was read back to Python while its value does not exist yet ({reader})"
+                found = f"a tensor was read back to Python while its value does not exist yet ({func.overloadpacket})"
                 self._refuse(found, f"Keep it on the device, or {BREAK}.")
 
     def _is_outside(self, tensor: Tensor) -> bool:
@@ -177,10 +121,6 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         # The forward may write to what it gets, and every replay begins with the constant.
         return self._find((content(args[0]), *target(kwargs)), args[0]).clone()
-
-    def _pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Pinning allocates, which a capture does not permit. What is moved is served anyway.
-        return args[0].clone() if self._is_known(args[0]) else func(*args, **kwargs)
 
     def _copy_of(self, value: Tensor, device: torch.device, source: Tensor) -> Tensor:
         return self._find((content(value), device), source)

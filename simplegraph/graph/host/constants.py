@@ -38,12 +38,12 @@ class FrozenConstants:
 
     Attributes:
         met_host: True once a warmup met a CPU tensor; None before the first warmup.
-        decisions: the most that depended on a tensor in one warmup; see `simplegraph.graph.transformers_masks`.
+        notes: what extras noted of eager runs; see `simplegraph.graph.extras`.
     """
 
     def __init__(self) -> None:
         self.met_host: bool | None = None
-        self.decisions = 0
+        self.notes: dict[str, int] = {}
         self._had_any = False
         self._copies: dict[Hashable, dict[Hashable, Tensor]] = {}
         self._sources: dict[Hashable, list[tuple[Callable[[], Hashable], Hashable]]] = {}

@@ -7,11 +7,12 @@ watches them, and refused where writes to them would not show, as are random num
 CPU.
 
 Not seen, because torch shows it to no mode: `.tolist()` and `.numpy()` of a CPU tensor from before (`.item()` is seen),
-what NumPy computes, and writes to a CPU tensor through NumPy; of a tensor above 64 bytes, also a later write through
-`.data` that leaves all sampled bytes as they were. A NumPy array that becomes a tensor in the forward counts
-as a tensor from before. On the emulator, whose device is the CPU, all CPU tensors are taken for the device's: there a
-list of numbers is a constant (`torch.tensor([0, 1])`, ``x[:, [0, 1]]``) and everything else is captured like work of
-the device, so that it shows neither stale CPU values nor CPU random numbers, writes and outputs.
+one that tells `torch.tensor_split` where to split, what NumPy computes, and writes to a CPU tensor through NumPy; of a
+tensor above 64 bytes, also a later write through `.data` that leaves all sampled bytes as they were. A NumPy array that
+becomes a tensor in the forward counts as a tensor from before. On the emulator, whose device is the CPU, all CPU
+tensors are taken for the device's: there a list of numbers is a constant (`torch.tensor([0, 1])`, ``x[:, [0, 1]]``) and
+everything else is captured like work of the device, so that it shows neither stale CPU values nor CPU random numbers,
+writes and outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.breaks.operators import ACTIVE
+from simplegraph.graph.breaks.active import ACTIVE
 from simplegraph.graph.host.constants import is_watchable
 from simplegraph.graph.operators import (
     OperatorMode,
@@ -39,13 +40,12 @@ from simplegraph.graph.tensors import storage_key
 
 _aten: Any = torch.ops.aten
 _LIFT = _aten.lift_fresh.default
-_TO_COPY, _COPY, _PIN = _aten._to_copy.default, _aten.copy_.default, _aten._pin_memory.default
+_TO_COPY, _COPY = _aten._to_copy.default, _aten.copy_.default
 _INDEX = {_aten.index.Tensor, _aten._unsafe_index.Tensor}
 _PUT = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 _PUT |= {_aten._unsafe_index_put.default}
 _WHERE = _aten.where.self
-_COPIES = {_TO_COPY, _COPY}
-_MOVES = {_TO_COPY, _COPY, _PIN, _WHERE, *_INDEX, *_PUT}
+_MOVES = {_TO_COPY, _COPY, _WHERE, *_INDEX, *_PUT}
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -97,10 +97,8 @@ class HostMode(OperatorMode, abc.ABC):
             return defined(result)
         if host and is_composite(func):  # under inference_mode it comes whole
             return self.take_apart(func, args, kwargs)
-        if host and func in _COPIES and self._copies_pinned(func, args, kwargs):
-            return func(*args, **kwargs)
         on_host = len(host) == len(tensors)
-        self._check(func, args, kwargs, on_host=on_host)
+        self._check(func, args, kwargs, host, on_host=on_host)
         known = func is _LIFT or all(map(self._is_known, host))
         result = self._move(func, args, kwargs) if host and func in _MOVES else func(*args, **kwargs)
         made = self._note_made(result, () if func is _LIFT else host, known=known)
@@ -118,15 +116,6 @@ class HostMode(OperatorMode, abc.ABC):
         self._made.update(dict.fromkeys(made, known))
         return bool(made)
 
-    def _copies_pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if this copies from the user's pinned memory without waiting: a graph does so at every replay."""
-        at_once = args[2] if func is _COPY and len(args) > 2 else kwargs.get("non_blocking")
-        source = args[1] if func is _COPY else args[0]
-        if not at_once or not source.is_cpu or storage_key(source) in self._made:
-            return False
-        with without_modes():
-            return bool(source.is_pinned())
-
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; what it moves to the device is a constant, as far as it is known."""
         first = args[0]
@@ -134,8 +123,6 @@ class HostMode(OperatorMode, abc.ABC):
         if func is _TO_COPY:
             if target_device(kwargs) != "cpu" and first.is_cpu and self._is_known(first):
                 return self._moved(func, args, kwargs)
-        elif func is _PIN:
-            return self._pinned(func, args, kwargs)
         elif func is _WHERE:
             like = next((tensor for tensor in args if not tensor.is_cpu), first)
             moved = tuple(self._on_device(tensor, tensor.dtype, like.device) for tensor in args)
@@ -181,8 +168,10 @@ class HostMode(OperatorMode, abc.ABC):
 
     # What a warmup and a capture do differently.
 
-    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_host: bool) -> None:
-        """Refuse what a graph cannot hold, before it runs."""
+    def _check(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Sequence[Tensor], *, on_host: bool
+    ) -> None:
+        """Refuse what a graph cannot hold, before it runs; `host` are its tensors on the CPU."""
 
     @abc.abstractmethod
     def _lift(self, func: Any, tensor: Tensor) -> Tensor:
@@ -191,10 +180,6 @@ class HostMode(OperatorMode, abc.ABC):
     @abc.abstractmethod
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return a new tensor on the device for one on the CPU."""
-
-    def _pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a copy of a CPU tensor in pinned memory."""
-        return func(*args, **kwargs)
 
     @abc.abstractmethod
     def _copy_of(self, value: Tensor, device: torch.device, source: Tensor) -> Tensor:

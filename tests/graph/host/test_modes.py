@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.errors import HostError
-from simplegraph.graph.breaks.operators import recording_breaks
+from simplegraph.graph.breaks.active import recording_breaks
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.host.capture import HostCapture
 from simplegraph.graph.host.modes import HostMode
@@ -56,9 +56,8 @@ def captured(forward: Forward, warmup: HostWarmup | None = None, name: Any = lam
     warmup = warmup or warmed(forward)
     capture = HostCapture(META, warmup.copies, name)
     with followed(capture):
-        result = forward(torch.empty(3, 4, device=META))
+        forward(torch.empty(3, 4, device=META))
     capture.check_refused()
-    del result  # what a forward returns is held until it has been looked at
     return capture
 
 
@@ -155,67 +154,6 @@ def test_random_numbers_of_the_cpu_are_refused_before_they_are_drawn(how: str) -
     assert torch.equal(torch.get_rng_state(), state)
 
 
-READS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "returned": lambda x, t: t,
-    "a view returned": lambda x, t: [t.view(1, 2)[0]],
-    "item": lambda x, t: t[0].item() and None,
-    "tolist": lambda x, t: t.tolist() and None,
-    "compared": lambda x, t: (t < 0.5) is None,
-    "on the device": lambda x, t: x[:, :2] * t[0],
-    "moved": lambda x, t: t.to(x.device),
-    "an index": lambda x, t: x[:, t.long()],
-    "written": lambda x, t: t.zero_() is None,
-    "kept": lambda x, t: KEPT.append(t),
-}
-KEPT: list[Tensor] = []
-
-
-@pytest.mark.parametrize("read", READS)
-def test_random_numbers_of_the_cpu_are_refused_where_anything_reads_or_keeps_them(read: str) -> None:
-    state = torch.get_rng_state()
-    warmup = HostWarmup(META)
-    message = refused(lambda x: READS[read](x, torch.rand(2)), warmup)
-    KEPT.clear()
-    assert "random numbers are drawn on the CPU (aten.rand) at " in message
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_numpy_cannot_see_random_numbers_that_a_replay_would_not_draw_alike() -> None:
-    with pytest.raises(RuntimeError, match="numpy"):
-        captured(lambda x: float(torch.rand(2).numpy()[0]), HostWarmup(META))
-
-
-def test_random_numbers_that_nothing_reads_are_drawn_again() -> None:
-    def forward(x: Tensor) -> Tensor:
-        dropped = torch.rand([])
-        _ = torch.randint(3, (dropped.dim() + 5,)), torch.randperm(4), torch.normal(0.0, 1.0, (3,)), torch.randn(17)
-        return x * 2
-
-    state = torch.get_rng_state()
-    capture = captured(forward, HostWarmup(META))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert len(capture.draws) == 5
-    forward(torch.empty(3, 4, device=META))
-    expected = torch.rand(3)
-    torch.set_rng_state(state)
-    for draw in capture.draws:
-        draw()
-    assert torch.equal(torch.rand(3), expected)
-
-
-@pytest.mark.parametrize("change", [lambda: torch.default_generator.manual_seed(1), lambda: torch.get_rng_state()])
-def test_draws_between_which_the_generator_is_set_are_refused(change: Any) -> None:
-    def forward(x: Tensor) -> None:
-        before = torch.get_rng_state()
-        torch.rand(2)
-        change()
-        torch.set_rng_state(before)
-
-    state = torch.get_rng_state()
-    assert "random numbers are drawn on the CPU" in refused(forward, HostWarmup(META))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_random_numbers_of_the_device_are_not() -> None:
     state = torch.get_rng_state()
     capture = captured(lambda x: (torch.rand(3, device=x.device), torch.rand_like(x), x.uniform_()))
@@ -242,13 +180,10 @@ def test_values_of_before_are_noted_once_and_those_that_change_unseen_refused() 
     assert "table is on the CPU" in refused(lambda x: table.to(x.device), name=lambda _: "table")
 
 
-@pytest.mark.parametrize("owner", [torch, Tensor])
-def test_the_places_where_a_tensor_is_split_are_noted_though_no_operator_reads_them(owner: Any) -> None:
+def test_the_places_where_a_tensor_is_split_are_not_seen() -> None:
+    """Torch reads them by no operator: a graph keeps those of its capture, see docs/limits.md."""
     places = torch.tensor([1, 3])
-    capture = captured(lambda x: owner.tensor_split(x, places, 1)[0])
-    assert [tensor.data_ptr() for tensor in capture.reads.values()] == [places.data_ptr()]
-    assert not captured(lambda x: owner.tensor_split(x, torch.tensor([1, 3]), 1)[0]).reads
-    assert "tensor_split" not in vars(Tensor)
+    assert not captured(lambda x: torch.tensor_split(x, places, 1)[0]).reads
 
 
 def test_shapes_of_large_tensors_may_be_used() -> None:

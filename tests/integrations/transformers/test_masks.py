@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import simplegraph as sg
 from simplegraph.graph import patches
-from simplegraph.graph.host.known import KnownValues
 from simplegraph.integrations.transformers import graph_encoder
+from simplegraph.integrations.transformers.known_values import KnownValues
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 from simplegraph.batch.sizes import mixed_sizes
 from simplegraph.config import CudaGraphConfig
 from simplegraph.fused.layers.table import operators_of
-from simplegraph.fused.operators import KernelTrial, Operators
+from simplegraph.fused.torch_operators import KernelTrial, Operators
 from simplegraph.graph.failures import user_location
 from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from simplegraph.config import BatchDim
 from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.layers.table import KINDS, ONE_QUERY, TOKEN_KINDS, find_layers, fused_forwards
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.torch_operators import Operators
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.known_length import KnownLength
 from simplegraph.integrations.transformers.generate.launch import Launch, Launched, RowState

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from simplegraph.fused.operators import Operators
+from simplegraph.fused.torch_operators import Operators
 from simplegraph.integrations.transformers.overrides import override_attention
 
 _CHANGES_SUMS = ("softcap", "s_aux", "cache")  # arguments that change the sums or the keys

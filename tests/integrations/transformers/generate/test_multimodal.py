@@ -17,7 +17,7 @@ import tiny_multimodal  # noqa: E402
 from tiny_generation import GREEDY, TOKENS, graphed  # noqa: E402
 from unseen_kernel import stand_in_triton  # noqa: E402
 
-from simplegraph.fused.operators import Operators  # noqa: E402
+from simplegraph.fused.torch_operators import Operators  # noqa: E402
 
 # Models whose `generate` calls that of a part, which is the one to be given graphs.
 PARTS = {"blip": "text_decoder", "blip2": "language_model"}

@@ -15,7 +15,7 @@ from operators_seen import OperatorRecorder  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
-from simplegraph.fused.operators import Operators  # noqa: E402
+from simplegraph.fused.torch_operators import Operators  # noqa: E402
 from simplegraph.integrations.transformers.kernels.grouped_heads import grouped_heads  # noqa: E402
 
 ROWS, SHARED, GROUPS, LENGTH, ELEMENTS = 3, 2, 4, 32, 16

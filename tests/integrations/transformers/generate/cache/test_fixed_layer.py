@@ -16,7 +16,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from interpreted import needs_triton  # noqa: E402
 
-from simplegraph.fused.operators import DTYPES  # noqa: E402
+from simplegraph.fused.torch_operators import DTYPES  # noqa: E402
 from simplegraph.integrations.transformers.generate.cache.layers import FixedLayer  # noqa: E402
 
 

@@ -1,4 +1,4 @@
-"""The thread's recorder of breaks, and operators that break by themselves."""
+"""The recorder of breaks that is active in a thread, and operators that break by themselves."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.module.switches import known_switches
+from simplegraph.integrations.switches import known_switches
 
 WIDTH = 8
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.graph.breaks.operators import recording_breaks
-from simplegraph.graph.host.known import KnownValues
+from simplegraph.graph.breaks.active import recording_breaks
+from simplegraph.integrations.transformers.known_values import KnownValues
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], autouse=True)

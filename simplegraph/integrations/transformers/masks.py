@@ -2,7 +2,7 @@
 
 Transformers leaves out a mask that hides nothing. It first asks its `is_tracing`, which is true in any capture, and
 then makes the mask, whose values cannot be read there. Where there is no mask to read, or its values follow from Python
-numbers (`simplegraph.graph.host.known`), a capture can do as eager does. Where they are data, as in a mask that the
+numbers (`KnownValues`), a capture can do as eager does. Where they are data, as in a mask that the
 caller passes, the graph must have it, whatever it holds; the eager run of a proof then makes it, too, and its replays
 are compared with that.
 
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from simplegraph.graph import patches
-from simplegraph.graph.host.known import KnownValues
+from simplegraph.graph.extras import Notes
 from simplegraph.graph.operators import strided_tensors
+from simplegraph.integrations.transformers.known_values import KnownValues
 
 # Modules that ask, where they are loaded. Not `torch_compilable_check`, which would read values next.
 _ASKING = ("masking_utils", "modeling_attn_mask_utils", "models.zamba.modeling_zamba", "models.pixio.modeling_pixio")
@@ -40,8 +41,8 @@ class _ThreadAnswers(threading.local):
 _THREAD = _ThreadAnswers()
 
 
-def decisions() -> int:
-    """Count the decisions of this thread so far that depend on a tensor; from the first call on they are counted."""
+def _watch() -> None:
+    """Count decisions that depend on a tensor from now on, and answer questions in captures."""
     _watch_caches()
     for name in _ASKING:
         module = sys.modules.get(f"transformers.{name}")
@@ -49,17 +50,27 @@ def decisions() -> int:
             original = vars(module).get(function)
             if original is not None and original.__module__ != __name__:
                 patches.replace(module, function, (_is_tracing if function == "is_tracing" else _decision)(original))
-    return _THREAD.decisions
 
 
 @contextlib.contextmanager
-def answering(expected: int) -> Iterator[None]:
+def counting(notes: Notes) -> Iterator[None]:
+    """Note how many decisions depend on a tensor in an eager run, if any does; the most of all runs is kept."""
+    _watch()
+    before = _THREAD.decisions
+    yield
+    decisions = _THREAD.decisions - before
+    if decisions:
+        notes[__name__] = max(decisions, notes.get(__name__, 0))
+
+
+@contextlib.contextmanager
+def answering(notes: Notes) -> Iterator[None]:
     """Answer in here as in a capture, whether it is one or an eager run that its replays are compared with.
 
-    Args:
-        expected: decisions that depend on a tensor; until then, values that follow from Python numbers are followed.
+    Values that follow from Python numbers are followed until as many decisions were made as an eager run made.
     """
-    decisions()
+    _watch()
+    expected = notes.get(__name__, 0)
     known, before = KnownValues(), (_THREAD.known, _THREAD.left)
     _THREAD.known, _THREAD.left = known, expected
     if expected:

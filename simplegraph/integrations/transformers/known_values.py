@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.breaks.operators import ACTIVE
+from simplegraph.graph.breaks.active import ACTIVE
 from simplegraph.graph.operators import (
     OperatorMode,
     defined,

@@ -1,4 +1,4 @@
-"""Tell which operators write, read back to Python, or do nothing on a device."""
+"""The emulator's rules: which operators write, read back to Python, or do nothing on a device, and how they run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.operators import is_collective, written_args
+from simplegraph.graph.operators import is_collective, is_uninitialised, written_args
 
 READ_BACK = "a tensor was read back to Python while its value does not exist yet"
 FROM_HOST = "data was copied from host memory that is not pinned, which a capture does not permit"
@@ -19,8 +19,6 @@ COMPILED = "compiled code ran, whose kernels no emulator sees"
 _READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::_linalg_check_errors"}
 _READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _TAKES_MASK = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-_UNINITIALISED = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "empty_permuted")}
-_UNINITIALISED |= {"aten::new_empty", "aten::new_empty_strided"}
 
 
 def operator_name(func: Any) -> str:
@@ -31,13 +29,6 @@ def operator_name(func: Any) -> str:
 def operator_label(func: Any) -> str:
     """Name an operator as a user knows it, such as ``aten.item``."""
     return str(func.overloadpacket).replace("_local_scalar_dense", "item")
-
-
-@functools.cache
-def is_composite(func: Any) -> bool:
-    """True if the operator is only made of others. Under inference_mode it is dispatched whole."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
 def reads_value(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -58,7 +49,7 @@ def masks(func: Any, args: Sequence[Any]) -> list[Tensor]:
 
 def does_work(func: Any, written: Sequence[Tensor], created: Sequence[int]) -> bool:
     """True if a device would have anything to do for the operator."""
-    if operator_name(func) in _UNINITIALISED or torch.Tag.inplace_view in func.tags:
+    if is_uninitialised(func) or torch.Tag.inplace_view in func.tags:
         return False
     return bool(written or created) or func.namespace != "aten" or "assert" in operator_name(func)
 

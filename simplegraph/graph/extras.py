@@ -1,0 +1,40 @@
+"""What extras register with the core, which asks these lists and names none of those that are in them.
+
+The package's door has `simplegraph.integrations` fill them, so an extra works without being imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+Notes = dict[str, int]
+StateKey = Callable[[Any], Hashable]
+
+# Entered around runs of a forward: (notes, as_captured) -> context. With `as_captured` the run is a capture, or an
+# eager run that replays are compared with; else it is an eager run, of which the context may note, under its own name,
+# what the captures after it must know. Notes are kept with the graphs.
+capture_contexts: list[Callable[[Notes, bool], AbstractContextManager[None]]] = []
+# module -> a function that reads Python state which its graphs depend on, or None.
+state_keys: list[Callable[[Any], StateKey | None]] = []
+# configuration -> the class that serves the calls of a module wrapped with it, or None.
+runner_kinds: list[Callable[[Any], Any]] = []
+
+
+@contextlib.contextmanager
+def entered(notes: Notes, *, as_captured: bool) -> Iterator[None]:
+    """Enter all `capture_contexts`."""
+    with contextlib.ExitStack() as stack:
+        for context in capture_contexts:
+            stack.enter_context(context(notes, as_captured))
+        yield
+
+
+def state_key_of(module: Any) -> StateKey | None:
+    """Return a function that reads what `state_keys` find in a module; None if they find nothing."""
+    keys = [key for key in (find(module) for find in state_keys) if key is not None]
+    if len(keys) < 2:
+        return keys[0] if keys else None
+    return lambda called: tuple(key(called) for key in keys)

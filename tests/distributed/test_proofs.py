@@ -1,0 +1,56 @@
+"""Ranks compare replays with eager at the same replays, and give up a graph together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import simplegraph as sg
+from simplegraph.module import proof
+from tests.distributed.launch import run_ranks, values
+from tests.distributed.models import SIZES, InPlace, batch, expected
+
+
+class Scaled(InPlace):
+    """The same, times a number in a closure, which no graph looks at."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        scale = [1.0]
+        self.scale = lambda: scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale()[0]
+
+
+def compare_now_and_then(rank: int, size: int) -> dict[str, Any]:
+    costs = []
+    proof.first_distance = lambda cost, verify: costs.append(cost) or 4  # type: ignore[func-returns-value]
+    model = sg.wrap(
+        Scaled(rank, size).eval(), capture_sizes=SIZES, ranks=sg.RankGroup(timeout=30), verify=1, progress=False
+    )
+    compared, different, stats = [], 0, model.graph_stats
+    with torch.inference_mode():
+        model.capture_graphs(batch(4))
+        for turn in range(24):
+            if turn == 12 and rank == 1:
+                sg.unwrap(model).scale()[0] = 2.0
+            rows = 3 + turn % 2
+            before = stats.eager[sg.Reason.PROOF]
+            y = model(batch(rows))
+            different += not torch.allclose(y, expected(rows) * (4 if turn >= 12 and rank == 1 else 2), atol=1e-5)
+            compared += [turn] * (stats.eager[sg.Reason.PROOF] - before)
+    return {"compared": compared, "different": different, "costs": set(costs), "failures": dict(stats.failures)}
+
+
+def test_ranks_compare_at_the_same_replays_and_give_up_together_what_differs_on_one() -> None:
+    first, second = values(run_ranks(compare_now_and_then, 2))
+    assert first["compared"] == second["compared"] == [0, 5, 14, 15]  # padded, and then at the exact size, too
+    assert (first["different"], second["different"]) == (0, 2)  # of the replays between a change and its discovery
+    assert first["costs"] == second["costs"] == {proof._COST_WITH_RANKS}  # no clock, which would differ
+    for found in (first, second):
+        (text,) = found["failures"].values()
+        assert "on rank 1" in text
+        assert "equalled eager after 4 replays, and now, after 12, it does not" in text

@@ -1,0 +1,76 @@
+"""What code leads to is remembered and put back, whatever its classes do, and none of their code is run for it."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from simplegraph.graph import places
+from simplegraph.graph.places import Surroundings
+
+
+class Hostile(tuple[Any, ...]):
+    def __len__(self) -> int:
+        raise TypeError("no length")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("no items")
+
+
+class Guarded:
+    """Raises whatever attribute is asked for."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} was read")
+
+
+class Graph:
+    """Stands for memory of a graph."""
+
+
+def classes(kind: type = object) -> Iterator[type]:
+    for derived in type.__subclasses__(kind):
+        yield derived
+        yield from classes(derived)
+
+
+def test_classes_of_every_kind_can_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Static classes of C have no dict that the garbage collector shows, as those of scikit-learn and of this table."""
+    monkeypatch.setattr(places, "_LIBRARIES", frozenset())
+    monkeypatch.setattr(places, "_MAX_PLACES", 10**6)
+    kinds = list(classes())
+    assert len(kinds) > 1000
+    Surroundings(kinds).release([Graph()])
+
+
+def test_objects_whose_own_methods_raise_are_looked_through_and_put_back() -> None:
+    graph, inside, guarded = Graph(), [1], Guarded()
+    before = Surroundings([Hostile([inside]), guarded])
+    inside.append(graph)  # type: ignore[arg-type]
+    object.__setattr__(guarded, "seen", graph)
+    before.release([graph])
+    assert inside == [1]
+    assert object.__getattribute__(guarded, "__dict__") == {}
+
+
+def test_what_others_put_into_a_list_meanwhile_stays_where_only_additions_go() -> None:
+    graph, items, changed = Graph(), [1, 2], collections.deque([1, 2], maxlen=2)
+    before = Surroundings([items, changed])
+    items.insert(0, graph)  # type: ignore[arg-type]
+    items.append(3)
+    changed.append(graph)  # type: ignore[arg-type]
+    before.release([graph])
+    assert items == [1, 2, 3]
+    assert list(changed) == [1, 2]
+
+
+def test_a_container_of_something_kept_leaves_with_it_and_other_changes_stay() -> None:
+    graph, table = Graph(), {"old": 1}
+    before = Surroundings([table])
+    table["new"] = {"deep": (graph,)}  # type: ignore[assignment]
+    table["old"] = 2
+    before.release([graph])
+    assert table == {"old": 2}

@@ -1,0 +1,60 @@
+"""What extras register with the core: contexts around captures, Python state that is part of the key."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.graph import extras
+
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]
+
+
+def test_a_context_tells_captures_and_the_runs_they_are_compared_with_from_other_runs(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it a library could not have a capture go the way that eager goes."""
+    entered: list[tuple[bool, int]] = []
+
+    @contextlib.contextmanager
+    def answering(notes: dict[str, int], as_captured: bool) -> Iterator[None]:
+        entered.append((as_captured, notes.get("runs", 0)))
+        yield
+        if not as_captured:
+            notes["runs"] = notes.get("runs", 0) + 1
+
+    monkeypatch.setattr(extras, "capture_contexts", [*extras.capture_contexts, answering])
+    model = sg.wrap(nn.Linear(3, 3).to(device).eval(), capture_sizes=[2], progress=False)
+    for _ in range(4):
+        x = torch.randn(2, 3, device=device)
+        torch.testing.assert_close(model(x), sg.unwrap(model)(x), rtol=0, atol=0)
+    assert entered == [(False, 0), (True, 1), (True, 1)]  # the first call, the capture, the eager run of its proof
+    assert model.graph_stats.replays == 2
+
+
+class Scaled(nn.Module):
+    first, second = 1.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.first * self.second
+
+
+def test_state_that_extras_read_is_part_of_the_key(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would use the old value for ever."""
+    names: list[Any] = ["first", "second"]
+    finds = [lambda module, name=name: lambda called: getattr(called, name) for name in names]
+    monkeypatch.setattr(extras, "state_keys", [*extras.state_keys, *finds])
+    model = sg.wrap(Scaled().to(device).eval(), capture_sizes=[2], progress=False)
+    for first, second in ((1.0, 1.0), (3.0, 1.0), (1.0, 5.0), (1.0, 1.0)) * 2:
+        model.first, model.second = first, second
+        for _ in range(3):
+            x = torch.randn(2, 3, device=device)
+            assert torch.equal(model(x), x * first * second)
+    assert model.graph_stats.captures == 3
+    assert model.graph_stats.replays >= 12
