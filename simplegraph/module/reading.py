@@ -53,7 +53,6 @@ class Reading:
         modules: the module first, then everything below it.
         links: (holder, key, value) from a module's attributes, or from any other place, to what is compared beside
             parameters, buffers, children and hooks.
-        dicts: other dicts whose number of entries is compared.
         owned: tensors that nothing else is known to hold.
     """
 
@@ -61,7 +60,6 @@ class Reading:
         self,
         modules: Sequence[nn.Module],
         links: Iterable[Sequence[Link]],
-        dicts: Iterable[dict[Any, Any]] = (),
         owned: Sequence[Tensor] = (),
     ) -> None:
         root, *children = modules
@@ -78,7 +76,7 @@ class Reading:
         self._kinds = list({type(module): None for module in modules})
         self._forwards = [kind.forward for kind in self._kinds]
         bases, self._levels = _levels(vars(root), attributes, links)
-        self._held = [(filled, attributes, [*attributes, *dicts], bases)]
+        self._held = [(filled, attributes, bases)]
         self._deaths = _clear_at_death(children, self._held)
         values, self._lengths = self._read(vars(root)) or ([], [])
         tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor) and _is_comparable(value)]
@@ -118,9 +116,9 @@ class Reading:
         held = next(iter(self._held), None)
         if held is None:
             return None
-        filled, below, counted, bases = held
+        filled, below, bases = held
         values = list(_chain(map(dict.values, filled)))
-        lengths = list(map(len, counted))
+        lengths = list(map(len, below))
         lengths += len(values), len(attributes)
         if not self._levels:
             return values, lengths

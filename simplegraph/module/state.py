@@ -127,7 +127,7 @@ class CapturedState:
         """Read what is there, to be compared at every call."""
         held = [each.links for each in survey.tensors.values() if each.links and self._read.covers(each)]
         owned = [part for tensor in self._read.elsewhere.values() for part in parts(tensor) if has_address(part)]
-        return Reading(list(survey.modules.values()), (*held, *survey.links), owned=owned)
+        return Reading(list(survey.modules.values()), (*held, *survey.links), owned)
 
     def moved(self) -> bool:
         """True if anything is no longer where the graphs read it. Cheap enough for every call."""

@@ -267,12 +267,7 @@ class TrainStep(GraphedFunction[P, R]):
     On a GPU, arguments in pinned memory are copied to the device while the step before runs.
     """
 
-    _staging: Staging | None = None
-    _looked = False
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not self._looked:
-            self._look()
         optimizers = self._wrapped.step.optimizers
         if optimizers.refusal:
             optimizers.look()  # it may have lifted
@@ -288,10 +283,10 @@ class TrainStep(GraphedFunction[P, R]):
             step = self._wrapped
             tell_written(itertools.chain(optimizers.parameters, step.parameters(), step.buffers()))
 
-    def _look(self) -> None:
+    @functools.cached_property
+    def _staging(self) -> Staging | None:
         device = device_of_state(self._wrapped)
-        self._staging = Staging(device) if device.type == "cuda" else None
-        self._looked = True
+        return Staging(device) if device.type == "cuda" else None
 
     def capture_graphs(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to capture before a call: the runs before a capture would train on the example.
@@ -376,8 +371,6 @@ def train_step(
 
 def _detached(result: Any) -> Any:
     """Return a result without its autograd graph, whose memory the backward has freed."""
-    if isinstance(result, Tensor):
-        return result.detach() if result.requires_grad else result
     leaves, spec = flatten(result)
     if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return result
