@@ -60,7 +60,9 @@ def try_replay(
             raise CannotBind(*refusal.why)
         return MISS
     copies = plan.bind(leaves)
-    if copies is None or (_grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves))):
+    if copies is None:
+        return MISS
+    if _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
         return MISS
     state, is_capturing = plan.state, plan.is_capturing
     if not same_around(module, layout, state_key):
@@ -75,11 +77,14 @@ def try_replay(
 
 def same_around(module: Any, layout: CallLayout, state_key: StateKey | None) -> bool:
     """True if autocast, settings, modes, hooks on all modules and Python state are those of the calls of a layout."""
-    if (autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None) is not layout.autocast:
+    autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
+    if autocast is not layout.autocast:
         return False
-    if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
+    if forward_ad._current_level >= 0 or num_operator_modes():
         return False
-    if forward_ad._current_level >= 0 or not layout.settings.hold():
+    if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
+        return False
+    if not layout.settings.hold():
         return False
     if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
         return False
