@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from simplegraph import __version__
-from simplegraph.errors import SimpleGraphError, install_command
+from simplegraph.base.errors import SimpleGraphError, install_command
 
 if TYPE_CHECKING:  # torch is imported where it is needed: the help and the version should come at once
     from torch import Tensor, device
@@ -116,7 +116,7 @@ def _graphed(function: Callable[[Tensor], Tensor]) -> Any:
     """Wrap the smallest module worth capturing: it calls a function."""
     from torch import nn
 
-    from simplegraph.module.mixin import wrap
+    from simplegraph.serve.mixin import wrap
 
     class Function(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def _try_random(device: device) -> str:
 def _try_borrowing(device: device) -> str:
     if device.type == "cpu":
         raise NotHere("needs a GPU: the emulator has no pool")
-    from simplegraph.graph.cuda.device import _CAN_BORROW
+    from simplegraph.device.cuda.device import _CAN_BORROW
 
     if not _CAN_BORROW:
         raise RuntimeError("this torch has no non-owning tensors; every captured size keeps its own outputs")

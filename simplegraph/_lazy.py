@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from simplegraph.errors import ConfigError, install_command
+from simplegraph.base.errors import ConfigError, install_command
 
 
 def public_names(package: str, file: str, needs: str = "", extra: str = "") -> tuple[list[str], Callable[[str], Any]]:

@@ -7,14 +7,15 @@ import importlib
 import importlib.util
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from simplegraph.config import CudaGraphConfig
-from simplegraph.graph.select import graph_device
-from simplegraph.module.mixin import CudaGraphWrapper
+from simplegraph.base.config import CudaGraphConfig
+from simplegraph.device.select import graph_device
+from simplegraph.serve.mixin import CudaGraphWrapper
 
 TESTS = pathlib.Path(__file__).resolve().parent
 GPU_TESTS = TESTS / "gpu"
@@ -53,17 +54,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class FailuresAtOnce:
-    """Prints each failure as it comes, and what was running at the end: a run that is cut has no summary."""
+    """Prints each failure as it comes, and at the end what was running and what remains: a cut run has no summary."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._running: set[str] = set()
+        self._total = self._ended = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._total = max(self._total, len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        self._total = max(self._total, len(ids))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._running.add(nodeid)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._running.discard(nodeid)
+        self._ended += 1
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -76,6 +86,8 @@ class FailuresAtOnce:
     def pytest_unconfigure(self) -> None:
         for nodeid in sorted(self._running):
             self._write(f"RUNNING {nodeid}")
+        if self._ended < self._total and not self._config.option.collectonly:
+            self._write(f"REMAINING {self._total - self._ended} of {self._total} tests")
 
     def _write(self, line: str) -> None:
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")

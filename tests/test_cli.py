@@ -16,7 +16,7 @@ import torch
 
 import simplegraph
 from simplegraph import __main__ as cli
-from simplegraph import errors
+from simplegraph.base import errors
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,7 +67,7 @@ def test_the_bare_command_shows_what_to_write_and_what_to_run() -> None:
 
 def test_an_extra_is_installed_as_the_package_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert errors.install_command("plot") == 'pip install -e ".[plot]"'
-    monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "simplegraph" / "errors.py"))
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "simplegraph" / "base" / "errors.py"))
     assert errors.install_command("plot") == 'pip install "simple-cuda-graph[plot]"'
 
 

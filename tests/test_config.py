@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
-from simplegraph.errors import ConfigError, SimpleGraphError
+from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
+from simplegraph.base.errors import ConfigError, SimpleGraphError
 
 BUSY = CudaGraphConfig(
     mode="FULL_AND_PIECEWISE",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import string
 
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.base.reasons import CannotBind, Reason
 
 
 class TestReason:

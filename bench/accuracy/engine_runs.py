@@ -14,7 +14,7 @@ from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.scheduler import StepPlan
 from bench.engine.spec import Acceptance, SpecEngine
 from bench.engine.spec_config import SpecConfig
-from bench.engine.start import drop_graphs, start
+from bench.engine.start import drop_graphs, replays_of, start
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from bench.spec_decode.rounds import GraphModes
@@ -77,7 +77,7 @@ class EngineRun:
     engine: Engine
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self.replays = engine, replays_of(engine, "an engine")
 
     def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         return self.engine.generate(prompts, SamplingParams(max_tokens=count))
@@ -108,7 +108,12 @@ class EngineRun:
         return {}
 
     def close(self) -> None:
-        """Drop the graphs."""
+        """Drop the graphs.
+
+        Raises:
+            NotReplayed: graphs did not serve the steps that they were captured for.
+        """
+        self.replays.end(1)
         drop_graphs(self.engine)
 
 

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from bench.accuracy.tasks import Window
 from bench.tools.measure import Figures
-from simplegraph import Reason
+from bench.tools.replays import SOON, Replays
 
 GRAPHS = "generate, graphs"
 WAYS = ("generate", GRAPHS)
-# Calls that are eager on the way to a graph.
-EXPECTED = {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF}
 
 
 class GenerateRun:
@@ -30,18 +28,19 @@ class GenerateRun:
 
     def __init__(self, model: Any, way: str, batch: int, longest: int) -> None:
         self._model, self._batch, self._graphs = model, batch, None
+        self._replays, self._steps = Replays(), 0
         self._settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         if way == GRAPHS:
             from simplegraph.integrations.transformers import graph_generation
 
             self._graphs = graph_generation(model, max_batch_size=batch, max_length=longest)
+            self._replays = Replays(self._graphs, name=way, expected=SOON)
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         found: list[list[int]] = []
         for group in self._groups(prompts):
-            inputs = self._padded(group)
-            found += self._model.generate(**inputs, max_new_tokens=count, **self._settings)[:, -count:].tolist()
+            found += self._tokens(group, count).sequences[:, -count:].tolist()
         return found
 
     @torch.inference_mode()
@@ -49,19 +48,18 @@ class GenerateRun:
         """Generate each window's tail token by token, whatever the model would have chosen."""
         found: list[float] = []
         for group in self._groups(windows):
-            inputs = self._padded([window.context for window in group])
             tails = torch.tensor([window.tail for window in group], device=self._model.device)
-            logits = self._model.generate(
-                **inputs,
-                max_new_tokens=tails.shape[1],
-                logits_processor=[Forced(tails, inputs["input_ids"].shape[1])],
-                output_logits=True,
-                return_dict_in_generate=True,
-                **self._settings,
-            ).logits
+            start = max(len(window.context) for window in group)
+            forced = {"logits_processor": [Forced(tails, start)], "output_logits": True}
+            logits = self._tokens([window.context for window in group], tails.shape[1], **forced).logits
             likelihoods = torch.stack(logits[1:], dim=1).double().log_softmax(dim=-1)
             found += (-likelihoods.gather(2, tails[:, 1:, None])).flatten().tolist()
         return found
+
+    def _tokens(self, prompts: Sequence[Sequence[int]], count: int, **settings: Any) -> Any:
+        self._steps += count - 1  # the first token is the prompt's
+        settings |= self._settings | {"max_new_tokens": count, "return_dict_in_generate": True}
+        return self._model.generate(**self._padded(prompts), **settings)
 
     def acceptance(self) -> Figures:
         return {}
@@ -70,14 +68,14 @@ class GenerateRun:
         """Drop the graphs.
 
         Raises:
-            RuntimeError: graphs did not serve every token after the prompts.
+            NotReplayed: graphs did not serve every token after the prompts.
         """
         if self._graphs is None:
             return
-        stats, report = self._graphs.stats, self._graphs.report()
-        self._graphs.remove()
-        if set(stats.eager) - EXPECTED or not stats.replays:
-            raise RuntimeError(f"graphs did not serve every token:\n{report}")
+        try:
+            self._replays.end(self._steps)
+        finally:
+            self._graphs.remove()
 
     def _groups(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         return (items[at : at + self._batch] for at in range(0, len(items), self._batch))

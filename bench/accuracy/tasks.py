@@ -14,6 +14,7 @@ from bench.tools.files import DATA
 # The trained pair has seen the first text, and not the second.
 TEXTS = {name: DATA / f"{name}.txt" for name in ("declaration", "gettysburg")}
 BYTES = 256
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Vocabulary(Protocol):
@@ -68,11 +69,10 @@ def vocabulary_of(folder: Path, vocab_size: int) -> Vocabulary:
     Raises:
         CheckpointError: the folder has no tokenizer, and the token ids are no bytes.
     """
-    from bench.generate import load_tokenizer
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        from transformers import AutoTokenizer
 
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is not None:
-        return TokenizerVocabulary(tokenizer)
+        return TokenizerVocabulary(AutoTokenizer.from_pretrained(folder))
     if vocab_size != BYTES:
         raise CheckpointError(
             f"{folder} has no tokenizer, and a vocabulary of {vocab_size}; expected a tokenizer.json, or a vocabulary "

@@ -12,6 +12,7 @@ ARMS = {
     "eager": "bench.arms.eager:Eager",
     "eager-dtensor": "bench.arms.eager:EagerDTensors",
     "plain-loop": "bench.arms.plain_loop:PlainLoop",
+    "lean-loop": "bench.arms.plain_loop:LeanLoop",
     "simplegraph": "bench.arms.graphed:Upfront",
     "simplegraph-dtensor": "bench.arms.graphed:DTensors",
     "simplegraph-lazy": "bench.arms.graphed:Lazy",

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bench.models.llama import Llama
 from bench.models.workload import Batch, Workload
-from bench.tools.measure import Timeline
+from bench.tools.measure import Call, Timeline
+from bench.tools.replays import Replays, Served
 from simplegraph import RankGroup
 
 
@@ -81,6 +82,7 @@ class Arm(abc.ABC):
         exact: outputs of a captured size must equal eager's, or differ by the dtype's rounding alone.
         compiles: the arm has a compile cache, and is measured with a cold and a warm one.
         restartable: a second start in the same process is measured, without the cost of loading libraries.
+        replays: of our graphs, while the arm is timed.
     """
 
     name: ClassVar[str]
@@ -91,6 +93,7 @@ class Arm(abc.ABC):
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.notes: list[str] = []
+        self.replays = Replays()
 
     @classmethod
     def check_available(cls, device: torch.device) -> None:
@@ -114,8 +117,12 @@ class Arm(abc.ABC):
     def __call__(self, *batch: Tensor) -> Tensor:
         """Compute the model's output for a batch; the next call may overwrite it."""
 
+    def call(self, batch: Batch) -> Call:
+        """Return the computation of a batch as a call; where it is timed, our graphs must serve it."""
+        return Served(functools.partial(self, *batch), self.replays)
+
     def graphs(self) -> str:
-        """Return the kind of graphs that the arm replays: ``CUDA graphs``, ``emulator`` or ``none``."""
+        """Return the kind of graphs that the timed steps replayed: ``CUDA graphs``, ``emulator`` or ``none``."""
         return "none"
 
     def details(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from bench.arms.plain_loop import Captured, PlainLoop
 from bench.models import attention
 from bench.models.workload import Batch
 from bench.tools.measure import Timeline
-from simplegraph.errors import install_command
+from simplegraph.base.errors import install_command
 
 PACKAGE = "breakable_cuda_graphs"
 
@@ -44,7 +44,7 @@ class Breakable(PlainLoop):
         graph = library.BreakableCUDAGraph(pool if self.shares_pool else None)
         with library.breakable_graph(graph):
             output = self.setup.model(*inputs)
-        return Captured(graph, inputs, output)
+        return Captured(inputs, graph, output)
 
     def _check_broken(self) -> None:
         """Refuse graphs that contain the attention: the figures would be of another arm."""

@@ -1,4 +1,4 @@
-"""A plain loop of `torch.cuda.graph` with one warmup per size, as users write it today."""
+"""Plain loops of CUDA graphs: `torch.cuda.graph` with a warmup per size, as users write it today, and the leanest."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor
 from bench.arms.base import Arm, Setup, require_cuda
 from bench.arms.static import fill, padded_size
 from bench.models.workload import Batch
+from bench.tools.lean_capture import LeanCapture
 from bench.tools.measure import Timeline
-from simplegraph.graph.stopwatch import Stopwatch
+from simplegraph.base.stopwatch import Stopwatch
 
 
 class Captured(NamedTuple):
-    """One size: its graph, anything with `replay`, and the inputs and output that the graph reads and writes."""
+    """One size: its inputs, its graph, anything with `replay`, and the output that the graph writes."""
 
-    graph: Any
     inputs: Batch
+    graph: Any
     output: Tensor
 
 
@@ -44,13 +45,16 @@ class PlainLoop(Arm):
         pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         for size in self.setup.sizes:
             self.captured[size] = self._capture(size, pool, side)
+        self._answer(first, timeline)
+
+    def _answer(self, first: Batch, timeline: Timeline) -> None:
         timeline.mark("ready")
         self(*first)
         timeline.mark("first_output")
 
     def _capture(self, size: int, pool: Any, side: torch.cuda.Stream) -> Captured:
         """Capture one size as in the PyTorch notes on CUDA graphs: a warmup on a side stream, then the capture."""
-        inputs: Batch = tuple(tensor[:size].clone() for tensor in self.setup.largest)  # type: ignore[assignment]
+        inputs = self._inputs(size)
         side.wait_stream(torch.cuda.current_stream())
         first = "first warmup" if not self.captured else "warmups"  # the first one sets up NCCL, where there are ranks
         with torch.cuda.stream(side), self.parts.timed(first):
@@ -60,11 +64,14 @@ class PlainLoop(Arm):
         with self.parts.timed("captures"):
             return self._record(inputs, pool)
 
+    def _inputs(self, size: int) -> Batch:
+        return tuple(tensor[:size].clone() for tensor in self.setup.largest)  # type: ignore[return-value]
+
     def _record(self, inputs: Batch, pool: Any) -> Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             output = self.setup.model(*inputs)
-        return Captured(graph, inputs, output)
+        return Captured(inputs, graph, output)
 
     def __call__(self, *batch: Tensor) -> Tensor:
         count = batch[0].shape[0]
@@ -78,3 +85,19 @@ class PlainLoop(Arm):
 
     def details(self) -> dict[str, Any]:
         return {"captures": len(self.captured), "parts_s": dict(self.parts)}
+
+
+class LeanLoop(PlainLoop):
+    """One warmup on the largest size, then bare captures in one session on the same stream, garbage collection off."""
+
+    name = "lean-loop"
+
+    def start(self, first: Batch, timeline: Timeline) -> None:
+        lean = LeanCapture()
+        with lean.on_stream(), self.parts.timed("first warmup"):
+            self.setup.model(*self.setup.largest)
+        with self.parts.timed("captures"), lean.session():
+            for size in self.setup.sizes:
+                inputs = self._inputs(size)
+                self.captured[size] = Captured(inputs, *lean.capture(self.setup.model, *inputs))
+        self._answer(first, timeline)

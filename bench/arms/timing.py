@@ -39,12 +39,10 @@ def speeds(arm: Arm, setup: Setup, steps: int) -> Figures:
     step_ms = {}
     for count in STEP_BATCHES:
         if count <= setup.workload.max_batch:
-            batch = setup.batch(count)
-            step_ms[str(count)] = step_milliseconds(lambda batch=batch: arm(*batch), setup.device, steps=steps)
+            step_ms[str(count)] = step_milliseconds(arm.call(setup.batch(count)), setup.device, steps=steps)
     if setup.device.type != "cuda":
         return {"step_ms": step_ms}
-    one = setup.batch(1)
-    return {"step_ms": step_ms, "host_us": host_microseconds(lambda: arm(*one), setup.device, calls=steps)}
+    return {"step_ms": step_ms, "host_us": host_microseconds(arm.call(setup.batch(1)), setup.device, calls=steps)}
 
 
 def shape(setup: Setup) -> Figures:

@@ -22,7 +22,7 @@ from bench.engine.pages import PageAllocator
 from bench.engine.request import FinishReason, Request, RequestError, SamplingParams
 from bench.engine.scheduler import Scheduler
 from bench.models.llama import Llama
-from simplegraph import RankGroup
+from simplegraph import CudaGraphManager, RankGroup
 
 
 class Output(NamedTuple):
@@ -73,6 +73,11 @@ class Engine:
     def capture(self) -> Any:
         """Capture the graphs and return a summary."""
         return self.runner.capture()
+
+    @property
+    def managers(self) -> list[CudaGraphManager]:
+        """The managers of its graphs."""
+        return [manager for manager in (self.runner.manager, self.runner.several) if manager is not None]
 
     @property
     def lookahead(self) -> int:

@@ -23,7 +23,8 @@ from bench.engine.spec_runner import SpecRunner
 from bench.engine.spec_scheduler import RoundPlan, SpecScheduler
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
-from simplegraph.graph.device import GraphPool
+from simplegraph import CudaGraphManager
+from simplegraph.device.protocol import GraphPool
 
 # Three times faster than calling the class: a round of a large batch makes a hundred of them.
 _output = functools.partial(tuple.__new__, Output)
@@ -123,6 +124,12 @@ class SpecEngine(Engine):
         known = self.config.drafts
         require(count in known, "num_draft_tokens", count, f"one of {', '.join(map(str, known))}")
         self._num_draft_tokens = count
+
+    @property
+    def managers(self) -> list[CudaGraphManager]:
+        drafts = self.runner.drafters.values()
+        every = (each for drafter in drafts for each in (drafter.prefill_manager, drafter.decode_manager))
+        return [*self.runner.managers.values(), *(manager for manager in every if manager is not None)]
 
     @property
     def lookahead(self) -> int:

@@ -10,7 +10,7 @@ from bench.models.eagle import Eagle, Eagle3
 from simplegraph import CudaGraphManager, CudaGraphMode
 from simplegraph.attention import AttentionBackend
 from simplegraph.batch.sizes import default_sizes
-from simplegraph.graph.device import GraphPool
+from simplegraph.device.protocol import GraphPool
 from simplegraph.spec_decode import EagleDrafter, Proposals
 
 

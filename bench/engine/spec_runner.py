@@ -28,7 +28,7 @@ from bench.models.llama import Llama
 from bench.models.serving import ServingLlama
 from simplegraph import BatchDescriptor, CudaGraphMode, Dispatch
 from simplegraph.attention import attending
-from simplegraph.graph.device import GraphPool
+from simplegraph.device.protocol import GraphPool
 from simplegraph.spec_decode import Accepted, EagleDrafter, Proposals, advance_step
 
 

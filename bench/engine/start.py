@@ -18,6 +18,7 @@ from bench.engine.spec_config import SpecConfig
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Attention, CacheShape, Llama, build_llama
 from bench.models.serving import ServingLlama
+from bench.tools.replays import PLANNED, Replays
 from simplegraph import BatchDescriptor, CudaGraphMode, RankGroup
 from simplegraph.attention import AttentionBackend, attending
 
@@ -51,11 +52,14 @@ def start(
 
 def drop_graphs(engine: Engine) -> None:
     """Drop every graph of an engine that is not used any more."""
-    if isinstance(engine, SpecEngine):
-        engine.runner.reset()
-    else:
-        engine.runner.manager.reset()
+    for manager in engine.managers:
+        manager.reset()
     gc.collect()
+
+
+def replays_of(engine: Engine, name: str) -> Replays:
+    """Return what checks that graphs serve an engine's steps, except those that its mode or sizes leave eager."""
+    return Replays(*([] if engine.config.mode == "NONE" else engine.managers), name=name, expected=PLANNED)
 
 
 @torch.inference_mode()

@@ -32,7 +32,7 @@ class Job:
         seconds: time limit.
         gpus: how many it needs.
         shares: True if it may run while jobs on other GPUs do.
-        variables: set in its environment; defaults: set if the environment does not have them.
+        variables: set in its environment.
         needs: reason why it cannot run here, empty if it can.
     """
 
@@ -43,7 +43,6 @@ class Job:
     gpus: int = 1
     shares: bool = False
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    defaults: Mapping[str, str] = dataclasses.field(default_factory=dict)
     needs: str = ""
 
     def is_named(self, patterns: Iterable[str]) -> bool:
@@ -67,34 +66,26 @@ def all_jobs() -> list[Job]:
     ]
 
 
-def _suite(*tests: str) -> tuple[str, ...]:
-    """Return the command of pytest-benchmark's suites in `bench`."""
-    paths = [f"bench/{test}.py" for test in tests]
-    return ("-m", "pytest", *paths, "-q", "-s", "-p", "no:cacheprovider", "--benchmark-json", JSON)
-
-
 def _command(module: str, *options: str) -> tuple[str, ...]:
     return ("-m", module, *options, "--json", JSON)
 
 
 def _one_gpu() -> list[Job]:
     startup = _command("bench", "--rounds", "2", "--timeout", "150")  # it writes what it has after every arm
-    preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop", "--preloaded", "--rounds", "2")
-    engine = _suite("serve/test_agreement", "startup/test_first_token")
-    first_token = _command("bench.startup.first_token", "--rounds", "2")
-    generate = _suite("transformers_generate/test_transformers_generate")
+    preloaded = _command("bench", "--arms", "eager,simplegraph,plain-loop,lean-loop", "--preloaded", "--rounds", "2")
+    first_token = "bench.startup.first_token"
     return [
         Job("h200_startup", startup, ("startup", "readme")),
         Job("h200_startup_preloaded", preloaded, ("startup-preloaded",)),
-        Job("h200_piecewise", _suite("piecewise/test_piecewise"), ("mixed",)),
-        Job("h200_attention", _suite("serve/test_attention_steps"), ("attention",)),
-        Job("h200_engine_steps", _suite("serve/test_decode_steps"), ("decode", "generation")),
-        Job("h200_engine", engine, ("first-token",)),
-        Job("h200_first_token", first_token, ("first-token-process",)),
-        Job("h200_transformers", generate, ("generate",), variables={"BENCH_FAMILIES": "llama"}),
+        Job("h200_piecewise", _command("bench.piecewise"), ("mixed",)),
+        Job("h200_attention", _command("bench.serve.attention_steps"), ("attention",)),
+        Job("h200_engine_steps", _command("bench.serve.decode_steps"), ("decode", "generation")),
+        Job("h200_engine", _command(first_token), ("first-token",)),
+        Job("h200_first_token", _command(first_token, "--rounds", "2"), ("first-token-process",)),
+        Job("h200_transformers", _command("bench.transformers_generate"), ("generate",)),
         Job("h200_generate", _command("bench.transformers_generate", *_AT_ONCE), ("tokens",)),
-        Job("h200_spec_decode", _suite("spec_decode/test_rounds"), ("speculative",)),
-        Job("h200_host_overhead", _suite("host_overhead/test_host_overhead"), ("host",), seconds=300),
+        Job("h200_spec_decode", _command("bench.spec_decode"), ("speculative",)),
+        Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
         Job("h200_model_table", _command("bench.model_table", "--workers", "12", "--total", "560"), _MODEL_TABLES),
         Job("h200_accuracy", _command("bench.accuracy"), ("accuracy",), seconds=300),
         Job("h200x4_consensus", _command("bench.host_overhead.consensus"), ("consensus",), seconds=200, gpus=0),
@@ -187,30 +178,25 @@ def _ranks(file: str, ranks: int, tables: tuple[str, ...], *options: str, module
 
 
 def _families() -> list[Job]:
-    suite = _suite("transformers_generate/test_transformers_generate")
     return [
         Job(
             f"h200x4_models/generate_{name}",
-            suite,
+            _command("bench.transformers_generate", "--models", name, "--arms", _GENERATE_ARMS),
             ("families",),
             shares=True,
-            variables={"BENCH_FAMILIES": name},
-            defaults={"BENCH_GENERATE_ARMS": _GENERATE_ARMS, "BENCH_PROCESSES": "3"},
         )
         for name in FAMILIES
     ]
 
 
 def _models() -> list[Job]:
-    installed = zoo.available()
+    installed, arms = zoo.available(), ",".join(MODEL_ARMS)
     return [
         Job(
             f"h200x4_models/models_{name.replace(' ', '_')}",
-            _suite("models_first_call/test_models"),
+            _command("bench.models_first_call", "--models", written(name), "--arms", arms),
             ("models",),
             shares=True,
-            variables={"BENCH_MODELS": written(name)},
-            defaults={"BENCH_MODEL_ARMS": ",".join(MODEL_ARMS), "BENCH_PROCESSES": "1"},
             needs="" if name in installed else f"{entry.package} is not installed",
         )
         for name, entry in reversed(zoo.ZOO.items())
@@ -221,5 +207,5 @@ def _beside_the_tables() -> list[Job]:
     memory = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
     return [
         Job("h200_training_memory", _command("bench.training", *memory)),
-        Job("h200_training_phases", _command("bench.training.phases"), seconds=300),
+        Job("h200_agreement", _command("bench.serve.agreement")),
     ]

@@ -129,7 +129,7 @@ class Runner:
     def _process(self, job: Job, gpus: Sequence[str], file: Path, log: Path, limit: float) -> int | None:
         """Run the command; return its status, or None if it took too long."""
         paths = os.pathsep.join(filter(None, (str(environment.ROOT), os.environ.get("PYTHONPATH"))))
-        variables = {**job.defaults, **os.environ, **job.variables, "PYTHONPATH": paths, "BENCH_COMMIT": self._commit}
+        variables = {**os.environ, **job.variables, "PYTHONPATH": paths, "BENCH_COMMIT": self._commit}
         if gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         line = [PYTHON, *(part.replace(JSON, str(file)) for part in job.command)]

@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import dataclasses
+
+import torch
 
 from bench.host_overhead import calls
-from bench.tools.files import save_figures
-from bench.tools.measure import NOT_SPEED, device_of, say
-from bench.tools.options import add_device, add_json, count, numbers
+from bench.tools import command
+from bench.tools.measure import Figures, say
+from bench.tools.options import count
 from bench.tools.tables import grid
+from simplegraph.batch.sizes import default_sizes
+
+SIZES = {"1 size": [calls.SIZE], "51 sizes": default_sizes(512)}  # a call's time does not grow with captured sizes
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print and save."""
+@dataclasses.dataclass(frozen=True)
+class HostPlan:
+    """Medians are taken over so many blocks."""
+
+    rounds: int
+
+
+def default_plan(device: torch.device) -> HostPlan:
+    """Return 50 blocks on a GPU, else 3."""
+    return HostPlan(calls.ROUNDS[device.type])
+
+
+def measure(plan: HostPlan, device: torch.device) -> Figures:
+    """Measure with one captured size, and with many."""
+    return {"medians_us": {name: calls.measure(device, sizes, plan.rounds, say) for name, sizes in SIZES.items()}}
+
+
+def render(figures: Figures) -> str:
+    """Format a line for every call."""
+    medians = figures["medians_us"]
+    rows = [(call, *(f"{found[call]:.2f}" for found in medians.values())) for call in medians["1 size"]]
+    return grid([("call, us", *medians), *rows])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print the table, and write the figures to the file that ``--json`` names."""
     parser = argparse.ArgumentParser(prog="python -m bench.host_overhead", description=__doc__)
-    help_text = f"batch sizes to capture, such as 1,2,8; {calls.SIZE} is always among them, and alone by default"
-    parser.add_argument("--sizes", type=numbers, default=(), help=help_text)
-    parser.add_argument("--rounds", type=count, help="medians are taken over so many blocks; 50 on a GPU, else 3")
-    add_device(parser)
-    add_json(parser)
-    options = parser.parse_args(arguments)
-    device = device_of(options.device)
-    sizes = sorted({*options.sizes, calls.SIZE})
-    medians = calls.measure(device, sizes, options.rounds or calls.ROUNDS[device.type], say)
-    rows = [(name, f"{microseconds:.2f}") for name, microseconds in medians.items()]
-    print(grid([("call", "us"), *rows]))
-    if device.type == "cpu":
-        print(NOT_SPEED)
-    if options.json:
-        save_figures(options.json, {"sizes": sizes, "microseconds": medians})
-    return 0
+    parser.add_argument("--rounds", type=count, help="blocks that a median is taken over; 50 on a GPU, else 3")
+    command.run(parser, arguments, default_plan, measure, render)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bench.tools.measure import Call, synchronize
+from bench.tools.replays import Replays, Served, timed
 from simplegraph import wrap
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 
 SIZE = 8
 WIDTH = 64
@@ -62,14 +63,15 @@ def calls(device: torch.device, sizes: list[int]) -> dict[str, Call]:
     views = tuple(graphed.static_inputs(SIZE).values())
     for view, value in zip(views, given, strict=True):
         view.copy_(value)
-    found: dict[str, Call] = {"in place": lambda: graphed(*views), "copied": lambda: copying(*given)}
+    refused = refused_calls(given, sizes)
+    found: dict[str, Call] = {
+        "in place": Served(lambda: graphed(*views), Replays(graphed, name="in place")),
+        "copied": Served(lambda: copying(*given), Replays(copying, name="copied")),
+    }
     for name, call in found.items():
         if not torch.equal(call(), module(*given)):  # type: ignore[arg-type]
             raise RuntimeError(f"{name}: the replay's result is not eager's.")
-    for model in (graphed, copying):
-        if model.graph_stats.eager:
-            raise RuntimeError(f"calls ran eagerly: {model.graph_stats.eager}")
-    found |= refused_calls(given, sizes)
+    found |= refused
     return found if device.type != "cuda" else found | {"bare": bare_replay(module, given)}
 
 
@@ -99,11 +101,6 @@ def bare_replay(module: nn.Module, given: tuple[Tensor, ...]) -> Call:
 
 def measure(device: torch.device, sizes: list[int], rounds: int, tell: Callable[[str], None]) -> dict[str, float]:
     """Medians over rounds, in us; each round's are told as it ends."""
-    return sampled(device, sizes, rounds, tell).medians()
-
-
-def sampled(device: torch.device, sizes: list[int], rounds: int, tell: Callable[[str], None]) -> Samples:
-    """The samples of so many rounds."""
     with torch.no_grad():
         compared = calls(device, sizes)
         Samples(device, compared).take()  # the first block warms up
@@ -112,7 +109,7 @@ def sampled(device: torch.device, sizes: list[int], rounds: int, tell: Callable[
             samples.take()
             latest = ", ".join(f"{name} {taken[-1] * 1e6:.2f} us" for name, taken in samples.seconds.items())
             tell(f"round {number + 1} of {rounds}: {latest}")
-    return samples
+    return samples.medians()
 
 
 class _Bare:
@@ -136,10 +133,11 @@ class Samples:
         """Measure one block of `CALLS` calls of each."""
         for name, call in self.calls.items():
             synchronize(self._device)
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            self.seconds[name].append((time.perf_counter() - start) / CALLS)
+            with timed(call, CALLS) as bare:
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    bare()
+                self.seconds[name].append((time.perf_counter() - start) / CALLS)
 
     def medians(self) -> dict[str, float]:
         """The median of each, in us; what a refused call costs above eager; and replays above ``bare``, if taken."""

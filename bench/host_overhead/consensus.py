@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import multiprocessing
 import socket
 import statistics
-import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench.tools.files import OUT, save_figures
-from bench.tools.measure import Figures, say
-from bench.tools.options import add_json, count, numbers
+from bench.tools import command
+from bench.tools.measure import Figures
+from bench.tools.options import count, numbers
 from bench.tools.tables import grid
 from simplegraph import CudaGraphMode, ShapeConsensus
 from simplegraph.distributed import Vote
@@ -62,27 +62,32 @@ def _rank(rank: int, size: int, port: int, steps: int, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def render(results: dict[int, Figures]) -> str:
+@dataclasses.dataclass(frozen=True)
+class ConsensusPlan:
+    """Numbers of ranks, and steps that the figures are of."""
+
+    sizes: tuple[int, ...] = SIZES
+    steps: int = STEPS
+
+
+def measure_all(plan: ConsensusPlan, device: torch.device) -> Figures:
+    """Measure every number of ranks."""
+    return {"results": {size: measure(size, plan.steps) for size in plan.sizes}}
+
+
+def render(figures: Figures) -> str:
     """Format the figures as a table, with a row for every number of ranks."""
-    rows = [(size, *(f"{value:.1f}" for value in figures.values())) for size, figures in results.items()]
+    rows = [(size, *(f"{value:.1f}" for value in found.values())) for size, found in figures["results"].items()]
     return grid([("ranks", "median us", "p99 us"), *rows])
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, save."""
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print the table, and write the figures to the file that ``--json`` names."""
     parser = argparse.ArgumentParser(prog="python -m bench.host_overhead.consensus", description=__doc__)
-    parser.add_argument("--sizes", type=numbers, default=SIZES, help="numbers of ranks; 1,2,4 by default")
-    parser.add_argument("--steps", type=count, default=STEPS, help="steps that the figures are of")
-    add_json(parser, OUT / "consensus.json")
-    options = parser.parse_args(arguments)
-    results = {}
-    for size in options.sizes:
-        results[size] = measure(size, options.steps)
-        say(f"{size} ranks: median {results[size]['median_us']:.1f} us, p99 {results[size]['p99_us']:.1f} us")
-    print(render(results))
-    save_figures(options.json, {"results": results})
-    return 0
+    parser.add_argument("--sizes", type=numbers, help="numbers of ranks; 1,2,4 by default")
+    parser.add_argument("--steps", type=count, help="steps that the figures are of")
+    command.run(parser, arguments, lambda device: ConsensusPlan(), measure_all, render, of_graphs=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

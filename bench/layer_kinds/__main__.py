@@ -6,13 +6,12 @@ On a GPU it compares 64 requests of 128 tokens in float32, and measures bfloat16
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import threading
 import time
 
 from bench.layer_kinds import equality, steps
 from bench.layer_kinds.shapes import KINDS
+from bench.tools.command import limited
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, device_of, few_threads, say
 from bench.tools.options import add_json, add_names, count, numbers, positive
@@ -30,10 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     requests, tokens = options.requests or (64 if on_gpu else 6), options.tokens or (128 if on_gpu else 6)
     batches = options.batches or ((1, 8, 64) if on_gpu else (1, 4))
     results: Figures = {"results": {}}
-    timer = threading.Timer(options.limit, _stop)
-    timer.daemon = True
-    timer.start()
-    with few_threads(device):
+    with few_threads(device), limited(options.limit):
         for name in options.kinds:
             figures = results["results"][name] = {}
             for part, run in (
@@ -47,7 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
                 figures[part] = run(KINDS[name])
                 figures[part]["seconds"] = time.perf_counter() - started
                 save_figures(options.json, results)
-    timer.cancel()
     print(render(results["results"]))
     if not on_gpu:
         print(NOT_SPEED)
@@ -65,12 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=positive, default=570.0, help="seconds after which it stops; 570 by default")
     add_json(parser, OUT / "layer_kinds.json")
     return parser
-
-
-def _stop() -> None:
-    """End the process: a call that hangs on the device cannot be interrupted. Figures so far are in the file."""
-    say("the time limit is reached")
-    os._exit(124)
 
 
 def _different(figures: Figures) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import random
 
 import torch
 
 from bench.engine import Engine, EngineConfig, SamplingParams
+from bench.engine.start import drop_graphs, replays_of
 from bench.layer_kinds.shapes import Kind
 from bench.tools.measure import Figures, say
 
@@ -64,8 +64,8 @@ def _generate(llama: object, config: EngineConfig, prompts: list[list[int]], tok
     failed = engine.capture().failed
     if failed:
         raise RuntimeError(f"not captured: {failed}")
+    replays = replays_of(engine, config.mode)
     found = engine.generate(prompts, SamplingParams(max_tokens=tokens))
-    engine.runner.manager.reset()
-    del engine
-    gc.collect()
+    replays.end(tokens)
+    drop_graphs(engine)
     return found

@@ -9,10 +9,12 @@ from collections.abc import Callable
 import torch
 
 from bench.engine import Engine, EngineConfig
+from bench.engine.start import replays_of
 from bench.layer_kinds.shapes import Kind
 from bench.models.llama import Llama
 from bench.serve.decode_steps import DecodePlan, RepeatedStep
 from bench.tools.measure import Figures, in_turn, say
+from bench.tools.replays import Served
 from bench.tools.tables import in_line
 
 ROUNDS, STEPS = 3, 30
@@ -67,7 +69,7 @@ def _decode(engines: dict[str, Engine], plan: DecodePlan, count: int, device: to
     tokens = {}
     for name, engine in engines.items():
         step = RepeatedStep(engine, plan, count)
-        calls[name] = step.graph
+        calls[name] = Served(step.graph, replays_of(engine, name))
         tokens[name] = _from_zero(engine, step.graph)
         if name == "graph":
             calls["eager"] = step.eager

@@ -20,12 +20,14 @@ from torch.utils import _pytree as pytree
 from bench.model_table import answers, builders
 from bench.model_table.builders.model import RAGGED, Call, TableModel, real_lengths
 from bench.model_table.entries import ENCODER, ENTRIES, GENERATION, PIPELINE, WRAP, TableEntry
-from bench.model_table.serving import NEW_TOKENS, SOON, Counts, ServedModel, caller, inner_call, serve, serve_parts
+from bench.model_table.serving import NEW_TOKENS, Counts, ServedModel, caller, inner_call, serve, serve_parts
 from bench.model_table.times import call_times, token_times, within_kernels
 from bench.tools.measure import Figures, few_threads
+from bench.tools.replays import SOON, Replays, Served
 from bench.transformers_generate import same_tokens
-from simplegraph.context import eager
-from simplegraph.errors import ConfigError
+from simplegraph import Reason
+from simplegraph.base.context import eager
+from simplegraph.base.errors import ConfigError
 
 FULL, PIECEWISE, PARTS, EAGER = "full", "piecewise", "parts", "eager"
 MISSING, FAILED = "not measured", "failed"  # in place of a column
@@ -161,7 +163,7 @@ class Row:
         if self.device.type != "cuda" or "wrong" in figures or figures.get("reason") == "refused":
             return figures
         del plain, served  # they hold the model, which is made anew
-        return figures | self.timed(serving, turn)
+        return figures | self.timed(serving, turn, figures["column"])
 
     def served_whole(self, **more: Any) -> contextlib.AbstractContextManager[ServedModel]:
         """Serve the model as its entry says, with more settings."""
@@ -259,8 +261,12 @@ class Row:
         self,
         serving: Callable[[], contextlib.AbstractContextManager[ServedModel]],
         turn: contextlib.AbstractContextManager[Any],
+        column: str,
     ) -> Figures:
-        """Measure eager, served and the kernels alone, in the precision that its users have."""
+        """Measure eager, served and the kernels alone, in the precision that its users have.
+
+        What the column says of the graphs holds for every call that is timed, or there is no time.
+        """
         reason = ""
         for dtype in (torch.bfloat16, torch.float32):
             try:
@@ -279,11 +285,10 @@ class Row:
                 with serving() as served:
                     for call in calls:  # of several batch sizes, which tell what follows them
                         self._run(served.call, call)
-                    found = timed(served.call, self._unserved(served), args, kwargs, self.device, turn)
-                    before = served.counts()
-                    served.call(*args, **kwargs)
-                    last = served.counts().since(before)
-                    found["timed_eagerly"] = last.eager.total() if last.replays else -1
+                    replays = self._replays(served, column)
+                    call = Served(served.call, replays)
+                    found = timed(call, self._unserved(served), args, kwargs, self.device, turn)
+                    found["timed"] = replays.figures()
                     if served.encoder is not None:  # below Python that takes longer than it
                         inner, forward = inner_call(served, args, kwargs), served.encoder.forward
                         with torch.inference_mode():  # as its library does
@@ -295,7 +300,7 @@ class Row:
                     "untimed": f"{type(error).__name__}: {error}"[:TOLD],
                     "traceback": traceback.format_exc()[-2000:],
                 }
-            if tokens is not None and last.replays and not within_kernels(found):
+            if tokens is not None and replays.replays and not within_kernels(found):
                 found = self._in_launches(calls, tokens, turn, found)
             return {"dtype": str(dtype).removeprefix("torch.")} | found
         return {"untimed": reason[:TOLD]}
@@ -318,11 +323,17 @@ class Row:
                 args, kwargs = calls[1]
                 if not torch.equal(found, tokens) or any(stats.slower for stats in served.stats):
                     return one_token | {"launches": f"not served: {served.report()}"[:REPORTED]}
-                launched = token_times(served.call, self._unserved(served), args, kwargs, self.device, turn)
+                call = Served(served.call, self._replays(served, FULL))
+                plain = self._unserved(served)
+                launched = token_times(call, plain, args, kwargs, self.device, turn, TOKENS_PER_LAUNCH)
         except Exception as error:
             return one_token | {"launches": f"{type(error).__name__}: {error}"[:TOLD]}
         kept = {name: one_token[name] for name in launched}
         return one_token | launched | {"tokens_per_launch": TOKENS_PER_LAUNCH, "one_token": kept}
+
+    def _replays(self, served: ServedModel, column: str) -> Replays:
+        expected = frozenset(Reason) if column == PARTS else frozenset()
+        return Replays(*([] if column == EAGER else [served.by]), name=self.entry.name, expected=expected)
 
     def _unserved(self, served: ServedModel) -> Callable[..., Any]:
         """Return what calls the model without graphs while it is served."""

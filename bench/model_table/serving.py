@@ -11,21 +11,13 @@ from typing import Any
 import simplegraph as sg
 from bench.model_table.builders.model import Call
 from bench.model_table.entries import ENCODER, GENERATION, PIPELINE, WRAP, TableEntry
+from bench.tools.replays import report_of, stats_of
 from simplegraph import Reason
 from simplegraph.manager.stats import GraphStats
 
 ROWS = 4  # of the largest batch
 NEW_TOKENS = 8
 MAX_LENGTH = {True: 64, False: 320}  # of a generation, at the tiny shape and the real one
-# Reasons of the first calls of a kind, after which its graphs serve.
-SOON = {
-    Reason.FIRST_CALL,
-    Reason.WARMUP,
-    Reason.PROOF,
-    Reason.LENGTH_LEARNT,
-    Reason.BATCH_DIM_UNCONFIRMED,
-    Reason.OUTPUT_SHAPE_UNKNOWN,
-}
 
 
 @dataclasses.dataclass
@@ -45,16 +37,24 @@ class ServedModel:
     """A model with its graphs.
 
     Attributes:
-        call: calls it; stats: the counters of its graphs; report: what the user is told of them.
+        call: calls it; by: what has the graphs: a wrapper, or an integration's handle.
         parts: the names of the parts that have graphs, if the whole has none.
         encoder: the language model in a sentence encoder, below Python of its own.
     """
 
     call: Callable[..., Any]
-    stats: list[GraphStats]
-    report: Callable[[], Any]
+    by: Any
     parts: tuple[str, ...] = ()
     encoder: Any = None
+
+    @property
+    def stats(self) -> list[GraphStats]:
+        """The counters of its graphs."""
+        return list(stats_of(self.by))
+
+    def report(self) -> str:
+        """Return what the user is told of its graphs."""
+        return report_of(self.by)
 
     def counts(self) -> Counts:
         """Count replays and eager calls up to now."""
@@ -98,14 +98,12 @@ def serve(
     if entry.integration == WRAP:
         sizes: Any = {"capture_sizes": [1, 2, ROWS], "progress": False} | settings
         wrapped: Any = sg.wrap(model, **sizes)
-        yield ServedModel(caller(entry, wrapped), [wrapped.graph_stats], wrapped.graph_report)
+        yield ServedModel(caller(entry, wrapped), wrapped)
         wrapped.reset_graphs()
         return
     with _graphs(entry, getattr(model, part) if part else model, tiny, settings) as graphs:
-        parts = getattr(graphs, "parts", None)
-        stats = [each.graph_stats for each in parts.values()] if parts is not None else [graphs.stats]
         encoder = graphs.model if entry.category == "sentence-transformers" else None
-        yield ServedModel(caller(entry, model), stats, graphs.report, encoder=encoder)
+        yield ServedModel(caller(entry, model), graphs, encoder=encoder)
 
 
 def inner_call(served: ServedModel, args: Any, kwargs: Any) -> Call:
@@ -131,8 +129,7 @@ def serve_parts(entry: TableEntry, model: Any, calls: Sequence[Call]) -> Iterato
     plain = caller(entry, model)
     inputs, *others = calls
     with sg.wrap_parts(model, inputs, others=others, call=lambda args, kwargs: plain(*args, **kwargs)) as graphs:
-        stats = [part.graph_stats for part in graphs.parts.values()]
-        yield ServedModel(caller(entry, model), stats, graphs.report, tuple(graphs.parts))
+        yield ServedModel(caller(entry, model), graphs, tuple(graphs.parts))
 
 
 def _graphs(entry: TableEntry, model: Any, tiny: bool, settings: dict[str, Any]) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from bench.model_table.entries import CATEGORIES, ENTRIES, TableEntry
 from bench.model_table.row import BY_NAME, EAGER, FAILED, FULL, MISSING, PARTS, PIECEWISE, measure_row
 from bench.model_table.times import AT_MOST_KERNELS, within_kernels
 from bench.tools import command, fresh
-from bench.tools.files import save_figures
-from bench.tools.measure import NOT_SPEED, Figures, say
+from bench.tools.files import known_rows, save_figures
+from bench.tools.measure import Figures, say
 from bench.tools.options import add_names, count
 from bench.tools.side_by_side import SideBySide
 from bench.tools.tables import NOTHING, cell
@@ -79,7 +78,7 @@ class _Measurement:
 
     def __init__(self, plan: TablePlan, device: torch.device) -> None:
         self._plan, self._device, self._began = plan, device, time.monotonic()
-        self._known = _known(plan)
+        self._known = known_rows(plan.json) if plan.more else {}
         self._todo = {each.name: each for each in plan.entries() if _shortcomings(self._known.get(each.name))}
         settings = dataclasses.asdict(plan) | {"json": None}
         self.figures: Figures = {"plan": settings, "device": device.type, "rows": self._known}
@@ -139,13 +138,6 @@ def _times(row: Figures) -> str:
     return f", {row['ms']:.3f} ms, {row['ms'] / row['eager_ms']:.2f} times eager" if "ms" in row else ""
 
 
-def _known(plan: TablePlan) -> dict[str, Figures]:
-    if not plan.more or plan.json is None or not plan.json.is_file():
-        return {}
-    found: dict[str, Figures] = json.loads(plan.json.read_text())["rows"]
-    return found
-
-
 def limits(row: Figures) -> list[str]:
     """List the limits that a row does not keep."""
     broken = []
@@ -153,8 +145,6 @@ def limits(row: Figures) -> list[str]:
         broken.append("answers differ")
     if row.get("ms") is None:
         return broken + ([f"untimed: {row['untimed'].splitlines()[0]}"] if row.get("untimed") else [])
-    if row["column"] in (FULL, PIECEWISE) and row.get("timed_eagerly"):
-        broken.append("timed eagerly")
     if row["ms"] > AT_MOST_EAGER * row["eager_ms"]:
         broken.append(f"{row['ms'] / row['eager_ms']:.2f} times eager")
     factor, _ = AT_MOST_KERNELS
@@ -189,8 +179,7 @@ _TITLES = (
 def render(figures: Figures) -> str:
     """Format the rows as a Markdown table, with shares of columns and reasons below it."""
     rows: dict[str, Figures] = figures["rows"]
-    lines = [] if figures["device"] == "cuda" else [NOT_SPEED, ""]
-    lines += [_line(_TITLES), _line(["---"] * len(_TITLES))]
+    lines = [_line(_TITLES), _line(["---"] * len(_TITLES))]
     lines += [_line(_cells(name, row)) for name, row in rows.items()]
     return "\n".join([*lines, "", *summary(rows)])
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bench.tools.measure import Figures, kernel_milliseconds, seconds, step_milliseconds
+from bench.tools.replays import bound
 
 # New tokens of the generations whose difference is the time of a decode step, and how often each is made. The short
 # one has a step already, since before the first one the cache is copied to where graphs read it.
@@ -38,9 +39,9 @@ def call_times(
     served: Callable[..., Any], plain: Callable[..., Any], args: Any, kwargs: Any, device: torch.device, turn: Turn
 ) -> Figures:
     """Measure a call in ms: `eager_ms`, `ms` served, and `kernel_ms`, the sum of the served one's kernels."""
-    calls = {"eager_ms": lambda: plain(*args, **kwargs), "ms": lambda: served(*args, **kwargs)}
+    calls = {"eager_ms": lambda: plain(*args, **kwargs), "ms": bound(served, *args, **kwargs)}
     for _ in range(WARMUPS):
-        seconds(calls["ms"], device)  # waits, so that nothing is left to do when another row measures
+        seconds(lambda: calls["ms"](), device)  # waits, so that nothing is left to do when another row measures
     steps = {name: _steps(call, device) for name, call in calls.items()}
 
     def measured(name: str) -> float:
@@ -55,16 +56,23 @@ def call_times(
 def _steps(call: Callable[[], Any], device: torch.device) -> int:
     """Return how many calls a round takes."""
     call()
-    return max(1, min(20, int(BUDGET / seconds(call, device))))
+    return max(1, min(20, int(BUDGET / seconds(lambda: call(), device))))
 
 
 def token_times(
-    served: Callable[..., Any], plain: Callable[..., Any], args: Any, kwargs: Any, device: torch.device, turn: Turn
+    served: Callable[..., Any],
+    plain: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    turn: Turn,
+    tokens_per_launch: int = 1,
 ) -> Figures:
     """Measure a decode step, as `call_times` does a call: a long generation's time less a short one's, by token."""
 
     def tokens(function: Callable[..., Any], count: int) -> Callable[[], Any]:
-        return lambda: function(*args, **kwargs, max_new_tokens=count, min_new_tokens=count)
+        steps = (count - 1) // tokens_per_launch  # the first token is the prompt's
+        return bound(function, *args, **kwargs, max_new_tokens=count, min_new_tokens=count, each=steps)
 
     functions = {"eager_ms": plain, "ms": served}
     for _ in range(3):

@@ -21,10 +21,12 @@ import simplegraph as sg
 from bench.arms.base import NotAvailable
 from bench.models_first_call.model_arms import ARMS, QUICK, Step
 from bench.models_first_call.zoo import ZOO, available
-from bench.tools import command, fresh
-from bench.tools.measure import NOT_SPEED, DeviceMemory, Figures, Timeline, gpu_busy, say, step_milliseconds
+from bench.tools import command
+from bench.tools.measure import DeviceMemory, Figures, Timeline, gpu_busy, say, step_milliseconds
 from bench.tools.options import add_names, count
+from bench.tools.replays import Replays, Served
 from bench.tools.tables import MIB, cell, ratio
+from bench.tools.turns import answer
 
 READY_CALLS = 4
 RAGGED = (1, 2, 3)  # rows of calls after the measured ones; three are padded to four
@@ -90,12 +92,13 @@ def run_arm(model: str, arm: str, device: torch.device, tiny: bool, batch: int) 
         timeline.mark("ready")
         after = DeviceMemory.now(device)
         figures: Figures = {f"{name}_seconds": seconds for name, seconds in timeline.seconds.items()}
-        figures["ms"] = step_milliseconds(lambda: step(*measured), device)
-        figures |= _memory(before, after) | gpu_busy(lambda: step(*measured), device)
+        replays = Replays(step, name=arm) if isinstance(step, sg.CudaGraphWrapper) else Replays()
+        call = Served(lambda: step(*measured), replays)
+        figures["ms"] = step_milliseconds(call, device)
+        figures |= _memory(before, after) | gpu_busy(call, device) | replays.figures()
         differences = [_difference(step, module, inputs(batch))]
-        if isinstance(step, sg.CudaGraphWrapper):
-            figures["replays"] = step.graph_stats.replays
-            differences += [_replayed_difference(step, module, inputs(rows)) for rows in RAGGED]
+        if replays.by:
+            differences += [_replayed_difference(step, replays, module, inputs(rows)) for rows in RAGGED]
         figures["difference"] = max(differences)
     return figures
 
@@ -110,14 +113,13 @@ def _memory(before: DeviceMemory | None, after: DeviceMemory | None) -> Figures:
     return {f"{name.removesuffix('_bytes')}_mib": size / MIB for name, size in before.spent(after).items()}
 
 
-def _replayed_difference(step: sg.CudaGraphWrapper, module: nn.Module, inputs: list[Tensor]) -> float:
+def _replayed_difference(step: Step, replays: Replays, module: nn.Module, inputs: list[Tensor]) -> float:
     """Do as `_difference`, for a call that is replayed."""
     for _ in range(READY_CALLS):
         step(*inputs)
-    replays = step.graph_stats.replays
+    replays.begin()
     difference = _difference(step, module, inputs)
-    if step.graph_stats.replays != replays + 1:
-        raise RuntimeError(f"a batch of {inputs[0].shape[0]} was not replayed:\n{step.graph_report()}")
+    replays.end(1)
     return difference
 
 
@@ -149,15 +151,9 @@ def measure(plan: FirstCallPlan, device: torch.device) -> Figures:
 def _measure_arm(plan: FirstCallPlan, model: str, arm: str, device: torch.device) -> Figures:
     runs: list[Figures] = []
     for _ in range(plan.processes):
-        try:
-            runs.append(fresh.call(run_arm, model, arm, device, plan.tiny, plan.batch, seconds=plan.timeout))
-        except TimeoutError as error:
-            return {"skipped": str(error)}
-        except fresh.ProcessFailed as error:
-            say(str(error))
-            return {"failed": str(error)}
-    if "skipped" in runs[0]:
-        return runs[0]
+        runs.append(answer(run_arm, model, arm, device, plan.tiny, plan.batch, seconds=plan.timeout))
+        if "ms" not in runs[-1]:
+            return runs[-1]
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]} | {"runs": runs}
 
 
@@ -189,8 +185,7 @@ _COLUMNS = {
 
 def render(figures: Figures) -> str:
     """Format the figures as a table."""
-    lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
-    lines.append(f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "x eager ms", "x sooner")))
+    lines = [f"{'':>46}" + "".join(f"{title:>12}" for title in (*_COLUMNS.values(), "x eager ms", "x sooner"))]
     for model, arms in figures["models"].items():
         for arm, found in arms.items():
             lines.append(f"{model:>20}  {arm:>24}{_cells(found, arms)}")

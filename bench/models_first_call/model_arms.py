@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from bench.arms.libraries import load_compiler, load_cuda, load_nothing, load_tensordict
+from bench.arms.libraries import NamedArm, load_compiler, load_cuda, load_tensordict
 
 Step = Callable[..., Tensor]
 SIZES = (1, 2, 4)  # sizes that simplegraph captures in addition to the measured batch, each at its first use
 # The last call before its capture; the next one, the third, replays.
 _TENSORDICT_WARMUP = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelArm:
-    """One way to run a module.
-
-    Args:
-        make: called with the module and a call's tensors; returns a callable for calls like it.
-        load: imports its libraries before any timing starts; raises `NotAvailable` if it cannot run.
-        compiles: True if it compiles, which takes a minute or more per model.
-        ours: True for simplegraph's arms, which must work at every batch size up to the largest of `SIZES`.
-    """
-
-    make: Callable[[nn.Module, tuple[Tensor, ...]], Step]
-    load: Callable[[torch.device], None] = load_nothing
-    compiles: bool = False
-    ours: bool = False
 
 
 def _eager(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
@@ -68,12 +50,12 @@ def _tensordict(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
     return graphed
 
 
-ARMS: dict[str, ModelArm] = {
-    "eager": ModelArm(_eager, ours=True),
-    "simplegraph": ModelArm(_simplegraph, ours=True),
-    "simplegraph-static": ModelArm(_simplegraph_static, ours=True),
-    "compiled-reduce-overhead": ModelArm(_compiled, load_compiler, compiles=True),
-    "make-graphed-callables": ModelArm(_graphed_callables, load_cuda),
-    "tensordict-cudagraph": ModelArm(_tensordict, load_tensordict),
+ARMS: dict[str, NamedArm] = {
+    "eager": NamedArm(_eager, ours=True),
+    "simplegraph": NamedArm(_simplegraph, ours=True),
+    "simplegraph-static": NamedArm(_simplegraph_static, ours=True),
+    "compiled-reduce-overhead": NamedArm(_compiled, load_compiler, compiles=True),
+    "make-graphed-callables": NamedArm(_graphed_callables, load_cuda),
+    "tensordict-cudagraph": NamedArm(_tensordict, load_tensordict),
 }
 QUICK = tuple(name for name, arm in ARMS.items() if not arm.compiles)

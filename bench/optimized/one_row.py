@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from bench.arms.base import NotAvailable, require_cuda
+from bench.arms.base import NotAvailable
+from bench.arms.libraries import NamedArm, load_compiler, load_optimizer
 from bench.optimized.shapes import MODELS, ComparedModel
 from bench.tools.measure import Figures, Timeline, in_turn, kernels_by_name
+from bench.tools.replays import Replays, Served
 from bench.tools.turns import Turn
 
 READY_CALLS = 4  # after which every arm has compiled and captured
@@ -41,56 +44,24 @@ Step = Callable[..., Tensor]
 Inputs = tuple[Tensor, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizedArm:
-    """One way to run a module.
-
-    Args:
-        make: called with the model's entry, a copy of the module and the rows of a call; returns what runs.
-        compiles: True if it compiles.
-        ours: True if it must work.
-    """
-
-    make: Callable[[ComparedModel, nn.Module, int], Step]
-    compiles: bool = False
-    ours: bool = True
+def _graph(entry: ComparedModel, module: nn.Module, rows: int, **settings: Any) -> Step:
+    return sg.wrap(module, capture_sizes=[rows], progress=False, **settings)
 
 
-def _eager(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
-    return module
-
-
-def _graph(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
-    return sg.wrap(module, capture_sizes=[rows], progress=False)
-
-
-def _optimized(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
+def _optimized(entry: ComparedModel, module: nn.Module, rows: int, **settings: Any) -> Step:
     sg.optimize(entry.optimized(module))
-    return sg.wrap(module, capture_sizes=[rows], progress=False)
+    return _graph(entry, module, rows, **settings)
 
 
-def _optimized_static(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
-    sg.optimize(entry.optimized(module))
-    return sg.wrap(module, capture_sizes=[rows], progress=False, outputs="static")
-
-
-def _compiled(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
-    compiled: Step = torch.compile(module, mode="reduce-overhead")
-    return compiled
-
-
-def _compiled_default(entry: ComparedModel, module: nn.Module, rows: int) -> Step:
-    compiled: Step = torch.compile(module)
-    return compiled
-
-
-ARMS: dict[str, OptimizedArm] = {
-    EAGER: OptimizedArm(_eager),
-    GRAPH: OptimizedArm(_graph),
-    OPTIMIZED: OptimizedArm(_optimized),
-    STATIC: OptimizedArm(_optimized_static),
-    COMPILED: OptimizedArm(_compiled, compiles=True, ours=False),
-    DEFAULT: OptimizedArm(_compiled_default, compiles=True, ours=False),
+ARMS: dict[str, NamedArm] = {
+    EAGER: NamedArm(lambda entry, module, rows: module, ours=True),
+    GRAPH: NamedArm(_graph, ours=True),
+    OPTIMIZED: NamedArm(_optimized, load_optimizer, ours=True),
+    STATIC: NamedArm(functools.partial(_optimized, outputs="static"), load_optimizer, ours=True),
+    COMPILED: NamedArm(
+        lambda entry, module, rows: torch.compile(module, mode="reduce-overhead"), load_compiler, compiles=True
+    ),
+    DEFAULT: NamedArm(lambda entry, module, rows: torch.compile(module), load_compiler, compiles=True),
 }
 
 
@@ -104,7 +75,7 @@ def run_row(
     included, are empty.
 
     Raises:
-        RuntimeError: an arm of ours never replayed.
+        NotReplayed: graphs did not serve an arm of ours.
     """
     with _empty_caches(), torch.no_grad():
         entry, dtype = MODELS[name], torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -117,7 +88,7 @@ def run_row(
         for arm in sorted(arms, key=list(ARMS).index):
             found = figures["arms"][arm] = {}
             try:
-                _load(arm, device)
+                ARMS[arm].load(device)
                 made = copy.deepcopy(module)
                 with turn.undisturbed() if turn else contextlib.nullcontext():
                     steps[arm] = _first_calls(entry, made, arm, rows, batches, device, found)
@@ -143,19 +114,6 @@ def _batch(entry: ComparedModel, rows: int, device: torch.device, dtype: torch.d
     )
 
 
-def _load(arm: str, device: torch.device) -> None:
-    """Import what the arm needs before its clock starts."""
-    if arm in (OPTIMIZED, STATIC):
-        with contextlib.suppress(ImportError):  # torch's operators then run in the place of its kernels
-            import triton  # noqa: F401
-        if device.type == "cuda":
-            sg.preload(device).wait()  # starts Triton, for the compiler, which comes after it, as well
-    if ARMS[arm].compiles:
-        require_cuda(device, "it")
-        import torch._dynamo
-        import torch._inductor.compile_fx  # noqa: F401
-
-
 def _first_calls(
     entry: ComparedModel,
     module: nn.Module,
@@ -174,25 +132,23 @@ def _first_calls(
     timeline.mark("ready")
     found |= {f"{name}_seconds": seconds for name, seconds in timeline.seconds.items()}
     if isinstance(step, sg.CudaGraphWrapper):
-        found["replays"] = step.graph_stats.replays
         found["report"] = str(step.graph_report()).splitlines()
-        if not step.graph_stats.replays:
-            raise RuntimeError(f"{arm}: no call was replayed:\n{step.graph_report()}")
     return step
 
 
 def _measure(
     found: Mapping[str, Figures], steps: Mapping[str, Step], batches: Sequence[Inputs], device: torch.device
 ) -> None:
-    calls = {arm: _cycling(step, batches) for arm, step in steps.items()}
+    calls = {arm: _cycling(arm, step, batches) for arm, step in steps.items()}
     gc.collect()
     for arm, ms in in_turn(calls, device, rounds=ROUNDS[device.type], steps=PER_TURN[device.type]).items():
-        found[arm]["ms"] = ms
+        found[arm] |= {"ms": ms} | calls[arm].replays.figures()
 
 
-def _cycling(step: Step, batches: Sequence[Inputs]) -> Callable[[], object]:
+def _cycling(arm: str, step: Step, batches: Sequence[Inputs]) -> Served:
     turns = itertools.cycle(batches)
-    return lambda: step(*next(turns))
+    replays = Replays(step, name=arm) if isinstance(step, sg.CudaGraphWrapper) else Replays()
+    return Served(lambda: step(*next(turns)), replays)
 
 
 def _kernels(step: Step, batch: Inputs) -> list[list[Any]]:

@@ -4,7 +4,7 @@ from bench.tools import fresh
 
 fresh.import_installed(
     "bench.optimized.one_row",
-    "simplegraph.optimizing.optimize",
+    "simplegraph.fused.optimizing.optimize",
     "torchvision",
     "transformers.models.bert.modeling_bert",
     "diffusers",

@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,11 +22,11 @@ import torch
 from bench.optimized.one_row import ARMS, COMPILED, DEFAULT, EAGER, GRAPH, OPTIMIZED, run_row
 from bench.optimized.shapes import MODELS, available
 from bench.tools import command, environment, fresh
-from bench.tools.files import save_figures
-from bench.tools.measure import NOT_SPEED, Figures, say
+from bench.tools.files import known_rows, save_figures
+from bench.tools.measure import Figures, say
 from bench.tools.options import add_names, count, numbers
 from bench.tools.tables import cell, grid, in_line, ratio
-from bench.tools.turns import Turn
+from bench.tools.turns import side_by_side
 
 MEAN = 1.2  # the limit of the ratios' geometric mean; above it, a row's kernels are printed
 SOONER = 10.0  # times that a first call comes before the compiler's
@@ -74,13 +72,15 @@ def row_name(model: str, batch: int) -> str:
 def measure(plan: OptimizedPlan, device: torch.device) -> Figures:
     """Measure every model and batch in a fresh process."""
     fresh.preload("bench.optimized.preloaded", device.type)
-    rows: dict[str, Figures] = _rows_of_file(plan)
+    rows: dict[str, Figures] = known_rows(plan.json) if plan.more else {}
     figures: Figures = {"plan": dataclasses.asdict(plan) | {"json": None}, "device": device.type, "rows": rows}
     described, began = environment.describe(), time.monotonic()
     todo = [pair for pair in itertools.product(plan.models, plan.batches) if row_name(*pair) not in rows]
     while todo and time.monotonic() - began < plan.total:
         some, todo = todo[: plan.at_once], todo[plan.at_once :]
-        for pair, found in zip(some, _side_by_side(plan, some, device), strict=True):
+        calls = {pair: (run_row, *pair, plan.arms, device, plan.tiny) for pair in some}
+        for pair, found in side_by_side(calls, plan.timeout).items():
+            say(f"{row_name(*pair)}: {_in_a_line(found)}")
             if "failed" not in found:  # such a row is measured again by --more
                 rows[row_name(*pair)] = found
             else:
@@ -92,30 +92,6 @@ def measure(plan: OptimizedPlan, device: torch.device) -> Figures:
         names = ", ".join(row_name(*pair) for pair in todo)
         say(f"{plan.total} s are over; left out: {names}. The same command with --more measures them.")
     return figures
-
-
-def _rows_of_file(plan: OptimizedPlan) -> dict[str, Figures]:
-    if not plan.more or plan.json is None or not plan.json.is_file():
-        return {}
-    found: dict[str, Figures] = json.loads(plan.json.read_text())["rows"]
-    return found
-
-
-def _side_by_side(plan: OptimizedPlan, some: list[tuple[str, int]], device: torch.device) -> list[Figures]:
-    """Measure rows in processes that all have compiled before the first is timed."""
-    turn = Turn.among(len(some), plan.timeout)
-
-    def measured(pair: tuple[str, int]) -> Figures:
-        try:
-            found: Figures = fresh.call(run_row, *pair, plan.arms, device, plan.tiny, turn, seconds=plan.timeout)
-        except (TimeoutError, fresh.ProcessFailed) as error:
-            turn.all_ready.abort()  # the others would wait for it
-            found = {"failed": str(error)}
-        say(f"{row_name(*pair)}: {_in_a_line(found)}")
-        return found | {"beside": len(some) - 1}
-
-    with ThreadPoolExecutor(len(some)) as threads:
-        return list(threads.map(measured, some))
 
 
 def _in_a_line(found: Figures) -> str:
@@ -144,7 +120,7 @@ def _steps(row: Figures) -> float:
 
 def render(figures: Figures) -> str:
     """Format the rows, the limits, and the kernels of rows above `MEAN`."""
-    lines = [] if figures["device"] == "cuda" else [NOT_SPEED]
+    lines: list[str] = []
     rows: dict[str, Figures] = figures["rows"]
     used = [arm for arm in ARMS if any(arm in row["arms"] for row in rows.values())]
     titles = ["ms a call", *used, "x compiled", "x graph", "first s", "compiled's", "sooner", "error", "eager's"]

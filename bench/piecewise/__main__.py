@@ -1,8 +1,6 @@
 """``python -m bench.piecewise``: eager breaks and mixed batches; see `breaks`."""
 
-import sys
-
 from bench.piecewise.breaks import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

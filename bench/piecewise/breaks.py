@@ -22,20 +22,16 @@ from bench.arms.graphed import Piecewise, Upfront
 from bench.models import attention
 from bench.models.workload import Batch, Workload
 from bench.piecewise import mixed_steps
-from bench.tools import environment, tables
-from bench.tools.files import save_figures
+from bench.tools import command, environment, tables
 from bench.tools.measure import (
-    NOT_SPEED,
     Call,
     Figures,
-    device_of,
-    few_threads,
     host_microseconds,
     in_turn,
     say,
     with_index,
 )
-from bench.tools.options import add_device, add_json, add_model, changed, count, numbers
+from bench.tools.options import add_model, count, numbers
 from simplegraph.batch.sizes import default_sizes
 
 MODES: dict[str, type[Upfront]] = {"full": Upfront, "piecewise": Piecewise}
@@ -55,7 +51,6 @@ class BreaksPlan:
     Args:
         model: tiny, 8b, or a folder with a config.json.
         sizes: decode batches to capture, in requests.
-        device: cuda, cpu, or None for the best there is.
         layers: replaces the config's number of layers.
         mixed_sizes: mixed batches to capture, in tokens.
         restarts: starts of each mode after its first.
@@ -66,7 +61,6 @@ class BreaksPlan:
 
     model: str = "8b"
     sizes: tuple[int, ...] = tuple(default_sizes(512))
-    device: str | None = None
     layers: int | None = None
     mixed_sizes: tuple[int, ...] = (16, 256, 1024, 2048)
     restarts: int = 3
@@ -75,51 +69,38 @@ class BreaksPlan:
     mixed_steps: int = 10
 
 
-CPU_PLAN = BreaksPlan(
-    "tiny", (1, 8, 64), "cpu", mixed_sizes=(16, 256, 1024), restarts=1, rounds=1, steps=5, mixed_steps=2
-)
+CPU_PLAN = BreaksPlan("tiny", (1, 8, 64), mixed_sizes=(16, 256, 1024), restarts=1, rounds=1, steps=5, mixed_steps=2)
 
 
-def default_plan(device: str | None = None) -> BreaksPlan:
+def default_plan(device: torch.device) -> BreaksPlan:
     """Return the 8B shape and all default sizes on a GPU; otherwise a small model and few sizes."""
-    return CPU_PLAN if device_of(device).type == "cpu" else BreaksPlan(device=device)
+    return CPU_PLAN if device.type == "cpu" else BreaksPlan()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write the JSON if requested."""
-    options = _parser().parse_args(arguments)
-    figures = measure(changed(default_plan(options.device), vars(options)))
-    print(render(figures))
-    if options.json:
-        save_figures(options.json, figures)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print the tables, and write the figures to the file that ``--json`` names."""
     parser = argparse.ArgumentParser(prog="python -m bench.piecewise", description=__doc__)
-    add_json(parser)
     add_model(parser)
     parser.add_argument("--layers", type=count, help="layers of the model, in place of its config's")
     parser.add_argument("--sizes", type=numbers, help="decode batches, such as 1,2; the default sizes to 512 on a GPU")
     parser.add_argument("--mixed-sizes", type=numbers, help="tokens of the mixed batches, such as 16,256")
     parser.add_argument("--rounds", type=count, help="how often the modes take turns at a step time")
-    add_device(parser)
-    return parser
+    command.run(parser, arguments, default_plan, measure, render)
 
 
-def measure(plan: BreaksPlan) -> Figures:
+def measure(plan: BreaksPlan, device: torch.device) -> Figures:
     """Measure all figures.
 
     Raises:
         Mismatch: an output differs from eager's.
         RuntimeError: a graph has another number of breaks than expected.
     """
-    device = with_index(device_of(plan.device))
+    device = with_index(device)
     workload = Workload(plan.model, plan.sizes, device, layers=plan.layers)
     say(f"piecewise: building {plan.model} on {device}")
     setup = Setup(workload.build(), workload)
     figures = timing.shape(setup) | {"status": "ok", "layers": setup.segments - 1, "plan": dataclasses.asdict(plan)}
-    with torch.inference_mode(), few_threads(device):
+    with torch.inference_mode():
         figures["starts"] = starts(setup, plan.restarts)
         again = {name: figures["starts"][name].get("again_s", figures["starts"][name]["first_s"]) for name in MODES}
         say(f"piecewise: ready after {tables.in_line(again, '.3f', 's')}")
@@ -170,12 +151,13 @@ def steps(setup: Setup, plan: BreaksPlan) -> Figures:
     return {
         "correct": {name: [dataclasses.asdict(one) for one in compared] for name, compared in correct.items()},
         "steps": {str(count): break_cost(arms, setup, setup.batch(count), plan) for count in timed},
+        "replayed": {name: arm.replays.figures() for name, arm in arms.items()},
     }
 
 
 def break_cost(arms: dict[str, Arm], setup: Setup, batch: Batch, plan: BreaksPlan) -> dict[str, float]:
     """Measure how much one layer's break adds to a step, with the figures it is computed from."""
-    calls: dict[str, Call] = {name: functools.partial(arm, *batch) for name, arm in arms.items()}
+    calls: dict[str, Call] = {name: arm.call(batch) for name, arm in arms.items()}
     ms = in_turn(calls, setup.device, rounds=plan.rounds, steps=plan.steps)
     host = {name: host_microseconds(call, setup.device, calls=plan.steps) for name, call in calls.items()}
     launch, layers = launch_microseconds(setup, batch, plan.steps), setup.segments - 1
@@ -223,7 +205,7 @@ def render(figures: Figures) -> str:
     lists = (_start_lines(figures["starts"]), _step_lines(figures["steps"]), _mixed_lines(figures["mixed"]))
     heading = tables.heading({"piecewise": figures})
     parts = [heading, *(tables.grid(tables.measured(list(lines))) for lines in lists)]
-    return "\n\n".join([*parts, *([NOT_SPEED] if figures["device"] == "cpu" else []), EXPLANATION])
+    return "\n\n".join([*parts, EXPLANATION])
 
 
 def _start_lines(starts: Figures) -> Iterator[list[str]]:

@@ -16,6 +16,7 @@ from bench.models.llama import Llama
 from bench.piecewise.mixed_llama import MixedLlama, for_requests
 from bench.piecewise.mixes import Mix, MixedBatch, mixed_batch, mixes
 from bench.tools.measure import say
+from bench.tools.replays import Replays, Served
 from bench.tools.tables import in_line
 from simplegraph import wrap
 
@@ -30,6 +31,7 @@ class MixedGraphs:
     eager: MixedLlama
     piecewise: Any
     sizes: list[int]
+    replays: Replays
 
 
 class MixedComparison(NamedTuple):
@@ -52,8 +54,9 @@ def measure(setup: Setup, sizes: Sequence[int], clock: Clock) -> list[dict[str, 
     batches = [_batch(setup, mix, STRIDE * index) for index, mix in enumerate(todo, start=1)]
     graphed = capture(setup, sizes)
     noise = eager_noise(setup)
+    graphed.replays.begin()
     compared = [compare(graphed, mix, batch, noise) for mix, batch in zip(todo, batches, strict=True)]
-    _check_served(graphed)
+    graphed.replays.end(len(todo))  # batches that ran eagerly would be compared with themselves
     found = []
     for mix, batch, one in zip(todo, batches, compared, strict=True):
         ms = _timed(graphed, batch, clock)
@@ -89,7 +92,7 @@ def capture(setup: Setup, sizes: Sequence[int]) -> MixedGraphs:
     segments = {graph.segments for graph in piecewise.graph_stats.graphs.values()}
     if segments != {setup.segments}:
         raise RuntimeError(f"graphs of mixed batches have {segments} segments; expected {setup.segments} in each.")
-    return MixedGraphs(eager, piecewise, sorted(sizes))
+    return MixedGraphs(eager, piecewise, sorted(sizes), Replays(piecewise, name="mixed batches"))
 
 
 def compare(graphed: MixedGraphs, mix: Mix, batch: MixedBatch, noise: float) -> MixedComparison:
@@ -119,12 +122,6 @@ def forget(model: Llama, slots: Tensor) -> None:
             cache.view(-1, *cache.shape[2:]).index_fill_(0, slots, 0)
 
 
-def _check_served(graphed: MixedGraphs) -> None:
-    """Refuse batches that ran eagerly: they would be compared with themselves."""
-    if graphed.piecewise.graph_stats.eager:
-        raise RuntimeError(f"mixed batches ran eagerly:\n{graphed.piecewise.graph_report()}")
-
-
 def _described(mix: Mix) -> dict[str, Any]:
     longest = max(chunk.query for chunk in mix.chunks)
     return {"mix": mix.name, "tokens": mix.num_tokens, "requests": len(mix.chunks), "max_query_len": longest}
@@ -136,6 +133,6 @@ def _timed(graphed: MixedGraphs, batch: MixedBatch, clock: Clock) -> dict[str, f
         return clock(
             {
                 "eager": lambda: graphed.eager(ids, positions),
-                "piecewise": lambda: graphed.piecewise(ids, positions),
+                "piecewise": Served(lambda: graphed.piecewise(ids, positions), graphed.replays),
             }
         )

@@ -7,9 +7,7 @@ trained pair. Drafts of random weights are arbitrary: --mean-length sets the tok
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
-from typing import Any
 
 from bench.engine import EngineError
 from bench.engine.config import BACKENDS
@@ -20,7 +18,6 @@ from bench.serve import load
 from bench.serve.serving import ARMS, ServePlan, default_arms, served
 from bench.spec_decode.pairs import KINDS, TRAINED, load_draft
 from bench.tools import torchrun
-from bench.tools.charts import draw
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, say
 from bench.tools.options import add_json, add_model, add_names, count, folder_or, listed, numbers, positive, rates
@@ -77,8 +74,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(render(results, f"{model}, {plan.requests} requests at {listed(map(str, plan.loads))} on {on}"))
         if not on_gpu:
             print(NOT_SPEED)
-        if results:
-            draw(options.json.with_suffix(".png"), functools.partial(_fill, results), figsize=(8, 4))
     return int(any(result["dropped"] for result in results.values()))
 
 
@@ -123,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mean-length", type=positive, help="tokens a round; by default 2.4 where weights are random")
     parser.add_argument("--limit", type=positive, default=float("inf"), help="seconds after which no other load begins")
     torchrun.add_option(parser)
-    add_json(parser, OUT / "serve.json", ", the plot beside them")
+    add_json(parser, OUT / "serve.json")
     return parser
 
 
@@ -132,19 +127,6 @@ def render(results: dict[str, Figures], title: str) -> str:
     lines = [("", *(name for name, _ in COLUMNS))]
     lines += [(name, *(cell(result, key, ".2f") for _, key in COLUMNS)) for name, result in results.items()]
     return f"{title}\n{grid(measured(lines))}"
-
-
-def _fill(results: dict[str, Figures], chart: Any, axis: Any) -> None:
-    """Draw the distribution of inter-token latencies, at the first load."""
-    first = next((result["load"] for result in results.values()), None)
-    for name, result in results.items():
-        if result["load"] != first:
-            continue
-        axis.plot(result["itl_percentiles_ms"], [share / 100 for share in load.PERCENTILES], label=name)
-    axis.set_xscale("log")
-    axis.set_xlabel("inter-token latency, ms")
-    axis.set_ylabel("share of tokens")
-    axis.legend()
 
 
 if __name__ == "__main__":

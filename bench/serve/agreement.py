@@ -1,4 +1,4 @@
-"""Compares the tokens of the engine's arms with each other, and their logits with float32's.
+"""``python -m bench.serve.agreement``: compares the engine's arms: their tokens, and their logits with float32's.
 
 In half precision rounding decides between near ties, and one different token changes all later ones. So arms are
 compared up to and including their first different token: until then their inputs are equal, and only rounding differs.
@@ -6,9 +6,9 @@ compared up to and including their first different token: until then their input
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
-import gc
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.scheduler import StepPlan
+from bench.engine.start import drop_graphs, replays_of
 from bench.models.llama import Llama
-from bench.tools import text
+from bench.models.workload import Workload
+from bench.tools import command, text
 from bench.tools.measure import Figures, say
 
 # Largest error of an arm's logits from float32's, relative to that of the eager, unfused arm.
@@ -38,7 +40,29 @@ class Generated:
     logits: list[list[Tensor]]
 
 
-def measure(llama: Llama, arms: Mapping[str, EngineConfig], prompts: Sequence[Sequence[int]], count: int) -> Figures:
+@dataclasses.dataclass(frozen=True)
+class AgreementPlan:
+    """The model, requests of so many tokens, and tokens that are generated for each."""
+
+    model: str = "8b"
+    requests: int = 16
+    prompt: int = 128
+    tokens: int = 64
+
+
+def default_plan(device: torch.device) -> AgreementPlan:
+    """Return the 8B shape on a GPU; a tiny one on a CPU."""
+    return AgreementPlan() if device.type == "cuda" else AgreementPlan("tiny", 3, 12, 6)
+
+
+def measure(plan: AgreementPlan, device: torch.device) -> Figures:
+    """Compare all arms on random weights in bfloat16; see `compare`."""
+    llama = Workload(plan.model, (1,), device, lm_head=True).build().bfloat16()
+    prompts = prompts_of(plan.requests, plan.prompt, llama.config.vocab_size)
+    return {"agreement": compare(llama, default_arms(device), prompts, plan.tokens)}
+
+
+def compare(llama: Llama, arms: Mapping[str, EngineConfig], prompts: Sequence[Sequence[int]], count: int) -> Figures:
     """Compare greedy tokens of every arm with those of float32 weights, run eagerly.
 
     Args:
@@ -81,10 +105,10 @@ def generate(llama: Llama, config: EngineConfig, prompts: Sequence[Sequence[int]
                 logits[request.id].append(found[row].clone())  # the next step overwrites them
 
     engine.runner.observe = observe
+    replays = replays_of(engine, config.mode)
     tokens = engine.generate(prompts, SamplingParams(max_tokens=count))
-    engine.runner.manager.reset()
-    del engine
-    gc.collect()
+    replays.end(count)
+    drop_graphs(engine)
     return Generated(tokens, [logits[number][:count] for number in range(len(prompts))])
 
 
@@ -146,7 +170,7 @@ def prompts_of(count: int, length: int, vocab_size: int) -> list[list[int]]:
 def render(figures: Figures) -> str:
     """Format the figures, with a line for every arm."""
     lines = ["greedy tokens against float32"]
-    for name, found in figures.items():
+    for name, found in figures["agreement"].items():
         gaps = [one["gap"] for one in found["divergences"]]
         widest = f", at gaps up to {max(gaps):.4f} standard deviations" if gaps else ""
         lines.append(
@@ -154,3 +178,13 @@ def render(figures: Figures) -> str:
             f"logits off by {found['error']:.2e} at most ({found['allowed']:.2e} allowed)"
         )
     return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Compare, print, and write the figures to the file that ``--json`` names."""
+    parser = argparse.ArgumentParser(prog="python -m bench.serve.agreement", description=__doc__)
+    command.run(parser, arguments, default_plan, measure, render)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,13 @@
-"""Attention of one decode step: 32 layers of the 8B shape, in one full graph and eagerly, per backend.
+"""``python -m bench.serve.attention_steps``: attention of a decode step in one full graph and eagerly, per backend.
+
+It has 32 layers of the 8B shape.
 
 All layers share the same pages, since 32 copies would not fit at the longest contexts.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -14,7 +17,10 @@ import torch
 from torch import Tensor
 
 from bench.engine.config import BACKENDS
+from bench.tools import command
 from bench.tools.measure import Figures, host_microseconds, in_turn, say
+from bench.tools.options import add_names, numbers
+from bench.tools.replays import Replays, Served
 from bench.tools.tables import grid
 from simplegraph import BatchDescriptor, ConfigError, CudaGraphManager, CudaGraphMode, Dispatch
 from simplegraph.attention import BatchMetadata, PagedKVCache, attend, attending
@@ -127,7 +133,7 @@ class AttentionSteps:
         batch = self.manager.dispatch(count, count, 1)
         plain = self.manager.dispatch(count, count, 1, allow_full=False)
         found: dict[str, Callable[[], object]] = {
-            "graph": lambda: self.again(batch),
+            "graph": Served(lambda: self.again(batch), Replays(self.manager, name=self.backend.name)),
             "eager": lambda: self.again(plain),
         }
         graph, eager = (call().clone() for call in found.values())  # type: ignore[attr-defined]
@@ -147,6 +153,7 @@ class AttentionSteps:
         self.backend.before_replay(batch.mode, batch.descriptor)
 
 
+@torch.inference_mode()
 def measure(plan: AttentionPlan, device: torch.device) -> Figures:
     """Measure a step in ms by backend, context and batch; backends that are not installed are named."""
     rows, missing = [], {}
@@ -187,3 +194,16 @@ def render(figures: Figures) -> str:
 
 def _text(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print the table, and write the figures to the file that ``--json`` names."""
+    parser = argparse.ArgumentParser(prog="python -m bench.serve.attention_steps", description=__doc__)
+    add_names(parser, "--backends", BACKENDS, "those with kernels of their own by default")
+    parser.add_argument("--batches", type=numbers, help="requests of a step, such as 1,8")
+    parser.add_argument("--contexts", type=numbers, help="tokens in each request's cache, such as 200,2000")
+    command.run(parser, arguments, default_plan, measure, render)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,6 @@
-"""The engine's decode step compared with the same model eager and compiled, and its time per generated token.
+"""``python -m bench.serve.decode_steps``: the engine's decode step beside the same model eager and compiled.
+
+The time per token of a generation comes with it.
 
 All arms have the same weights in one process. The compiled ones run the plain layers, which a compiler
 fuses itself, with their own cache and the same attention kernels. Every step computes logits and the most likely token.
@@ -6,6 +8,7 @@ fuses itself, with their own cache and the same attention kernels. Every step co
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import itertools
@@ -20,10 +23,13 @@ from bench.arms import load_arm
 from bench.arms.base import Arm, Setup
 from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.scheduler import StepPlan
+from bench.engine.start import replays_of
 from bench.models.llama import Llama
 from bench.models.workload import PAGE_SIZE, Workload
-from bench.tools import text
+from bench.tools import command, text
 from bench.tools.measure import Figures, Timeline, in_turn, say, synchronize
+from bench.tools.options import numbers
+from bench.tools.replays import Served
 from bench.tools.tables import in_line
 from simplegraph import BatchDescriptor, CudaGraphMode
 
@@ -122,6 +128,7 @@ def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) ->
         prompt = text.token_ids(plan.prompt, vocab, start=37 * start).tolist()
         engine.add(prompt, SamplingParams(max_tokens=plan.output))
     device, tokens = engine.runner.device, engine.config.tokens_per_launch
+    replays = replays_of(engine, f"{attention}, generation")
     synchronize(device)
     started = time.perf_counter()
     marks, first = [], None
@@ -132,6 +139,7 @@ def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) ->
         if len(outputs) == count * tokens:
             marks.append(now)
     ended = time.perf_counter()
+    replays.end(len(marks))
     steps = [(after - before) * 1e3 / tokens for before, after in itertools.pairwise(marks)]
     return {
         "attention": attention,
@@ -142,7 +150,7 @@ def _generation(engine: Engine, plan: DecodePlan, attention: str, count: int) ->
         "steps": len(steps),
         "first_token_ms": ((first or ended) - started) * 1e3,
         "tokens_per_second": count * plan.output / (ended - started),
-    }
+    } | replays.figures()
 
 
 class RepeatedStep:
@@ -192,7 +200,7 @@ def _decode(plan: DecodePlan, setup: Setup, engines: dict[str, Engine], arms: di
         agreeing = float((graph == eager).double().mean())
         if agreeing < 0.9:  # random weights make near ties, which rounding decides
             raise RuntimeError(f"{name}, batch {count}: {agreeing:.0%} of the graph's tokens are eager's.")
-        calls |= {f"{name} graph": steps.graph, f"{name} eager": steps.eager}
+        calls |= {f"{name} graph": Served(steps.graph, replays_of(engine, name)), f"{name} eager": steps.eager}
     batch = setup.batch(count)
     for name, arm in arms.items():
         calls[name] = lambda arm=arm: arm(*batch).argmax(dim=-1)  # type: ignore[misc]
@@ -242,3 +250,15 @@ def render(figures: Figures) -> str:
             f"{row['tokens_per_second']:.0f} tokens a second"
         )
     return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print the tables, and write the figures to the file that ``--json`` names."""
+    parser = argparse.ArgumentParser(prog="python -m bench.serve.decode_steps", description=__doc__)
+    parser.add_argument("--batches", type=numbers, help="requests of a step, such as 1,8")
+    parser.add_argument("--launches", type=numbers, help="tokens that a graph of the generation makes, such as 1,4,8")
+    command.run(parser, arguments, default_plan, measure, render)
+
+
+if __name__ == "__main__":
+    main()

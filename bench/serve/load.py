@@ -154,6 +154,11 @@ def serve(
     return list(timings.values()), list(timings)
 
 
+def count_steps(timings: Sequence[Timing]) -> int:
+    """Count the steps that gave tokens, by their times."""
+    return len({moment for timing in timings for moment in timing.tokens})
+
+
 def mean_in_flight(timings: Sequence[Timing]) -> float:
     """Compute how many requests are in flight on average, while any is."""
     whole = covered = 0.0

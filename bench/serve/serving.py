@@ -11,7 +11,7 @@ from typing import Any
 from bench.engine import Engine, EngineConfig
 from bench.engine.spec import Acceptance, SpecEngine
 from bench.engine.spec_config import SpecConfig
-from bench.engine.start import drop_graphs, start
+from bench.engine.start import drop_graphs, replays_of, start
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from bench.serve import load
@@ -124,7 +124,10 @@ def figures_of(engine: Engine, plan: ServePlan, one: load.Load, clock: Callable[
     if isinstance(engine, SpecEngine):
         engine.acceptance = Acceptance()
     arrivals = plan.arrivals(one, engine.runner.llama.config.vocab_size)
-    figures = load.summary(*load.serve(engine, arrivals, clock, one.in_flight))
+    replays = replays_of(engine, str(one))
+    timings, requests = load.serve(engine, arrivals, clock, one.in_flight)
+    replays.end(load.count_steps(timings))
+    figures = load.summary(timings, requests) | replays.figures()
     if isinstance(engine, SpecEngine):
         figures |= {"mean_length": engine.acceptance.mean_length, "per_position": engine.acceptance.rates}
     return figures

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,20 @@ from bench.engine import Engine, EngineConfig, SamplingParams
 from bench.engine.spec import Acceptance, SpecEngine
 from bench.engine.spec_config import SpecConfig
 from bench.engine.spec_scheduler import RoundPlan
-from bench.engine.start import drop_graphs, start
+from bench.engine.start import drop_graphs, replays_of, start
 from bench.models.eagle import Eagle, Eagle3
 from bench.models.llama import Llama
 from bench.tools import text
-from bench.tools.measure import Figures, host_microseconds, kernel_milliseconds, say, step_milliseconds, synchronize
+from bench.tools.measure import (
+    Call,
+    Figures,
+    host_microseconds,
+    kernel_milliseconds,
+    say,
+    step_milliseconds,
+    synchronize,
+)
+from bench.tools.replays import Served
 from bench.tools.tables import cell, grid
 
 
@@ -152,8 +161,10 @@ def _generation(engine: Engine, plan: SpecPlan, count: int) -> tuple[Figures, li
     if speculating:
         engine.acceptance = Acceptance()
     hosts: list[float] = []
+    replays = replays_of(engine, f"generations of {count}")
     tpots, outputs = zip(*(_timed(engine, plan, count, hosts) for _ in range(plan.generations)), strict=True)
-    figures: Figures = {"tpot_ms": statistics.median(tpots) * 1e3}
+    replays.end(plan.generations * (plan.output // (plan.num_draft_tokens + 1) if speculating else plan.output - 1))
+    figures: Figures = {"tpot_ms": statistics.median(tpots) * 1e3} | replays.figures()
     if speculating:
         acceptance = engine.acceptance
         figures |= {
@@ -191,7 +202,7 @@ def _finish(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def _drafting(engine: Engine, plan: SpecPlan, count: int) -> Iterator[Callable[[], None]]:
+def _drafting(engine: Engine, plan: SpecPlan, count: int) -> Iterator[Call]:
     """Yield a function that drafts after a round of `count` requests, and can be called repeatedly."""
     if not isinstance(engine, SpecEngine):
         raise TypeError("this engine drafts nothing.")
@@ -209,7 +220,7 @@ def _drafting(engine: Engine, plan: SpecPlan, count: int) -> Iterator[Callable[[
     _finish(engine)
 
 
-def _draft_of(engine: SpecEngine, drafted: RoundPlan) -> Callable[[], None]:
+def _draft_of(engine: SpecEngine, drafted: RoundPlan) -> Call:
     runner, count, reqs = engine.runner, drafted.num_draft_tokens, len(drafted.requests)
     drafter = runner.drafters[count]
     lengths = None if drafter.chained else drafted.starts + 1
@@ -218,10 +229,10 @@ def _draft_of(engine: SpecEngine, drafted: RoundPlan) -> Callable[[], None]:
         runner.metadata.repeat()
         drafter.draft(reqs * (count + 1), reqs, count + 1, lengths)
 
-    return draft
+    return draft if engine.config.draft_mode == "NONE" else Served(draft, replays_of(engine, "a draft round"))
 
 
-def _draft_times(draft: Callable[[], None], device: torch.device, plan: SpecPlan) -> Figures:
+def _draft_times(draft: Call, device: torch.device, plan: SpecPlan) -> Figures:
     return {
         "draft_ms": step_milliseconds(draft, device, steps=plan.steps),
         "draft_host_ms": host_microseconds(draft, device, calls=plan.steps) / 1e3,

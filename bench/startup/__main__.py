@@ -1,4 +1,4 @@
-"""``python -m bench``: measures the time until a model is ready, every arm in a fresh process; table, JSON, plot."""
+"""``python -m bench``: measures the time until a model is ready, every arm in a fresh process; table and JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from bench.arms import ALONE, ARMS, OF_RANKS
-from bench.startup import plot, runs, table
+from bench.startup import runs, table
 from bench.startup.processes import CompileCaches
 from bench.startup.results import Result, comparison
 from bench.tools import torchrun
@@ -33,7 +33,7 @@ SMOKE_SIZES = (1, 2, 4)
 SMOKE_ARMS = ("eager", "simplegraph", "simplegraph-lazy", "compiled-piecewise")
 SMOKE_STEPS = 5
 # Arms that capture collectives as they are called; compiled arms use collectives of their own.
-TP_ARMS = ("eager", "plain-loop", "simplegraph", "simplegraph-lazy", "simplegraph-piecewise", *OF_RANKS)
+TP_ARMS = ("eager", "plain-loop", "lean-loop", "simplegraph", "simplegraph-lazy", "simplegraph-piecewise", *OF_RANKS)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,9 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     if torchrun.rank() == 0:
         print(table.render(results))
         if not measured:
-            print("python -m bench: no arm has figures, so there is no plot; the reasons are above.", file=sys.stderr)
-        else:
-            plot.save(results, options.json.with_suffix(".png"))
+            print("python -m bench: no arm has figures; the reasons are above.", file=sys.stderr)
     return int(not measured or any(result["status"] == "failed" for result in results.values()))
 
 
@@ -68,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add_names(parser, "--arms", ARMS, "all that run here by default")
     parser.add_argument("--sizes", type=numbers, help="batch sizes, such as 1,2,4; the default sizes to 512 on a GPU")
     parser.add_argument("--rounds", type=count, help="processes per arm that compiles nothing; 3 on a GPU, else 1")
-    add_json(parser, OUT / "startup.json", ", the plot beside them")
+    add_json(parser, OUT / "startup.json")
     add_device(parser)
     parser.add_argument("--timeout", type=positive, default=300.0, help="seconds a process may take")
     parser.add_argument("--lm-head", action="store_true", help="return logits in place of hidden states")

@@ -42,7 +42,7 @@ def measure_arm(options: argparse.Namespace) -> Figures:
         figures = started | {"correct": [dataclasses.asdict(one) for one in comparisons]}
         figures |= {"eager_noise": eager_noise(setup)}
         figures |= timing.speeds(arm, setup, options.steps)
-        figures |= {"graphs": arm.graphs(), "details": arm.details(), "notes": arm.notes}
+        figures |= arm.replays.figures() | {"graphs": arm.graphs(), "details": arm.details(), "notes": arm.notes}
         if arm_class.restartable and device.type == "cuda":
             del arm
             figures["primed"] = medians([_start_again(arm_class, setup) for _ in range(AGAIN)])

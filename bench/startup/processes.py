@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
-from bench.startup.progress import Progress
 from bench.tools.environment import ROOT
 from bench.tools.measure import Figures
 
@@ -50,9 +50,7 @@ def cache_environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **switches}
 
 
-def run_worker(
-    line: list[str], environment: dict[str, str], timeout: float, progress: Progress | None = None
-) -> Figures:
+def run_worker(line: list[str], environment: dict[str, str], timeout: float) -> Figures:
     """Run a worker, showing its stderr as it comes; return the figures that it writes to its ``--json`` file.
 
     Its stderr goes through a file, not a pipe: compilers leave processes behind that would hold a pipe open.
@@ -60,7 +58,6 @@ def run_worker(
     Raises:
         RuntimeError: the worker wrote no figures, or took too long.
     """
-    progress = progress or Progress()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "result.json", Path(folder) / "stderr"
@@ -70,13 +67,12 @@ def run_worker(
             try:
                 while process.poll() is None and time.monotonic() < deadline:
                     time.sleep(POLL_SECONDS)
-                    progress.write(read.read())
-                    progress.tick()
+                    sys.stderr.write(read.read())
             finally:
                 late = process.poll() is None
                 if late:
                     os.killpg(process.pid, signal.SIGKILL)
-            progress.write(read.read())
+            sys.stderr.write(read.read())
         if out.is_file() and not late:
             figures: Figures = json.loads(out.read_text())
             return figures

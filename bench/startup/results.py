@@ -16,11 +16,14 @@ _ALONE, _ALONE_AGAIN = ("details", "captures_alone_s"), ("primed", "details", "c
 # Numerator and denominator of each ratio: a run, and a figure of it, seconds until all sizes are ready or bytes kept.
 RATIOS = {
     "ready_plain_loop_over_ours": (("plain-loop", _READY), ("simplegraph", _READY)),
+    "ready_lean_loop_over_ours": (("lean-loop", _READY), ("simplegraph", _READY)),
     "ready_ours_over_eager": (("simplegraph", _READY), ("eager", _READY)),
     "ready_our_captures_alone_over_eager": (("simplegraph", _ALONE), ("eager", _READY)),
     "again_plain_loop_over_ours": (("plain-loop", _AGAIN), ("simplegraph", _AGAIN)),
+    "again_lean_loop_over_ours": (("lean-loop", _AGAIN), ("simplegraph", _AGAIN)),
     "again_our_captures_alone_over_plain_loop": (("simplegraph", _ALONE_AGAIN), ("plain-loop", _AGAIN)),
     "memory_ours_over_plain_loop": (("simplegraph", _KEPT), ("plain-loop", _KEPT)),
+    "memory_ours_over_lean_loop": (("simplegraph", _KEPT), ("lean-loop", _KEPT)),
     "again_breakable_over_our_piecewise": (("breakable", _AGAIN), ("simplegraph-piecewise", _AGAIN)),
     "memory_our_piecewise_over_breakable": (("simplegraph-piecewise", _KEPT), ("breakable", _KEPT)),
     "ready_piecewise_cold_over_ours": (("compiled-piecewise (cold)", _READY), ("simplegraph", _READY)),

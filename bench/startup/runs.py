@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import sys
@@ -12,9 +11,8 @@ from typing import NamedTuple
 from bench.arms import ARMS, COMPILED, load_arm
 from bench.arms.base import NotAvailable
 from bench.startup.processes import CompileCaches, cache_environment, run_worker
-from bench.startup.progress import Progress
 from bench.startup.results import Result, combine
-from bench.tools.measure import device_of
+from bench.tools.measure import device_of, say
 
 
 class Run(NamedTuple):
@@ -78,14 +76,14 @@ def runs_of(arms: Iterable[str]) -> list[Run]:
     return runs
 
 
-def measure(run: Run, plan: StartupPlan, caches: CompileCaches, progress: Progress | None = None) -> Result:
+def measure(run: Run, plan: StartupPlan, caches: CompileCaches) -> Result:
     """Run one process of a run; any error in it is returned as a failed result."""
     missing = unavailable(run.arm, plan)
     if missing is not None:
         return {"arm": run.arm, "cache": run.cache, "status": "not available", "error": missing}
     try:
         environment = cache_environment(caches.folder(run.arm, run.cache))
-        return run_worker(command(run, plan), environment, plan.timeout, progress)
+        return run_worker(command(run, plan), environment, plan.timeout)
     except RuntimeError as error:
         return {"arm": run.arm, "cache": run.cache, "status": "failed", "error": str(error)}
 
@@ -129,31 +127,19 @@ def run_all(
     Args:
         keep: called with all results so far after each run, so that one cut short loses none of them.
     """
-    shares = [share for run in runs for share in plan.rounds_of(run) * [_share(run)]]
     results: dict[str, Result] = {}
-    with contextlib.closing(Progress(shares)) as progress:
-        for run in runs:
-            results[run.label] = combine(measure_rounds(run, plan, caches, progress))
-            keep(results)
+    for run in runs:
+        results[run.label] = combine(measure_rounds(run, plan, caches))
+        keep(results)
     return results
 
 
-def measure_rounds(
-    run: Run, plan: StartupPlan, caches: CompileCaches, progress: Progress | None = None
-) -> list[Result]:
+def measure_rounds(run: Run, plan: StartupPlan, caches: CompileCaches) -> list[Result]:
     """Every process of one run, and no further one after the first that has no figures."""
-    progress, rounds = progress or Progress(), plan.rounds_of(run)
     results: list[Result] = []
-    for left in reversed(range(rounds)):
-        progress.begin(run.label)
-        results.append(measure(run, plan, caches, progress))
+    for number in range(plan.rounds_of(run)):
+        say(f"{run.label}, process {number + 1} of {plan.rounds_of(run)} ...")
+        results.append(measure(run, plan, caches))
         if results[-1]["status"] != "ok":
-            progress.end(skipped=left)
             break
-        progress.end()
     return results
-
-
-def _share(run: Run) -> float:
-    """Estimate a process's time relative to one that compiles nothing: with a cold compiler about four times."""
-    return {"cold": 4.0, "warm": 2.0}.get(run.cache or "", 4.0 if run.arm == "inductor-partition" else 1.0)

@@ -12,7 +12,8 @@ EMULATED = f"{NOT_SPEED}\nThe compiled arms ran the C++ compiler's code without 
 EXPLANATION = """\
 first, ready: seconds from the built model to the output of one request, and to every size ready.
 ms: time of one step by batch. error: largest against eager, relative.
-equal: comparisons with eager at captured sizes that agree to the bit."""
+equal: comparisons with eager at captured sizes that agree to the bit.
+replayed: of our arms, the timed and compared steps that graphs served, as the library counts them, and all of them."""
 GPU_EXPLANATION = """\
 piecewise/: how many times sooner than compiled-piecewise (cold, warm cache) every size is ready.
 again: the same start a second time in the process, when the GPU's libraries are loaded: seconds, memory kept.
@@ -38,7 +39,7 @@ def header(results: dict[str, Result]) -> list[str]:
     """Return the column names, with one per batch that was timed."""
     steps = [f"ms b{batch}" for batch in _batches(results)]
     start = ["arm", "first s", "ready s", "piecewise/ cold", "warm", "again s", "keeps MiB", "again MiB", "peak GiB"]
-    return [*start, *steps, "host us", "error", "equal", "graphs"]
+    return [*start, *steps, "host us", "error", "equal", "graphs", "replayed"]
 
 
 def rows(results: dict[str, Result]) -> list[list[str]]:
@@ -65,6 +66,7 @@ def _row(label: str, result: Result, results: dict[str, Result]) -> list[str]:
         _number(max((one["error"] for one in result["correct"]), default=None), "{:.0e}"),
         _equal(result),
         result["graphs"],
+        f"{result['replays']}/{result['steps']}" if "replays" in result else NOTHING,
     ]
 
 

@@ -1,18 +1,36 @@
-"""The command line of benchmarks whose models and arms run in separate processes."""
+"""The command line of a benchmark: its options change a plan, which is measured, printed and written."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 
 from bench.tools.files import save_figures
-from bench.tools.measure import Figures, device_of
+from bench.tools.measure import NOT_SPEED, Figures, device_of, few_threads, say
 from bench.tools.options import add_device, add_json, changed
 
 P = TypeVar("P")
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """End the process if this context takes longer: a call that hangs on a device stops in no other way."""
+
+    def stop() -> None:
+        say("the time limit is reached; figures so far are in the file")
+        os._exit(124)
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
 
 
 def run(
@@ -21,9 +39,13 @@ def run(
     default_plan: Callable[[torch.device], P],
     measure: Callable[[P, torch.device], Figures],
     render: Callable[[Figures], str],
-    failures: Callable[[Figures], list[str]],
+    failures: Callable[[Figures], list[str]] = lambda figures: [],
+    *,
+    of_graphs: bool = True,
 ) -> None:
     """Measure as the command line says, print the table, and write the figures to the ``--json`` file.
+
+    With `of_graphs`, it says of a CPU's figures that they are the emulator's.
 
     Raises:
         SystemExit: a required model or arm failed.
@@ -32,8 +54,11 @@ def run(
     add_json(parser)
     given = parser.parse_args(arguments)
     device = device_of(given.device)
-    figures = measure(changed(default_plan(device), vars(given)), device)
+    with few_threads(device):
+        figures = measure(changed(default_plan(device), vars(given)), device)
     print(render(figures))
+    if of_graphs and device.type == "cpu":
+        print(NOT_SPEED)
     if given.json:
         save_figures(given.json, figures)
     if failures(figures):

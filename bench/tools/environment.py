@@ -21,7 +21,7 @@ LIBRARIES = (
     *("torch", "triton", "transformers", "timm", "torchvision", "diffusers", "peft", "tensordict", "simple-cuda-graph"),
     *("vllm", "vllm-flash-attn", "flash-attn", "flash-attn-3", "flashinfer-python", "liger-kernel"),
     *("nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "cuda-bindings"),
-    *("breakable-cuda-graphs", "numpy", "pytest-benchmark"),
+    *("breakable-cuda-graphs", "numpy"),
 )
 # Packages of FlashAttention-3's kernels, which may lie beside others without a version.
 KERNELS = ("vllm_flash_attn", "flash_attn_interface")

@@ -31,3 +31,8 @@ def save_figures(path: Path | str, figures: dict[str, Any], machine: dict[str, A
 
 
 _said: set[Path] = set()
+
+
+def known_rows(path: Path | None) -> dict[str, Any]:
+    """Return the rows of a file of figures, with which a benchmark goes on; none if there is no file."""
+    return json.loads(path.read_text())["rows"] if path is not None and path.is_file() else {}

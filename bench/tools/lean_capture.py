@@ -1,7 +1,7 @@
-"""The leanest capture for compiled baselines: one session for all sizes, no memory held twice.
+"""The leanest capture for arms that are not ours: one session for all sizes, bare captures, one pool.
 
-The compiled arms are captured as carefully as this library's, so that the comparison is of
-the compiler alone.
+The compiled arms are captured as carefully as this library's, so that the comparison is of the compiler alone, and the
+lean loop shows what captures cost without this library.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
+from bench.tools.replays import timed
+
 Figures = dict[str, Any]
 Call = Callable[[], object]
 
@@ -95,10 +97,11 @@ class DeviceMemory:
 def seconds(call: Call, device: torch.device) -> float:
     """Measure the wall time of one call, the device's work included."""
     synchronize(device)
-    started = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - started
+    with timed(call, 1) as call:
+        started = time.perf_counter()
+        call()
+        synchronize(device)
+        return time.perf_counter() - started
 
 
 def step_milliseconds(call: Call, device: torch.device, *, warmup: int = 5, steps: int = 50) -> float:
@@ -106,14 +109,15 @@ def step_milliseconds(call: Call, device: torch.device, *, warmup: int = 5, step
     for _ in range(warmup):
         call()
     synchronize(device)
-    if device.type != "cuda":
-        return statistics.median(_timed(call) for _ in range(steps)) * 1e3
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    synchronize(device)
+    with timed(call, steps) as call:
+        if device.type != "cuda":
+            return statistics.median(_timed(call) for _ in range(steps)) * 1e3
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            call()
+            mark.record()
+        synchronize(device)
     return statistics.median(first.elapsed_time(second) for first, second in itertools.pairwise(marks))
 
 
@@ -146,7 +150,8 @@ def kernel_milliseconds(call: Call, calls: int = 10) -> float:
 def kernels_by_name(call: Call, calls: int = 10) -> dict[str, tuple[float, float]]:
     """Return how often each kernel and copy runs in a call, and its us in total, by its name; needs a GPU."""
     synchronize(torch.device("cuda"))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile, timed(call, calls) as call:
         for _ in range(calls):
             call()
         synchronize(torch.device("cuda"))
@@ -166,9 +171,10 @@ def host_microseconds(call: Call, device: torch.device, *, warmup: int = 5, call
     for _ in range(warmup):
         call()
     seconds = []
-    for _ in range(calls):
-        synchronize(device)
-        seconds.append(_timed(call))
+    with timed(call, calls) as call:
+        for _ in range(calls):
+            synchronize(device)
+            seconds.append(_timed(call))
     synchronize(device)
     return statistics.median(seconds) * 1e6
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -138,16 +137,3 @@ def changed(plan: P, given: dict[str, Any]) -> P:
     """Return a plan, a dataclass, with the options that were given in place of its own."""
     known = {field.name for field in dataclasses.fields(plan)}  # type: ignore[arg-type]
     return dataclasses.replace(plan, **{key: value for key, value in given.items() if key in known and value})  # type: ignore[type-var]
-
-
-def from_environment(variable: str, read: Callable[[str], P]) -> P | None:
-    """Read an environment variable; None where it is not set.
-
-    Raises:
-        ValueError: it is not valid; the message names the variable.
-    """
-    text = os.environ.get(variable)
-    try:
-        return read(text) if text else None
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"{variable}: {error}") from None

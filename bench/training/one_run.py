@@ -13,6 +13,7 @@ import torch
 
 from bench.arms.base import NotAvailable
 from bench.tools.measure import Figures, gpu_busy, in_turn, step_milliseconds, synchronize
+from bench.tools.replays import Served
 from bench.tools.tables import MIB
 from bench.tools.turns import Turn
 from bench.training.step_arms import ARMS
@@ -34,7 +35,7 @@ def run_arm(name: str, arm: str, device: torch.device, tiny: bool, turn: Turn | 
     """Measure one arm on one workload; `skipped` is the reason if it cannot run.
 
     Raises:
-        RuntimeError: an arm of ours never replayed.
+        NotReplayed: graphs did not serve the timed steps of an arm of ours.
     """
     try:
         ARMS[arm].load(device)
@@ -44,12 +45,10 @@ def run_arm(name: str, arm: str, device: torch.device, tiny: bool, turn: Turn | 
     batches = [task.batch() for _ in range(BATCHES)]
     torch.manual_seed(1)  # of dropout: the same draws for every arm whose graphs advance generators as eager does
     step, figures = _first_steps(task, arm, batches)
+    replays = ARMS[arm].replays(task, step, f"{arm} of {name}")
     with turn.timed() if turn else contextlib.nullcontext():
         turns = itertools.cycle(batches)
-
-        def call() -> object:
-            return step(*next(turns))
-
+        call = Served(lambda: step(*next(turns)), replays, ARMS[arm].each)
         estimate = figures["calls"][-1] - figures["calls"][-2]
         steps = min(max(int(TIMED_SECONDS / estimate), TIMED_STEPS[0]), TIMED_STEPS[1])
         figures["ms"] = step_milliseconds(call, device, steps=steps)
@@ -57,10 +56,7 @@ def run_arm(name: str, arm: str, device: torch.device, tiny: bool, turn: Turn | 
         figures |= gpu_busy(call, device, calls=PROFILED_STEPS)
         if "kernel_ms" in figures:
             figures["busy_share"] = min(figures["kernel_ms"] / figures["ms"], 1.0)
-    replays = ARMS[arm].replays(task, step)
-    if replays == 0:
-        raise RuntimeError(f"no step was replayed:\n{_report(task, step)}")
-    return figures | {"replays": replays}
+    return figures | replays.figures()
 
 
 def _first_steps(task: Task, arm: str, batches: list[Any]) -> tuple[Step, Figures]:
@@ -74,7 +70,7 @@ def _first_steps(task: Task, arm: str, batches: list[Any]) -> tuple[Step, Figure
         synchronize(task.device)
         ends.append(time.perf_counter() - start)
         losses.append(float(loss))
-        if first_replay is None and ARMS[arm].replays(task, step):
+        if first_replay is None and ARMS[arm].replayed(task, step):
             first_replay = index
     return step, {"calls": ends, "losses": losses, "first_replay": first_replay, "steady": first_steady(ends)}
 
@@ -90,8 +86,8 @@ def run_in_turn(name: str, arms: Sequence[str], device: torch.device, tiny: bool
         task = Task(WORKLOADS[name], device, tiny, ARMS[arm].capturable)
         batches = [task.batch() for _ in range(BATCHES)]
         step, _ = _first_steps(task, arm, batches)
-        turns = itertools.cycle(batches)
-        steps[arm] = lambda step=step, turns=turns: step(*next(turns))
+        turns, replays = itertools.cycle(batches), ARMS[arm].replays(task, step, f"{arm} of {name}")
+        steps[arm] = Served(lambda step=step, turns=turns: step(*next(turns)), replays, ARMS[arm].each)
     return {"ms": in_turn(steps, device, rounds=IN_TURN[device.type], steps=PER_TURN)}
 
 
@@ -107,32 +103,24 @@ def run_shapes(name: str, arm: str, device: torch.device, tiny: bool) -> Figures
     """Train with batches of eight sizes in turn, and measure the memory.
 
     Raises:
-        RuntimeError: an arm of ours did not replay the last round.
+        NotReplayed: graphs did not serve the last round of an arm of ours.
     """
     workload = WORKLOADS[name]
     largest = workload.tiny_size if tiny else workload.size
     task = Task(workload, device, tiny, ARMS[arm].capturable)
     batches = [task.batch(largest * part // SHAPES) for part in range(SHAPES, 0, -1)]
     step = ARMS[arm].make(task)
-    replays: list[int | None] = []
+    replays = ARMS[arm].replays(task, step, f"{arm} of {name}, {SHAPES} shapes")
     for _ in range(SHAPE_ROUNDS):
+        replays.begin()
         for batch in batches:
             step(*batch)
-        replays.append(ARMS[arm].replays(task, step))
     synchronize(device)
-    if replays[-1] is not None and replays[-1] - (replays[-2] or 0) < SHAPES:
-        raise RuntimeError(f"of {SHAPES} shapes {replays[-1] - (replays[-2] or 0)} replayed:\n{_report(task, step)}")
-    return _memory(device) | {"replays": replays[-1]}
+    replays.end(SHAPES)
+    return _memory(device) | replays.figures()
 
 
 def _memory(device: torch.device) -> Figures:
     """Return the MiB that the allocator holds for this process, its caches included; empty on a CPU."""
     gc.collect()
     return {"reserved_mib": torch.cuda.memory_reserved(device) / MIB} if device.type == "cuda" else {}
-
-
-def _report(task: Task, step: Any) -> str:
-    for wrapped in (step, task.call):
-        if hasattr(wrapped, "graph_report"):
-            return str(wrapped.graph_report())
-    return "it has no report"

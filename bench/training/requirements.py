@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.tools.measure import NOT_SPEED, Figures
+from bench.tools.measure import Figures
 from bench.tools.tables import cell, grid, measured
 
 OURS, EAGER, SAME, BY_HAND = "train-step", "eager", "eager-capturable", "hand-made"
@@ -58,8 +58,7 @@ def render(figures: Figures) -> str:
                 lines.append([name, arm, *_cells(found, arms)])
             else:
                 notes.append(f"{name}, {arm}: {describe(found)}")
-    parts = [] if figures["device"] == "cuda" else [NOT_SPEED]
-    parts += [grid(measured(lines)), "\n".join(notes), grid(_requirements(figures))]
+    parts = [grid(measured(lines)), "\n".join(notes), grid(_requirements(figures))]
     return "\n\n".join(part for part in parts if part)
 
 

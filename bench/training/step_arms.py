@@ -10,37 +10,39 @@ import torch
 from torch import Tensor
 
 import simplegraph as sg
-from bench.arms.libraries import load_compiler, load_cuda, load_nothing, load_tensordict
+from bench.arms.libraries import NamedArm, load_compiler, load_cuda, load_tensordict
+from bench.tools.replays import Replays
 from bench.training.workloads import Step, Task
 
 WARMUP = 3  # eager steps of the graphs made by hand; torch's own recipe
 
 
-def _unknown(task: Task, step: Step) -> int | None:
-    return None
-
-
 @dataclasses.dataclass(frozen=True)
-class TrainingArm:
-    """One way to run a task's steps.
+class TrainingArm(NamedArm):
+    """One way to run a task's steps; `make` is called with the task, and its step with a batch.
 
     Args:
-        make: called with the task; returns the step, called with a batch.
         capturable: the optimizer is made with the settings that a graph needs.
-        load: imports its libraries before any timing starts; raises `NotAvailable` if it cannot run.
-        replays: counts the replays of a task's step so far; None if it cannot tell.
-        compiles: True if it compiles, which takes up to a minute per workload.
-        ours: True for simplegraph's arms and eager, which must work and be right.
+        graphs: returns what has the graphs: a wrapper of this library, or another object that counts its `replays`.
+        each: replays of one step, of a wrapper of this library.
         whole: True if the optimizer is in the graph, too.
     """
 
-    make: Callable[[Task], Step]
     capturable: bool = True
-    load: Callable[[torch.device], None] = load_nothing
-    replays: Callable[[Task, Step], int | None] = _unknown
-    compiles: bool = False
-    ours: bool = False
+    graphs: Callable[[Task, Step], Any] = lambda task, step: None
+    each: int = 1
     whole: bool = False
+
+    def replayed(self, task: Task, step: Step) -> int | None:
+        """Count the replays of a task's step so far; None if it cannot tell."""
+        graphs = self.graphs(task, step)
+        replays: int | None = getattr(getattr(graphs, "graph_stats", graphs), "replays", None)
+        return replays
+
+    def replays(self, task: Task, step: Step, name: str) -> Replays:
+        """Return what checks that our graphs serve the steps that are timed."""
+        graphs = self.graphs(task, step)
+        return Replays(graphs, name=name) if hasattr(graphs, "graph_stats") else Replays()
 
 
 def _eager(task: Task) -> Step:
@@ -58,14 +60,8 @@ def _forward_backward(task: Task) -> Step:
     return task.step
 
 
-def _replayed_steps(task: Task, step: Any) -> int | None:
-    replays: int = step.graph_stats.replays
-    return replays
-
-
-def _replayed_calls(task: Task, step: Any) -> int | None:
-    replays: int = task.call.graph_stats.replays  # type: ignore[attr-defined]
-    return replays
+def _step(task: Task, step: Step) -> Any:
+    return step
 
 
 class HandMade:
@@ -128,9 +124,11 @@ def _compiled(task: Task) -> Step:
 ARMS: dict[str, TrainingArm] = {
     "eager": TrainingArm(_eager, capturable=False, ours=True),
     "eager-capturable": TrainingArm(_eager, ours=True),
-    "train-step": TrainingArm(_train_step, capturable=False, replays=_replayed_steps, ours=True, whole=True),
-    "hand-made": TrainingArm(HandMade, load=load_cuda, replays=lambda task, step: step.replays, whole=True),
-    "forward-backward": TrainingArm(_forward_backward, capturable=False, replays=_replayed_calls, ours=True),
+    "train-step": TrainingArm(_train_step, capturable=False, graphs=_step, ours=True, whole=True),
+    "hand-made": TrainingArm(HandMade, load=load_cuda, graphs=_step, whole=True),
+    "forward-backward": TrainingArm(
+        _forward_backward, capturable=False, graphs=lambda task, step: task.call, each=2, ours=True
+    ),
     "make-graphed-callables": TrainingArm(_graphed_callables, capturable=False, load=load_cuda),
     "tensordict-cudagraph": TrainingArm(_tensordict, load=load_tensordict, whole=True),
     "compiled-reduce-overhead": TrainingArm(_compiled, capturable=False, load=load_compiler, compiles=True),

@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from bench.tools import command, fresh
 from bench.tools.measure import Figures, say
 from bench.tools.options import add_names, count
-from bench.tools.turns import Turn
+from bench.tools.turns import answer, side_by_side
 from bench.training.one_run import run_arm, run_in_turn, run_shapes
 from bench.training.requirements import ROUNDING, SAME, describe, difference, render
 from bench.training.step_arms import ARMS
@@ -87,39 +85,17 @@ def measure(plan: TrainingPlan, device: torch.device) -> Figures:
         for name in plan.workloads:
             steps[name]["in turn"] = _measured(plan, run_in_turn, name, IN_TURN_ARMS, device)
     for first in range(0, len(slow), plan.at_once):
-        _side_by_side(plan, slow[first : first + plan.at_once], device, steps)
+        calls = {pair: (run_arm, *pair, device, plan.tiny) for pair in slow[first : first + plan.at_once]}
+        for (name, arm), found in side_by_side(calls, plan.timeout).items():
+            steps[name][arm] = found
+            say(f"{name}, {arm}: {describe(found)}")
     return figures
 
 
-def _side_by_side(plan: TrainingPlan, some: list[tuple[str, str]], device: torch.device, steps: Figures) -> None:
-    """Measure arms that compile, which all do so before the first is timed."""
-    context = multiprocessing.get_context("forkserver")
-    turn = Turn(context.Barrier(len(some)), context.Lock(), plan.timeout)
-
-    def measured(name: str, arm: str) -> None:
-        found = _measured(plan, run_arm, name, arm, device, turn)
-        if "ms" not in found:
-            turn.all_ready.abort()  # the others would wait for it
-        steps[name][arm] = found | {"beside": len(some) - 1}
-
-    with ThreadPoolExecutor(len(some)) as threads:
-        for done in [threads.submit(measured, name, arm) for name, arm in some]:
-            done.result()
-
-
 def _measured(
-    plan: TrainingPlan,
-    run: Callable[..., Figures],
-    name: str,
-    arm: str | tuple[str, ...],
-    device: torch.device,
-    turn: Turn | None = None,
+    plan: TrainingPlan, run: Callable[..., Figures], name: str, arm: str | tuple[str, ...], device: torch.device
 ) -> Figures:
-    more = () if turn is None else (turn,)
-    try:
-        found: Figures = fresh.call(run, name, arm, device, plan.tiny, *more, seconds=plan.timeout)
-    except (TimeoutError, fresh.ProcessFailed) as error:
-        found = {"failed": str(error)}
+    found = answer(run, name, arm, device, plan.tiny, seconds=plan.timeout)
     say(f"{name}, {arm if isinstance(arm, str) else ' and '.join(arm)}: {describe(found)}")
     return found
 

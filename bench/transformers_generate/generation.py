@@ -14,17 +14,17 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from bench.tools import command, compiler, cores, fresh
-from bench.tools.measure import NOT_SPEED, Figures, gpu_busy, say, seconds, synchronize
+from bench.tools import command, compiler, cores
+from bench.tools.measure import Figures, gpu_busy, say, seconds, synchronize
 from bench.tools.options import add_names, count
+from bench.tools.replays import Replays, Served
 from bench.tools.tables import cell, ratio
-from bench.tools.turns import Turn
+from bench.tools.turns import Turn, side_by_side
 from bench.transformers_generate import families, same_tokens
 
 PLAIN, COMPILED = "plain", "static-compiled"
@@ -110,8 +110,11 @@ def run_arm(
     result = generate()
     synchronize(device)
     taken = [time.perf_counter() - started]
+    # Prompts run eagerly; a graph makes every token after the first, or several.
+    replays = Replays(*([] if graphs is None else [graphs]), name=f"{arm} of {name}")
+    later = Served(generate, replays, (plan.tokens - 1) // LAUNCHES.get(arm, 1))
     with turn.timed() if turn else contextlib.nullcontext():
-        taken += [seconds(generate, device) for _ in range(plan.rounds)]
+        taken += [seconds(later, device) for _ in range(plan.rounds)]
         figures: Figures = {
             "first_seconds": taken[0],
             "ms_per_token": statistics.median(taken[1:]) / plan.tokens * 1e3,
@@ -120,14 +123,14 @@ def run_arm(
         }
         if plan.busy:
             with cores.busy_cores() as others:
-                taken = [seconds(generate, device) for _ in range(plan.rounds)]
+                taken = [seconds(later, device) for _ in range(plan.rounds)]
             figures |= {"busy_cores": others, "busy_seconds": taken}
             figures["busy_ms_per_token"] = statistics.median(taken) / plan.tokens * 1e3
     if arm == PLAIN:
         figures |= gpu_busy(lambda: generate(min(plan.tokens, BUSY_TOKENS)), device, calls=1)
     if arm == COMPILED:
         figures["compiled_graphs"] = compiler.compiled_graphs()
-    return figures | ({"report": graphs.report().to_dict()} if graphs is not None else {})
+    return figures | replays.figures() | ({"report": graphs.report().to_dict()} if graphs is not None else {})
 
 
 # Around the processes.
@@ -145,7 +148,7 @@ def _measure_models(plan: GenerationPlan, some: Sequence[str], device: torch.dev
     """Measure models side by side, one arm after the other."""
     say(f"{', '.join(some)}: tokens in float32 ...")
     settings = device, plan.tiny, plan.prompt, plan.compared
-    found = _side_by_side(plan, {name: (same_tokens.compare, name, *settings) for name in some})
+    found = side_by_side({name: (same_tokens.compare, name, *settings) for name in some}, plan.timeout, timed=False)
     for name, agreement in found.items():
         say(f"{name}, {_agreement(agreement)}")
     arms: dict[str, Figures] = {name: {} for name in some}
@@ -162,7 +165,7 @@ def _measure_arm(plan: GenerationPlan, some: Sequence[str], arm: str, device: to
     for _ in range(1 if arm == COMPILED and device.type == "cuda" else plan.processes):
         left = [name for name in some if not any("failed" in run for run in runs[name])]
         calls = {name: (run_arm, plan, name, arm, device, torch.bfloat16) for name in left}
-        for name, run in _side_by_side(plan, calls, timed=True).items():
+        for name, run in side_by_side(calls, plan.timeout).items():
             runs[name].append({key: value for key, value in run.items() if key != "tokens"})
     return {name: _medians(arm, each) for name, each in runs.items()}
 
@@ -174,36 +177,6 @@ def _medians(arm: str, runs: Sequence[Figures]) -> Figures:
         return {"skipped": failed["reason"]} if arm == COMPILED else failed
     numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
     return {key: statistics.median(run[key] for run in runs) for key in numbers} | {"runs": list(runs)}
-
-
-def _side_by_side(
-    plan: GenerationPlan, calls: Mapping[str, tuple[Any, ...]], *, timed: bool = False
-) -> dict[str, Figures]:
-    """Answer calls, a function and its arguments each, by processes at once, which are timed in turn if they time."""
-    if len(calls) < 2:
-        return {name: _answer(plan, *call) for name, call in calls.items()}
-    turn = (Turn.among(len(calls), plan.timeout),) if timed else ()
-
-    def answer(call: tuple[Any, ...]) -> Figures:
-        found = _answer(plan, *call, *turn)
-        if timed and "failed" in found:
-            turn[0].all_ready.abort()  # the others would wait for it
-        return found | ({"beside": len(calls) - 1} if timed else {})
-
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return dict(zip(calls, threads.map(answer, calls.values()), strict=True))
-
-
-def _answer(plan: GenerationPlan, function: Callable[..., Figures], *args: Any) -> Figures:
-    """Call the function in a fresh process; on an error return `failed`, and the `reason` in one line."""
-    try:
-        answer: Figures = fresh.call(function, *args, seconds=plan.timeout)
-    except TimeoutError as error:
-        return {"failed": str(error), "reason": str(error)}
-    except fresh.ProcessFailed as error:
-        say(str(error))
-        return {"failed": str(error), "reason": error.reason}
-    return answer
 
 
 def failures(figures: Figures) -> list[str]:
@@ -224,8 +197,7 @@ def render(figures: Figures) -> str:
     `cores busy` is ms a token with all other cores busy; `x sooner` the compiled first generation's time over that of
     the arm.
     """
-    lines = [] if figures["device"] == "cuda" else [f"{NOT_SPEED} Nothing is compiled."]
-    lines.append("batch {batch}, prompt of {prompt}, {tokens} new tokens".format(**figures["plan"]))
+    lines = ["batch {batch}, prompt of {prompt}, {tokens} new tokens".format(**figures["plan"])]
     if figures["plan"].get("at_once", 1) > 1:
         lines.append("first generations ran beside those of other models, so they took longer than alone")
     columns = (*_COLUMNS, "cores busy") if figures["plan"].get("busy") else _COLUMNS

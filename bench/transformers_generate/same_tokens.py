@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.tools.replays import SOON, Replays
 from bench.transformers_generate import families
 from bench.transformers_generate.families import Batch
-from simplegraph import Reason
 
 ROUNDING = 1e-3  # of the largest logit, in float32
 MAX_ROWS = 4
@@ -31,7 +31,8 @@ def compare(name: str, device: torch.device, tiny: bool, prompt: int, tokens: in
         `same_tokens`, the least number of equal tokens of a row; `rows`; and `parted`, the number of rows that diverge.
 
     Raises:
-        RuntimeError: tokens differ by more than rounding, or graphs were not replayed.
+        RuntimeError: tokens differ by more than rounding.
+        NotReplayed: graphs did not serve every token after the prompts.
     """
     from simplegraph.integrations.transformers import graph_generation
 
@@ -40,10 +41,9 @@ def compare(name: str, device: torch.device, tiny: bool, prompt: int, tokens: in
     expected = [generate(model, batch, tokens) for batch in batches]
     limit = families.FAMILIES[name].max_length
     with graph_generation(model, max_batch_size=MAX_ROWS, max_length=limit) as graphs:
+        replays = Replays(graphs, name=name, expected=SOON)
         found = [generate(model, batch, tokens) for batch in batches]
-        others = set(graphs.stats.eager) - {Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF}
-        if graphs.stats.failures or others or not graphs.stats.replays:
-            raise RuntimeError(f"graphs of {name} did not serve every generation:\n{graphs.report()}")
+        replays.end(len(batches) * (tokens - 1))
         differing = [at for at, batch in enumerate(found) if not torch.equal(batch, expected[at])]
         logits = {at: _logits(model, batches[at], tokens) for at in differing}
     agreed = []

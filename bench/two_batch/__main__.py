@@ -6,17 +6,16 @@ With ranks: ``torchrun --nproc-per-node 2 -m bench.two_batch --tp 2``. On one ra
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import threading
 
 from bench.engine import EngineError
 from bench.models.workload import Workload
 from bench.tools import torchrun
+from bench.tools.command import limited
 from bench.tools.files import OUT, save_figures
 from bench.tools.measure import NOT_SPEED, Figures, few_threads, say
 from bench.tools.options import add_json, add_model, count, numbers, positive
-from bench.tools.tables import grid
+from bench.tools.tables import cell, grid
 from bench.two_batch import steps
 
 MOST_ERROR = {"cuda": 0.1, "cpu": 1e-4}  # of logits, relative; products of other shapes round otherwise in bfloat16
@@ -32,11 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     model = options.model or ("8b" if on_gpu else "tiny")
     batches = options.batches or ((64, 128, 256, 512) if on_gpu else (2, 4))
     prompts = options.prompt_tokens or (2048 if on_gpu else 16)
-    timer = threading.Timer(options.limit, _stop)
-    timer.daemon = True
-    timer.start()
     found: Figures = {"model": model, "tp": shard.size, "steps": [], "auto": [], "not_available": {}}
-    with few_threads(device):
+    with few_threads(device), limited(options.limit):
         workload = Workload(model, (1,), device, lm_head=True, layers=options.layers, shard=shard)
         llama = workload.build()
         for plan in (steps.decode_steps(batches, device), steps.prompt_steps(prompts, device)):
@@ -49,8 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
                 found["not_available"][plan.mode] = str(error)
                 say(f"{plan.mode}: not available: {error}")
             _save(options, found, shard.rank)
-    torchrun.finish()
-    timer.cancel()
+        torchrun.finish()
     if shard.rank == 0:
         print(render(found))
         if not on_gpu:
@@ -75,29 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _stop() -> None:
-    """End the process: a collective that hangs cannot be interrupted. Figures so far are in the file."""
-    say("the time limit is reached")
-    os._exit(124)
-
-
 def render(found: Figures) -> str:
     """Format the steps and the choices as tables."""
     rows = [("requests", "tokens", "whole, ms", "halves, ms", "gain", "error", "same tokens")]
-    for each in found["steps"]:
-        ms = each["ms"]
-        gain, error, equal = f"{each['gain']:+.1%}", f"{each['relative_error']:.1e}", f"{each['tokens_equal']:.0%}"
-        rows.append(
-            (
-                str(each["requests"]),
-                str(each["tokens"]),
-                f"{ms['whole']:.3f}",
-                f"{ms['halves']:.3f}",
-                gain,
-                error,
-                equal,
-            )
-        )
+    forms = {"requests": "d", "tokens": "d", "whole": ".3f", "halves": ".3f", "gain": "+.1%"}
+    forms |= {"relative_error": ".1e", "tokens_equal": ".0%"}
+    rows += [tuple(cell(each | each["ms"], name, form) for name, form in forms.items()) for each in found["steps"]]
     chosen = ", ".join(str(each["tokens"]) for each in found["auto"] if each["chosen"]) or "none"
     on = f"{found['model']} on {found['tp']} rank{'s' * (found['tp'] > 1)}"
     return "\n".join([f"{on}: steps whole and as two micro-batches", grid(rows), f"chosen by auto: {chosen}"])

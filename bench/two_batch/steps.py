@@ -13,9 +13,11 @@ from torch import Tensor
 
 from bench.engine import Engine, EngineConfig
 from bench.engine.scheduler import StepPlan
+from bench.engine.start import drop_graphs, replays_of
 from bench.models.llama import Llama
 from bench.tools import text
 from bench.tools.measure import Figures, in_turn, say
+from bench.tools.replays import Served
 from bench.tools.tables import in_line
 from simplegraph import CudaGraphMode, RankGroup
 
@@ -111,7 +113,9 @@ def measure(llama: Llama, ranks: RankGroup | None, steps: Steps) -> Iterator[Fig
             length = steps.context if query == 1 else query
             arms = {name: DescribedStep(engine, count, query, length) for name, engine in engines.items()}
             whole, halves = (arm.logits().double() for arm in arms.values())
-            calls: dict[str, Callable[[], object]] = {name: arm.run for name, arm in arms.items()}
+            calls: dict[str, Callable[[], object]] = {
+                name: Served(arm.run, replays_of(engines[name], name)) for name, arm in arms.items()
+            }
             if ranks is not None:
                 calls["collectives alone, eagerly"] = _collectives(llama, count * query)
             times = in_turn(calls, engines["whole"].runner.device, rounds=steps.rounds, steps=steps.repeats)
@@ -156,7 +160,7 @@ def _engine(llama: Llama, ranks: RankGroup | None, steps: Steps, overlap: str) -
 
 def _drop(engines: dict[str, Engine]) -> None:
     for engine in engines.values():
-        engine.runner.manager.reset()
+        drop_graphs(engine)
     engines.clear()
     gc.collect()
     if torch.cuda.is_available():

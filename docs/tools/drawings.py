@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.tools.charts import OURS, draw
+from docs.tools.charts import OURS, draw
 from docs.tools.raw import ROOT
 
 FOLDER = ROOT / "docs" / "_static"

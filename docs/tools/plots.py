@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.tools.charts import OURS, bars, dots, draw, log_axis
+from docs.tools.charts import OURS, bars, dots, draw, log_axis
 from docs.tools.raw import ROOT, extra, load, startup
 from docs.tools.tables import FAMILIES, MODEL_ARMS, models
 

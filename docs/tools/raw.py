@@ -18,9 +18,12 @@ def load(name: str) -> Any:
 
 
 def extra(name: str, benchmark: str = "") -> Any:
-    """Return what a benchmark's file holds beside pytest-benchmark's own: of its first one, or of a suite's first."""
-    found = load(name)["benchmarks"]
-    return next(one for one in found if not benchmark or one["name"].partition("[")[0] == benchmark)["extra_info"]
+    """Return a command's figures; older files are pytest-benchmark's, whose first benchmark of a suite holds them."""
+    found = load(name)
+    if "benchmarks" not in found:
+        return found
+    suite = (one for one in found["benchmarks"] if not benchmark or one["name"].partition("[")[0] == benchmark)
+    return next(suite)["extra_info"]
 
 
 def startup(file: str = "h200_startup") -> dict[str, Any]:

@@ -12,8 +12,8 @@ from docs.tools import model_table, optimized, several_gpus
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, extra, load, startup
+from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.batch.dispatch import resolve_mode
-from simplegraph.config import AttentionCGSupport, CudaGraphMode
 
 MIB = 2**20
 PAGES = [
@@ -48,6 +48,7 @@ def _readme() -> str:
     names = {
         "eager": "eager",
         "plain-loop": "a plain loop of `torch.cuda.graph`",
+        "lean-loop": "the leanest loop of bare captures",
         "simplegraph": "**simplegraph**",
         "simplegraph-piecewise": "**simplegraph**, attention left eager",
         "simplegraph-fused": "**simplegraph**, layers with fused kernels",
@@ -60,7 +61,7 @@ def _readme() -> str:
         head,
         (
             [text, f"{run['seconds']['ready']:.2f} s", *(f"{ms} ms" for ms in step_cells(run, ("1", "64")))]
-            for run, text in ((runs[name], text) for name, text in names.items())
+            for run, text in ((runs[name], text) for name, text in names.items() if name in runs)
         ),
     )
 
@@ -273,8 +274,10 @@ def _spec() -> str:
 
 def _host() -> str:
     rows = []
-    benchmarks = load("h200_host_overhead")["benchmarks"]
-    by_sizes = {one["params"]["sizes"]: one["extra_info"]["microseconds"] for one in benchmarks}
+    found = load("h200_host_overhead")
+    by_sizes = found.get("medians_us") or {
+        one["params"]["sizes"]: one["extra_info"]["microseconds"] for one in found["benchmarks"]
+    }
     for sizes, us in by_sizes.items():
         cells = [us["bare"], us["in place above bare"], us["copied above bare"]]
         rows.append([f"{sizes} captured", *(f"{cell:.1f}" for cell in cells)])

@@ -14,8 +14,8 @@ from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.layers import LayerBackend, check_layer, current_backend
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
-from simplegraph.errors import ConfigError, InputError
-from simplegraph.graph.breaks.marks import eager_break
+from simplegraph.base.errors import ConfigError, InputError
+from simplegraph.program.breaks.marks import eager_break
 
 
 class Scores(TypedDict, total=False):

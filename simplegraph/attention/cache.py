@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.attention.metadata.bounds import check_counts
-from simplegraph.errors import ConfigError, InputError
+from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.fused.choice import triton_runs
 
 

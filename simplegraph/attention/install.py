@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from simplegraph.errors import ConfigError
+from simplegraph.base.errors import ConfigError
 
 PACKAGE = "vllm_flash_attn"
 _FOLDER = f"vllm/{PACKAGE}/"

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from simplegraph.attention.metadata.batch_state import BatchState, CommonMetadata
+from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.base.errors import ConfigError, InputError, ReplayError
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import ConfigError, InputError, ReplayError
-from simplegraph.graph.device import GraphDevice
+from simplegraph.device.protocol import GraphDevice
 from simplegraph.manager.hooks import GraphHooks
 
 

@@ -16,10 +16,10 @@ from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.kernels.reference import reference_attention
 from simplegraph.attention.layers import BackendGroup, attending
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
+from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.base.errors import ConfigError, VerificationError
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import ConfigError, VerificationError
 from simplegraph.manager.manager import CudaGraphManager
 
 LAYERS = 2

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 
-from simplegraph.errors import CaptureSizeError, InputError
+from simplegraph.base.errors import CaptureSizeError, InputError
 
 
 @functools.total_ordering

@@ -8,11 +8,11 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
+from simplegraph.base.errors import ConfigError
+from simplegraph.base.reasons import Reason
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.sizes import DEFAULT_LARGEST, PaddingMap, mixed_sizes, uniform_decode_sizes
-from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
-from simplegraph.errors import ConfigError
-from simplegraph.reasons import Reason
 
 logger = logging.getLogger("simplegraph")
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from simplegraph.config import CudaGraphConfig
-from simplegraph.errors import CaptureSizeError, ConfigError
+from simplegraph.base.config import CudaGraphConfig
+from simplegraph.base.errors import CaptureSizeError, ConfigError
 
 DEFAULT_LARGEST = 512
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from simplegraph.config import CudaGraphMode
+from simplegraph.base.config import CudaGraphMode
+from simplegraph.base.errors import ConfigError, RankError
 from simplegraph.distributed.rendezvous import require_group
-from simplegraph.errors import ConfigError, RankError
 
 _ORDER = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from simplegraph.base.errors import ConfigError, RankError, ReplayError
+from simplegraph.base.stopwatch import Stopwatch
+from simplegraph.device.protocol import GraphDevice
 from simplegraph.distributed.rendezvous import Rendezvous, require_group
-from simplegraph.errors import ConfigError, RankError, ReplayError
-from simplegraph.graph.device import GraphDevice
-from simplegraph.graph.stopwatch import Stopwatch
 
 _made: collections.Counter[str] = collections.Counter()  # RankGroups of each group, so that all ranks number them alike
 

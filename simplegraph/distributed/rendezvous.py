@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from simplegraph.errors import ConfigError, RankError
+from simplegraph.base.errors import ConfigError, RankError
 
 logger = logging.getLogger("simplegraph")
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from simplegraph.fused.torch_operators import DTYPES, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
-from simplegraph.graph.cuda.first_use import without_collections
-from simplegraph.graph.cuda.triton_start import (
+from simplegraph.device.cuda.first_use import without_collections
+from simplegraph.device.cuda.triton_start import (
     build_driver,
     import_triton,
     launchers_start,
     read_compiler,
     triton_starts,
 )
+from simplegraph.fused.torch_operators import DTYPES, Adapted, Grouped, KernelTrial, Operators, RotaryWrite
 
 _log = logging.getLogger("simplegraph")
 

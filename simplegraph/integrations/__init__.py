@@ -10,7 +10,7 @@ import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
-from simplegraph.graph.extras import Notes, StateKey, capture_contexts, runner_kinds, state_keys
+from simplegraph.base.extras import Notes, StateKey, capture_contexts, runner_kinds, state_keys
 
 
 def register() -> None:

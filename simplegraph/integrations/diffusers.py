@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from simplegraph.errors import ConfigError
-from simplegraph.module.graphed_parts import GraphedParts, PartsReport
-from simplegraph.module.mixin import CudaGraphWrapper, graph_pool, wrap
+from simplegraph.base.errors import ConfigError
+from simplegraph.serve.graphed_parts import GraphedParts, PartsReport
+from simplegraph.serve.mixin import CudaGraphWrapper, graph_pool, wrap
 
 __all__ = ["GraphedPipeline", "PipelineReport", "graph_pipeline"]
 

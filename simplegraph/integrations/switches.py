@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from simplegraph.nested import ById
+from simplegraph.base.nested import ById
 
 # By the package that a class, or one that it is derived from, comes from. Absent ones count as None.
 _SWITCHES: dict[str, tuple[str, ...]] = {

@@ -14,27 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import CaptureError, EscapeError, InputError
-from simplegraph.graph.breaks.active import breaking_operators, recording_breaks
-from simplegraph.graph.breaks.step import BreakTrace
-from simplegraph.graph.breaks.trace import BreakTracer
-from simplegraph.graph.device import refuse_inside_capture
-from simplegraph.graph.escapes import PythonState, take_back
-from simplegraph.graph.extras import entered
-from simplegraph.graph.failures import capture_error, release_locals
-from simplegraph.graph.host.capture import HostCapture
-from simplegraph.graph.host.warmup import HostWarmup
-from simplegraph.graph.modes import autocast_cache_off
-from simplegraph.graph.observe import MemoryObserver, observed_tensors
-from simplegraph.graph.program import Program
-from simplegraph.graph.session import CaptureSession
-from simplegraph.graph.stopwatch import Stopwatch
-from simplegraph.graph.tensors import wait_collectives
+from simplegraph.base.break_operators import breaking_operators, recording_breaks
+from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.base.errors import CaptureError, EscapeError, InputError
+from simplegraph.base.extras import entered
+from simplegraph.base.failures import capture_error, release_locals
+from simplegraph.base.modes import autocast_cache_off
+from simplegraph.base.nested import WithheldError
+from simplegraph.base.stopwatch import Stopwatch
+from simplegraph.base.tensors import wait_collectives
+from simplegraph.device.protocol import refuse_inside_capture
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.progress import CaptureBar, capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable, on_all_ranks
-from simplegraph.nested import WithheldError
+from simplegraph.program.breaks.step import BreakTrace
+from simplegraph.program.breaks.trace import BreakTracer
+from simplegraph.program.escapes import PythonState, take_back
+from simplegraph.program.host.capture import HostCapture
+from simplegraph.program.host.warmup import HostWarmup
+from simplegraph.program.observe import MemoryObserver, observed_tensors
+from simplegraph.program.program import Program
+from simplegraph.program.session import CaptureSession
 
 logger = logging.getLogger("simplegraph")
 

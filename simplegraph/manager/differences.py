@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.nested import constant_key
+from simplegraph.base.nested import constant_key
 
 Tolerance = Mapping[torch.dtype, float]
 

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+from simplegraph.base.config import CudaGraphMode
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.config import CudaGraphMode
 
 GraphKind = tuple[CudaGraphMode, BatchDescriptor]
 # Of each mode and kind of batch. Free memory changes in steps of 2 MiB, which more graphs share.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.config import AttentionCGSupport, CudaGraphMode
 
 
 class GraphHooks:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from simplegraph.base.config import CudaGraphMode
+from simplegraph.base.errors import CaptureError, HostError, InputError
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.config import CudaGraphMode
-from simplegraph.errors import CaptureError, HostError, InputError
 
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]
 Key = Hashable

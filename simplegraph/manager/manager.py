@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
+from simplegraph.base.errors import ConfigError, ReplayError
+from simplegraph.base.reasons import Reason
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher
-from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
+from simplegraph.device.protocol import GraphDevice, GraphPool
+from simplegraph.device.select import graph_device
 from simplegraph.distributed import Consensus, RankGroup, ShapeConsensus, SingleRank, Vote
-from simplegraph.errors import ConfigError, ReplayError
-from simplegraph.graph.device import GraphDevice, GraphPool
-from simplegraph.graph.escapes import PythonState
-from simplegraph.graph.program import Program
-from simplegraph.graph.select import graph_device
 from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.estimate import MemoryEstimate, estimated, graphs_to_measure
 from simplegraph.manager.hooks import GraphHooks, settings_of
@@ -36,7 +35,8 @@ from simplegraph.manager.settings import CudaGraphSettings, Unpack
 from simplegraph.manager.stats import GraphStats
 from simplegraph.manager.table import CapturedGraph, ProgramTable
 from simplegraph.manager.touched import inspect_graphs
-from simplegraph.reasons import Reason
+from simplegraph.program.escapes import PythonState
+from simplegraph.program.program import Program
 
 
 @dataclasses.dataclass(eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from simplegraph.graph.device import GraphDevice
+from simplegraph.device.protocol import GraphDevice
 
 
 class CaptureBar:

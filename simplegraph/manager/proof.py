@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.errors import InputError, VerificationError
-from simplegraph.graph.breaks.active import breaking_operators, recording_breaks
-from simplegraph.graph.breaks.playback import BreakTape, played
-from simplegraph.graph.device import CAPTURE_LOCK
-from simplegraph.graph.extras import entered
-from simplegraph.graph.generators import default_generator, drew, put_random_states, random_states
-from simplegraph.graph.memory import SavedMemory, copy_limit
-from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.program import Program
-from simplegraph.graph.tensors import wait_collectives
+from simplegraph.base.break_operators import breaking_operators, recording_breaks
+from simplegraph.base.errors import InputError, VerificationError
+from simplegraph.base.extras import entered
+from simplegraph.base.nested import flatten
+from simplegraph.base.reasons import Reason
+from simplegraph.base.tensors import wait_collectives
+from simplegraph.device.generators import default_generator, drew, put_random_states, random_states
+from simplegraph.device.memory import SavedMemory, copy_limit
+from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.differences import EXACT, OTHER_SIZE, by_least_precise, cloned, difference, first_difference
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.nested import flatten
-from simplegraph.reasons import Reason
+from simplegraph.program.breaks.playback import BreakTape, played
+from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.program import Program
 
 
 class Effects(NamedTuple):
@@ -159,7 +159,7 @@ class ReplayProof:
         if self.draws:
             put_random_states(self._generators, self._random)
 
-    def effects(self, outputs: Sequence[Any], inputs: Sequence[Tensor]) -> Effects:
+    def effects(self, outputs: Sequence[Any], inputs: Sequence[Tensor] = ()) -> Effects:
         """Copy the effects of the run that just ended."""
         memory = self._memory
         return Effects(cloned(outputs), memory.seen_in(memory.copy(), memory.tensors), cloned(inputs))

@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from simplegraph.graph.inventory import KnownMemory
-from simplegraph.graph.kernels import report_lines
+from simplegraph.base.reasons import DOCUMENTATION
+from simplegraph.device.inventory import KnownMemory
+from simplegraph.device.kernels import report_lines
 from simplegraph.manager.jobs import headline, merged_failures
 from simplegraph.manager.stats import GraphCounters, GraphStats
-from simplegraph.reasons import DOCUMENTATION
 
 _TOTALS = ("captures", "capture_seconds", "graph_bytes", "replays", "padded_tokens", "recaptures", "flushes")
 _COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")

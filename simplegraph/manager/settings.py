@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from simplegraph.config import BatchDim, CudaGraphMode, PadRule
+from simplegraph.base.config import BatchDim, CudaGraphMode, PadRule
 
 if sys.version_info >= (3, 11):
     from typing import Unpack as Unpack

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from simplegraph.graph.inventory import Inventory
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
+from simplegraph.device.inventory import Inventory
 
 logger = logging.getLogger("simplegraph")
 

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
+from simplegraph.base.constants import FrozenConstants
+from simplegraph.base.context import bypassed
+from simplegraph.base.errors import CaptureError
+from simplegraph.base.failures import release_frames
+from simplegraph.base.reasons import Reason
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
-from simplegraph.context import bypassed
+from simplegraph.device.inventory import KnownMemory
+from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.distributed.ranks import RankGroup, SingleRank
-from simplegraph.errors import CaptureError
-from simplegraph.graph.breaks.step import BreakTrace
-from simplegraph.graph.device import GraphDevice, GraphPool
-from simplegraph.graph.failures import release_frames
-from simplegraph.graph.host.constants import FrozenConstants
-from simplegraph.graph.inventory import KnownMemory
-from simplegraph.graph.program import Program
 from simplegraph.manager.hooks import GraphHooks
 from simplegraph.manager.jobs import CaptureJob, Key, joined_labels, merged_failures, origin
 from simplegraph.manager.stats import GraphCounters, GraphStats
-from simplegraph.reasons import Reason
+from simplegraph.program.breaks.step import BreakTrace
+from simplegraph.program.program import Program
 
 logger = logging.getLogger("simplegraph")
 OTHERS_TOO = "so will other sizes that this stops, see the report"  # where these were not tried

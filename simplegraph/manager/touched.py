@@ -19,16 +19,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from simplegraph.errors import CaptureError, StaleGraphError
-from simplegraph.graph.device import CAPTURE_LOCK
-from simplegraph.graph.escapes import PythonState
-from simplegraph.graph.failures import BREAK
-from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, Touch
-from simplegraph.graph.kernels import launched_by_torch, readable
-from simplegraph.graph.observe import MemoryObserver, observed_tensors
+from simplegraph.base.errors import CaptureError, StaleGraphError
+from simplegraph.base.failures import BREAK
+from simplegraph.base.reasons import DOCUMENTATION
+from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.device.kernels import launched_by_torch, readable
+from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.table import OTHERS_TOO, CapturedGraph, ProgramTable, on_all_ranks
-from simplegraph.reasons import DOCUMENTATION
+from simplegraph.program.escapes import PythonState
+from simplegraph.program.observe import MemoryObserver, observed_tensors
 
 logger = logging.getLogger("simplegraph")
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.errors import InputError
+from simplegraph.base.errors import InputError
 
 
 class Accepted(NamedTuple):

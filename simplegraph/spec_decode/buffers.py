@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from simplegraph.errors import ConfigError, InputError
+from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.spec_decode.model import DraftModel
 
 

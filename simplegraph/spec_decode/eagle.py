@@ -26,15 +26,15 @@ from torch import Tensor
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.layers import attending
 from simplegraph.attention.metadata.reading import Ints
+from simplegraph.base.config import CudaGraphMode
+from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.batch.sizes import default_sizes
-from simplegraph.config import CudaGraphMode
-from simplegraph.errors import ConfigError, InputError
-from simplegraph.graph.breaks.marks import eager_break
-from simplegraph.graph.device import GraphPool
+from simplegraph.device.protocol import GraphPool
 from simplegraph.manager.jobs import CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.program.breaks.marks import eager_break
 from simplegraph.spec_decode.advance import follow, upcoming
 from simplegraph.spec_decode.buffers import DraftBuffers, Proposals, at_least_one
 from simplegraph.spec_decode.model import DraftModel

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.device import GraphDevice
+from simplegraph.device.protocol import GraphDevice
 
 
 class _InBackward(torch.autograd.Function):

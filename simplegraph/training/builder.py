@@ -9,29 +9,29 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from simplegraph.context import bypassed
-from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice
-from simplegraph.graph.escapes import KEPT_REMEDY, kept_by
-from simplegraph.graph.generators import drew, random_states
-from simplegraph.graph.host.warmup import HostWarmup
-from simplegraph.graph.memory import copy_limit
-from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.tensors import storage_key, wait_collectives
+from simplegraph.base.context import bypassed
+from simplegraph.base.nested import TreeSpec, flatten
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import storage_key, wait_collectives
+from simplegraph.call.arguments import invoke_watched
+from simplegraph.call.call import Call
+from simplegraph.call.inputs import InputSet
+from simplegraph.call.memory import ModuleMemory
+from simplegraph.call.outside import MemoryInUse
+from simplegraph.call.plan import Plan
+from simplegraph.call.signature import CallReader
+from simplegraph.device.generators import drew, random_states
+from simplegraph.device.memory import copy_limit
+from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice
+from simplegraph.guard.effects import ModuleState
+from simplegraph.guard.guards import CapturedState
+from simplegraph.guard.snapshot import has_address, tensors_in
+from simplegraph.guard.survey import Survey
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.touched import inspect_graphs
-from simplegraph.module.arguments import invoke_watched
-from simplegraph.module.call import Call
-from simplegraph.module.effects import ModuleState
-from simplegraph.module.inputs import InputSet
-from simplegraph.module.memory import ModuleMemory
-from simplegraph.module.outside import MemoryInUse
-from simplegraph.module.plan import Plan
-from simplegraph.module.signature import CallReader
-from simplegraph.module.snapshot import has_address, tensors_in
-from simplegraph.module.state import CapturedState
-from simplegraph.module.survey import Survey
-from simplegraph.nested import TreeSpec, flatten
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.program.escapes import KEPT_REMEDY, kept_by
+from simplegraph.program.host.warmup import HostWarmup
+from simplegraph.program.observe import MemoryObserver
 from simplegraph.training.backwards import set_up_backwards
 from simplegraph.training.leaves import HookWatch, Leaves, replicas_refused
 from simplegraph.training.lessons import Lessons

@@ -12,23 +12,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
+from simplegraph.base.errors import StaleGraphError
+from simplegraph.base.modes import autocast_dtype
+from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch
-from simplegraph.config import CudaGraphConfig, CudaGraphMode
-from simplegraph.errors import StaleGraphError
-from simplegraph.graph.modes import autocast_dtype
-from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.module.call import Binding, Call, CallLayout, invoke
-from simplegraph.module.known import KnownCalls
-from simplegraph.module.replay import MISS, same_around
-from simplegraph.module.signature import CallReader, device_of
-from simplegraph.module.state import any_requires_grad
-from simplegraph.module.torch_state import (
+from simplegraph.call.call import Binding, Call, CallLayout, invoke
+from simplegraph.call.known import KnownCalls
+from simplegraph.call.signature import CallReader, device_of
+from simplegraph.guard.guards import any_requires_grad
+from simplegraph.guard.torch_state import (
     GLOBAL_BACKWARD_HOOKS,
     GLOBAL_BACKWARD_PRE_HOOKS,
     hindrance,
 )
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.serve.replay import MISS, same_around
 from simplegraph.training.builder import PairBuilder
 from simplegraph.training.handed import HandingOut
 from simplegraph.training.leaves import refuse_hooks, requires_grad, saved_tensors_hooks

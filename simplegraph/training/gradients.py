@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.errors import CaptureError
-from simplegraph.graph.modes import outside_modes
-from simplegraph.graph.tensors import storage_key
+from simplegraph.base.errors import CaptureError
+from simplegraph.base.modes import outside_modes
+from simplegraph.base.tensors import storage_key
 
 _grad = operator.attrgetter("grad")
 _requires_grad = operator.attrgetter("requires_grad")

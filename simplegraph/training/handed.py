@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from simplegraph.graph.modes import outside_modes
+from simplegraph.base.modes import outside_modes
 
 # Private to torch; where it is absent, all gradients are copied.
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", lambda _: -1)

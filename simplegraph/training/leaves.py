@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from simplegraph.module.args import PLAIN_TENSORS
-from simplegraph.module.survey import Survey
-from simplegraph.module.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.call.args import PLAIN_TENSORS
+from simplegraph.guard.survey import Survey
+from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.training.hooks import calls_noted
 
 requires_grad = operator.attrgetter("requires_grad")

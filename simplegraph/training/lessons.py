@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from simplegraph.graph.modes import ANY_AUTOCAST, autocast_dtype
+from simplegraph.base.modes import ANY_AUTOCAST, autocast_dtype
 
 
 class OutputLook(NamedTuple):

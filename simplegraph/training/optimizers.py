@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from simplegraph.errors import ConfigError
-from simplegraph.graph.modes import outside_modes
-from simplegraph.graph.tensors import is_wrapper
-from simplegraph.module.reach import Attributes, CodePlace
+from simplegraph.base.errors import ConfigError
+from simplegraph.base.modes import outside_modes
+from simplegraph.base.tensors import is_wrapper
+from simplegraph.guard.reach import Attributes, CodePlace
 from simplegraph.training.hooks import calls_noted
 
 logger = logging.getLogger("simplegraph")

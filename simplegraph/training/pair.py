@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.errors import ReplayError
-from simplegraph.graph.tensors import storage_key
+from simplegraph.base.errors import ReplayError
+from simplegraph.base.nested import LEAF, TreeSpec
+from simplegraph.base.reasons import CannotBind
+from simplegraph.base.tensors import storage_key
+from simplegraph.call.plan import NOTHING, Copies, Plan, check_places
 from simplegraph.manager.jobs import CaptureJob
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.module.plan import NOTHING, Copies, Plan, check_places
-from simplegraph.nested import LEAF, TreeSpec
-from simplegraph.reasons import CannotBind
 from simplegraph.training.handed import GraphGradients, HandedOut, HandingOut, alone_in_memory
 from simplegraph.training.leaves import requires_grad
 from simplegraph.training.lessons import Lessons, keeps_graph

@@ -7,9 +7,9 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from simplegraph.call.call import Call
+from simplegraph.call.plan import Copies, Plan
 from simplegraph.manager.table import CapturedGraph, ProgramTable
-from simplegraph.module.call import Call
-from simplegraph.module.plan import Copies, Plan
 from simplegraph.training.gradients import KEPT
 
 

@@ -11,20 +11,20 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from simplegraph.context import bypassed
-from simplegraph.errors import VerificationError
-from simplegraph.graph.device import CAPTURE_LOCK
-from simplegraph.graph.generators import put_random_states, random_states
-from simplegraph.graph.memory import SavedMemory
-from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.tensors import wait_collectives
+from simplegraph.base.context import bypassed
+from simplegraph.base.errors import VerificationError
+from simplegraph.base.nested import flatten
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import wait_collectives
+from simplegraph.call.call import Call, invoke
+from simplegraph.call.memory import ModuleMemory
+from simplegraph.call.plan import NOTHING
+from simplegraph.device.generators import put_random_states, random_states
+from simplegraph.device.memory import SavedMemory
+from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.manager.proof import Effects, ReplayProof
 from simplegraph.manager.table import CapturedGraph
-from simplegraph.module.call import Call, invoke
-from simplegraph.module.memory import ModuleMemory
-from simplegraph.module.plan import NOTHING
-from simplegraph.nested import flatten
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.program.observe import MemoryObserver
 from simplegraph.training.leaves import Leaves, StandIns
 from simplegraph.training.lessons import Lessons, keeps_graph
 from simplegraph.training.pair import GraphPair, Ticket

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from simplegraph.graph.places import ABSENT
+from simplegraph.program.places import ABSENT
 
 _SCALER_STATES = "_per_optimizer_states"
 _OWN = frozenset({_SCALER_STATES, "_opt_called"})  # changed by every step, and of no consequence

@@ -12,18 +12,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from simplegraph.context import bypassed
-from simplegraph.errors import HostError
-from simplegraph.graph.modes import autocast_cache
-from simplegraph.graph.tensors import storage_key, wait_collectives
+from simplegraph.base.context import bypassed
+from simplegraph.base.errors import HostError
+from simplegraph.base.modes import autocast_cache
+from simplegraph.base.nested import TreeSpec, flatten
+from simplegraph.base.reasons import Reason
+from simplegraph.base.tensors import storage_key, wait_collectives
+from simplegraph.call.arguments import invoke_watched
+from simplegraph.call.call import Call
+from simplegraph.call.inputs import InputSet
+from simplegraph.call.memory import held_generators
+from simplegraph.call.signature import CallReader
 from simplegraph.manager.jobs import CaptureJob
-from simplegraph.module.arguments import invoke_watched
-from simplegraph.module.call import Call
-from simplegraph.module.inputs import InputSet
-from simplegraph.module.memory import held_generators
-from simplegraph.module.signature import CallReader
-from simplegraph.nested import TreeSpec, flatten
-from simplegraph.reasons import Reason
 from simplegraph.training.leaves import Leaves, StandIns, leaves_reached
 from simplegraph.training.lessons import Lessons, OutputLook
 

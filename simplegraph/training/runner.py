@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from simplegraph.config import CudaGraphConfig, CudaGraphMode
-from simplegraph.context import CALLS
+from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
+from simplegraph.base.context import CALLS
+from simplegraph.base.errors import ConfigError
+from simplegraph.base.reasons import CannotBind
+from simplegraph.device.protocol import GraphPool
 from simplegraph.distributed.ranks import RankGroup
-from simplegraph.errors import ConfigError
-from simplegraph.graph.device import GraphPool
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.report import GraphReport
-from simplegraph.module.replay import MISS
-from simplegraph.module.runner import GraphRunner
-from simplegraph.reasons import CannotBind
+from simplegraph.serve.replay import MISS
+from simplegraph.serve.runner import GraphRunner
 from simplegraph.training.calls import TrainingCalls
 
 _grad_enabled = torch.is_grad_enabled  # looked up once

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.nested import flatten
+from simplegraph.base.nested import flatten
 
 _new_stream: Callable[[torch.device], torch.cuda.Stream] = (
     torch.cuda.Stream

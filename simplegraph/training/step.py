@@ -14,21 +14,21 @@ from torch import Tensor, nn, optim
 from torch.optim import optimizer as _optimizer
 from torch.utils.hooks import RemovableHandle
 
-from simplegraph.config import CudaGraphConfig
-from simplegraph.context import CALLS
-from simplegraph.errors import CaptureError, ConfigError, InputError
-from simplegraph.graph.modes import autocast_cache
-from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.select import graph_device
-from simplegraph.graph.writes import after_step, tell_written
+from simplegraph.base.config import CudaGraphConfig
+from simplegraph.base.context import CALLS
+from simplegraph.base.errors import CaptureError, ConfigError, InputError
+from simplegraph.base.modes import autocast_cache
+from simplegraph.base.nested import ATOMS, flatten
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.writes import after_step, tell_written
+from simplegraph.device.select import graph_device
+from simplegraph.guard.functions import FunctionModule, GraphedFunction, P, R, check_function, fill
+from simplegraph.guard.reach import CodePlace
+from simplegraph.guard.survey import device_of_state
+from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
-from simplegraph.module.functions import FunctionModule, GraphedFunction, P, R, check_function, fill
-from simplegraph.module.mixin import wrap
-from simplegraph.module.reach import CodePlace
-from simplegraph.module.survey import device_of_state
-from simplegraph.module.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
-from simplegraph.nested import ATOMS, flatten
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.program.observe import MemoryObserver
+from simplegraph.serve.mixin import wrap
 from simplegraph.training.backwards import set_up_backwards
 from simplegraph.training.gradients import Gradients, gradient_hooks
 from simplegraph.training.leaves import leaves_reached, replicas_refused

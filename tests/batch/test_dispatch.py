@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
+from simplegraph.base.errors import CaptureSizeError, ConfigError, InputError
+from simplegraph.base.reasons import Reason
 from simplegraph.batch import dispatch as dispatch_module
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher, resolve_mode
 from simplegraph.batch.sizes import default_sizes
-from simplegraph.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
-from simplegraph.errors import CaptureSizeError, ConfigError, InputError
-from simplegraph.reasons import Reason
 
 NONE, PIECEWISE, FULL = CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL
 

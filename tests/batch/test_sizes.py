@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplegraph.base.config import CudaGraphConfig
+from simplegraph.base.errors import CaptureSizeError, ConfigError, SimpleGraphError
 from simplegraph.batch.sizes import PaddingMap, default_sizes, mixed_sizes, plan_sizes, uniform_decode_sizes
-from simplegraph.config import CudaGraphConfig
-from simplegraph.errors import CaptureSizeError, ConfigError, SimpleGraphError
 
 ROOT = pathlib.Path(__file__).parents[2]
 sizes_strategy = st.sets(st.integers(1, 300), min_size=1, max_size=20)
 
 
-@pytest.mark.parametrize("module", ["batch.sizes", "batch.dispatch", "config"])
+@pytest.mark.parametrize("module", ["batch.sizes", "batch.dispatch", "base.config"])
 def test_deciding_what_runs_needs_no_torch(module):
     code = f"import sys, simplegraph.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

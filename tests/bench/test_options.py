@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from bench.tools import environment
-from bench.tools.options import from_environment, names
+from bench.tools.options import names
 
 pytest.importorskip("transformers", minversion="5.0")
 
 STARTUP = "bench.startup.__main__"
 SHAPES = "expected 70b, 8b, tiny, or a folder with a config.json"
 REFUSED = [
-    (STARTUP, "--arms eager,foo", "'foo' is none of eager, eager-dtensor, plain-loop, simplegraph, "),
+    (STARTUP, "--arms eager,foo", "'foo' is none of eager, eager-dtensor, plain-loop, lean-loop, simplegraph, "),
     (STARTUP, "--sizes a", "'a' is no whole number of at least 1; expected numbers separated by commas, such as 1,2,4"),
     (STARTUP, "--sizes 1,0", "'0' is no whole number of at least 1"),
     (STARTUP, "--model nope", f"'nope' is no model; {SHAPES}"),
@@ -27,7 +23,9 @@ REFUSED = [
     (STARTUP, "--device tpu", "'tpu' is none of cuda, cpu"),
     ("bench.startup.first_token", "--arms foo", "'foo' is none of eager, simplegraph, simplegraph-fused, compiled"),
     ("bench.startup.first_token", "--model nope", SHAPES),
-    ("bench.host_overhead.__main__", "--sizes a", "'a' is no whole number of at least 1"),
+    ("bench.host_overhead.__main__", "--rounds a", "'a' is no whole number of at least 1"),
+    ("bench.serve.decode_steps", "--launches a", "'a' is no whole number of at least 1"),
+    ("bench.serve.attention_steps", "--backends a", "'a' is none of triton, fa3, flashinfer, sdpa"),
     ("bench.host_overhead.consensus", "--sizes a", "'a' is no whole number of at least 1"),
     ("bench.piecewise.breaks", "--model nope", SHAPES),
     ("bench.piecewise.breaks", "--mixed-sizes 8,", "'' is no whole number of at least 1"),
@@ -57,8 +55,6 @@ REFUSED = [
     ("bench.spec_decode.__main__", "--k 0", "'0' is no whole number of at least 1"),
     ("bench.accuracy.__main__", "--model tiny", "'tiny' is no model; expected trained, or a folder with a config.json"),
     ("bench.accuracy.__main__", "--ways foo", "'foo' is none of eager, piecewise, full, speculation-eager, "),
-    ("bench.generate", "--model nope --prompt 1", SHAPES),
-    ("bench.generate", "--model tiny --prompt 1 --mode FUL", "invalid choice: 'FUL'"),
 ]
 
 
@@ -66,7 +62,7 @@ REFUSED = [
 def test_what_is_not_valid_is_refused_with_what_is(
     module: str, line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written = [] if module == "bench.generate" else ["--json", str(tmp_path / "figures.json")]
+    written = ["--json", str(tmp_path / "figures.json")]
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(module).main([*line.split(" "), *written])
     told = capsys.readouterr()
@@ -78,17 +74,3 @@ def test_what_is_not_valid_is_refused_with_what_is(
 def test_a_name_with_a_comma_is_written_with_dashes() -> None:
     read = names(["no speculation", "target full, draft eager"])
     assert read("target-full-draft-eager, no-speculation") == ("target full, draft eager", "no speculation")
-
-
-def test_a_name_from_the_environment_is_refused_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BENCH_MODELS", "unet,nope")
-    with pytest.raises(ValueError, match="BENCH_MODELS: 'nope' is none of unet, convnet"):
-        from_environment("BENCH_MODELS", names(["unet", "convnet"]))
-
-
-def test_pytest_refuses_an_arm_that_is_none() -> None:
-    pytest.importorskip("pytest_benchmark")
-    line = [sys.executable, "-m", "pytest", "bench/startup/test_startup.py", "--startup-arms", "foo"]
-    done = subprocess.run(line, cwd=environment.ROOT, env=os.environ, capture_output=True, text=True)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "'foo' is none of eager" in done.stderr

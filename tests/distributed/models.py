@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph.select import graph_device
+from simplegraph.device.select import graph_device
 
 WAIT = 1.5  # seconds that ranks wait for each other, where one never comes
 BOUND = 15.0  # seconds within which every rank must have its error then

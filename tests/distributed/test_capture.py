@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 
 import simplegraph as sg
-from simplegraph.graph.select import graph_device
+from simplegraph.device.select import graph_device
 from tests.distributed.launch import run_ranks, values
 from tests.distributed.models import SIZES, InPlace, batch, expected, timed_error, whole_mlp
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import simplegraph as sg
-from simplegraph.module import proof
+from simplegraph.serve import proof
 from tests.distributed.launch import run_ranks, values
 from tests.distributed.models import SIZES, InPlace, batch, expected
 

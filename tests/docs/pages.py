@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from docs.tools.notebook import as_markdown
-from simplegraph.reasons import DOCUMENTATION
+from simplegraph.base.reasons import DOCUMENTATION
 
 ROOT = Path(__file__).parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"

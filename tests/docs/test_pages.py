@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import simplegraph as sg
-from simplegraph import errors
-from simplegraph.reasons import Reason
+from simplegraph.base import errors
+from simplegraph.base.reasons import Reason
 from tests.docs.pages import (
     DOCS,
     PAGES,

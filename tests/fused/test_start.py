@@ -15,10 +15,10 @@ import torch
 from stand_ins import TRIALS, Device, Kernels, move_to_devices, stand_in_kernels
 from torch import Tensor
 
+from simplegraph.device.cuda import triton_start
 from simplegraph.fused import choice
 from simplegraph.fused.choice import operators_for
 from simplegraph.fused.torch_operators import KernelTrial
-from simplegraph.graph.cuda import triton_start
 
 
 @pytest.fixture(autouse=True)

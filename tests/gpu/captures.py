@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.cuda.device import CudaDevice, CudaSegment
-from simplegraph.graph.device import GraphPool
+from simplegraph.device.cuda.device import CudaDevice, CudaSegment
+from simplegraph.device.protocol import GraphPool
 
 MIB = 1 << 20
 

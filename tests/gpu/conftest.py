@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.graph.cuda.device import CudaDevice, cuda_device
-from simplegraph.graph.device import GraphPool
+from simplegraph.device.cuda.device import CudaDevice, cuda_device
+from simplegraph.device.protocol import GraphPool
 
 _KEPT = 2**30  # bytes, of each of several workers on one GPU
 

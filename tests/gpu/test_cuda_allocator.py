@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph.cuda.device import CudaDevice
-from simplegraph.graph.device import GraphPool
+from simplegraph.device.cuda.device import CudaDevice
+from simplegraph.device.protocol import GraphPool
 from tests.gpu.captures import MIB, capture
 
 pytestmark = pytest.mark.usefixtures("device_works")

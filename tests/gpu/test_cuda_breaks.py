@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph.cuda import device as cuda
+from simplegraph.device.cuda import device as cuda
 
 MIB = 1 << 20
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.nested import flatten
-from simplegraph.reasons import Reason
+from simplegraph.base.nested import flatten
+from simplegraph.base.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("device_left_alone")
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simplegraph.graph.cuda.device import CudaDevice
-from simplegraph.graph.device import GraphPool
-from simplegraph.graph.session import CaptureSession
+from simplegraph.device.cuda.device import CudaDevice
+from simplegraph.device.protocol import GraphPool
+from simplegraph.program.session import CaptureSession
 from tests.gpu.captures import MIB, capture, read_item
 
 pytestmark = pytest.mark.usefixtures("device_left_alone")

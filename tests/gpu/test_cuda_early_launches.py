@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from simplegraph.device.cuda.driver import cuda_driver
 from simplegraph.fused.choice import chosen_operators
 from simplegraph.fused.torch_operators import Operators
-from simplegraph.graph.cuda.driver import cuda_driver
 
 pytest.importorskip("triton")
 ROWS, COLUMNS = 64, 1024

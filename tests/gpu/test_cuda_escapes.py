@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.errors import CaptureError
-from simplegraph.graph.cuda.device import CudaDevice
-from simplegraph.graph.device import GraphPool
-from simplegraph.graph.session import CaptureSession
+from simplegraph.base.errors import CaptureError
+from simplegraph.device.cuda.device import CudaDevice
+from simplegraph.device.protocol import GraphPool
+from simplegraph.program.session import CaptureSession
 from tests.gpu.captures import MIB, capture
 from tests.gpu.modules import captured, mlp
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.errors import CaptureError
-from simplegraph.graph.cuda.device import CudaDevice, CudaSegment, cuda_device
-from simplegraph.graph.device import GraphPool
-from simplegraph.graph.session import CaptureSession
+from simplegraph.base.errors import CaptureError
+from simplegraph.device.cuda.device import CudaDevice, CudaSegment, cuda_device
+from simplegraph.device.protocol import GraphPool
+from simplegraph.program.session import CaptureSession
 from tests.gpu.captures import MIB, capture, read_item
 
 pytestmark = pytest.mark.usefixtures("device_left_alone")
@@ -70,7 +70,7 @@ def test_no_stream_of_torchs_is_the_capture_stream() -> None:
 def test_the_capture_stream_is_our_own_where_nothing_used_the_device_before() -> None:
     lines = [
         "import torch",
-        "from simplegraph.graph.cuda.device import cuda_device",
+        "from simplegraph.device.cuda.device import cuda_device",
         "own = cuda_device(0)._stream.cuda_stream",
         "assert own not in {torch.cuda.Stream().cuda_stream for _ in range(100)}",
     ]

@@ -26,6 +26,6 @@ def test_a_row_has_eagers_answers_and_times(rows: dict[str, Any], name: str) -> 
     row = rows[name]
     assert not isinstance(row, Exception), row
     assert (row["answers"], row["column"]) == ("equal", FULL), row
-    assert row["timed_eagerly"] == 0, row
+    assert row["timed"]["replays"] >= row["timed"]["steps"] > 0, row
     assert {"eager_ms", "ms"} <= row.keys()  # how long they are is for the benchmark, alone on a GPU
     assert row["kernel_ms"] > 0

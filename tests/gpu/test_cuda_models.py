@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import simplegraph as sg
-from simplegraph.nested import flatten
-from simplegraph.reasons import Reason
+from simplegraph.base.nested import flatten
+from simplegraph.base.reasons import Reason
 from tests.support import host_models as models
 
 pytestmark = pytest.mark.usefixtures("device_left_alone")

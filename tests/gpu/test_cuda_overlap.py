@@ -14,7 +14,7 @@ from torch import Tensor
 from bench.models.shard import finish
 from simplegraph import BatchDescriptor, CudaGraphMode
 from simplegraph.attention import BatchMetadata, PagedKVCache, SDPABackend, TwoBatchOverlap, attending, two_batch
-from simplegraph.graph.cuda.device import CudaDevice
+from simplegraph.device.cuda.device import CudaDevice
 from simplegraph.manager.manager import CudaGraphManager
 from tests.attention.test_two_batch import Overlapped
 from tests.distributed.launch import run_ranks, values

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 import simplegraph as sg
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 from tests.support.operator_models import CAPTURED, HIDDEN, READING, WIDTH, Using, heads
 
 triton = pytest.importorskip("triton")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 from tests.training.twins import Training, Twins, accumulating, batch, classifying, scaling, small_model
 
 RATE = 2.0**-6  # exact in 32 bits, as in 64

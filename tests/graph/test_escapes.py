@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simplegraph.errors import CaptureError
-from simplegraph.graph.escapes import PythonState
-from simplegraph.graph.program import Program
-from simplegraph.graph.select import graph_device
-from simplegraph.graph.session import CaptureSession
+from simplegraph.base.errors import CaptureError
+from simplegraph.device.select import graph_device
+from simplegraph.program.escapes import PythonState
+from simplegraph.program.program import Program
+from simplegraph.program.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.graph.failures import capture_error
+from simplegraph.base.failures import capture_error
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simplegraph.graph import kernels
-from simplegraph.graph.kernels import accesses, launched_by_torch, readable
+from simplegraph.device import kernels
+from simplegraph.device.kernels import accesses, launched_by_torch, readable
 
 CAT = (
     "_ZN2at6native40_GLOBAL__N__0f1a8107_8_Shape_cu_49f7391c30CatArrayBatchedCopy_vectorizedINS1_10OpaqueTypeILj2EEEj"

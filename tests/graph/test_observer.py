@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 
 import simplegraph as sg
-from simplegraph.graph.observe import MemoryObserver
-from simplegraph.nested import flatten
-from simplegraph.reasons import Reason
+from simplegraph.base.nested import flatten
+from simplegraph.base.reasons import Reason
+from simplegraph.program.observe import MemoryObserver
 
 ROWS = 4
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.tensors import storage_key
+from simplegraph.base.tensors import storage_key
+from simplegraph.program.observe import MemoryObserver
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import simplegraph as sg
-from simplegraph.graph import patches
+from simplegraph.base import patches
 
 
 class Theirs:

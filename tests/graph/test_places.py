@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from simplegraph.graph import places
-from simplegraph.graph.places import Surroundings
+from simplegraph.program import places
+from simplegraph.program.places import Surroundings
 
 
 class Hostile(tuple[Any, ...]):

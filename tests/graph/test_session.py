@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import CaptureError
-from simplegraph.graph.device import GraphDevice, GraphPool
-from simplegraph.graph.emulator import CAPTURE_STREAM, DEFAULT_STREAM, emulator
-from simplegraph.graph.failures import user_location
-from simplegraph.graph.select import graph_device
-from simplegraph.graph.session import CaptureSession
+from simplegraph.base.failures import user_location
+from simplegraph.device.emulator import CAPTURE_STREAM, DEFAULT_STREAM, emulator
+from simplegraph.device.protocol import GraphDevice, GraphPool
+from simplegraph.device.select import graph_device
 from simplegraph.manager.progress import capture_bar
+from simplegraph.program.session import CaptureSession
 
 SIZES = [1, 2, 4, 8]
 

@@ -17,7 +17,7 @@ from simplegraph import (
     InputError,
     Reason,
 )
-from simplegraph.graph.program import Program
+from simplegraph.program.program import Program
 from tests.manager.engines import Engine
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -16,7 +16,7 @@ from troubled import SIZES, WIDTH, capturing, right, rows, warm, wrapped
 
 import simplegraph as sg
 from simplegraph import CaptureError, Reason
-from simplegraph.graph.select import graph_device
+from simplegraph.device.select import graph_device
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -9,7 +9,7 @@ import torch
 from troubled import SIZES, replayed, right, rows, warm, wrapped
 
 from simplegraph import CaptureError, CudaGraphManager, InputError, Reason
-from simplegraph.graph.select import graph_device
+from simplegraph.device.select import graph_device
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.graph.select import graph_device
+from simplegraph.device.select import graph_device
 from tests.manager.engines import Engine
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import CudaGraphManager, Reason
-from simplegraph.graph.emulator import emulator
-from simplegraph.graph.select import graph_device
+from simplegraph.device.emulator import emulator
+from simplegraph.device.select import graph_device
 
 SIZES = [1, 2, 4, 8]
 WIDTH = 16

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import simplegraph as sg
-from simplegraph.errors import StaleGraphError
-from simplegraph.graph.emulator import EmulatorDevice, EmulatorSegment
-from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, Touch
+from simplegraph.base.errors import StaleGraphError
+from simplegraph.base.reasons import Reason
+from simplegraph.device.emulator import EmulatorDevice, EmulatorSegment
+from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, Touch
 from simplegraph.manager import touched
-from simplegraph.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

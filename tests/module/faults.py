@@ -15,9 +15,9 @@ from eager_twin import Raised, difference
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.context import CALLS
-from simplegraph.graph.device import CAPTURE_LOCK
-from simplegraph.graph.select import graph_device
+from simplegraph.base.context import CALLS
+from simplegraph.device.protocol import CAPTURE_LOCK
+from simplegraph.device.select import graph_device
 from simplegraph.manager.hooks import GraphHooks
 
 WIDTH = 6

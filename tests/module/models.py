@@ -7,7 +7,7 @@ from run_log import run_log
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.graph.select import graph_device
+from simplegraph.device.select import graph_device
 
 WIDTH = 8
 SIZES = [2, 4, 7]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import simplegraph as sg
-from simplegraph.nested import flatten
+from simplegraph.base.nested import flatten
 from tests.module.answers import close, reasons
 from tests.module.functions import WIDTH, Function, graphed, rows
 

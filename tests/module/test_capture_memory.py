@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph.select import graph_device
+from simplegraph.device.select import graph_device
 
 ROWS, WIDTH = 4, 1 << 14
 

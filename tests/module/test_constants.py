@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 
 IDIOMS: dict[str, Callable[[Tensor], Any]] = {
     "torch.tensor(0.5, device=)": lambda x: x * torch.tensor(0.5, device=x.device),

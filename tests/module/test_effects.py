@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph.select import graph_device
-from simplegraph.module.snapshot import Snapshot
+from simplegraph.device.select import graph_device
+from simplegraph.guard.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 

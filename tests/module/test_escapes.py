@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.errors import CaptureError
-from simplegraph.graph.select import graph_device
-from simplegraph.reasons import Reason
+from simplegraph.base.errors import CaptureError
+from simplegraph.base.reasons import Reason
+from simplegraph.device.select import graph_device
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph import extras
+from simplegraph.base import extras
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 

@@ -13,20 +13,20 @@ from quiet import quiet
 from torch import Tensor
 
 import simplegraph as sg
-from simplegraph.graph.breaks.recorder import SegmentRecorder
-from simplegraph.graph.memory import SavedMemory
-from simplegraph.graph.observe import MemoryObserver
-from simplegraph.graph.program import Program
-from simplegraph.graph.select import graph_device
-from simplegraph.graph.session import CaptureSession
+from simplegraph.call.inputs import InputSet
+from simplegraph.call.outputs import OutputShapes
+from simplegraph.call.plan import Plan
+from simplegraph.device.memory import SavedMemory
+from simplegraph.device.select import graph_device
+from simplegraph.guard.guards import CapturedState
+from simplegraph.guard.snapshot import Snapshot
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.proof import ReplayProof
 from simplegraph.manager.table import ProgramTable
-from simplegraph.module.inputs import InputSet
-from simplegraph.module.outputs import OutputShapes
-from simplegraph.module.plan import Plan
-from simplegraph.module.snapshot import Snapshot
-from simplegraph.module.state import CapturedState
+from simplegraph.program.breaks.recorder import SegmentRecorder
+from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.program import Program
+from simplegraph.program.session import CaptureSession
 from tests.module.faults import SIZE, WIDTH, Bomb, Breaks, Fault, Hooks, Keeps, Subject, Trial, planted
 
 ERRORS: dict[str, Callable[[], BaseException]] = {

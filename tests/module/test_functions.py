@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.config import CudaGraphConfig
-from simplegraph.module.args import HostArg
-from simplegraph.module.call import Binding
-from simplegraph.module.signature import CallReader, Signature, device_of
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.base.config import CudaGraphConfig
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.call.args import HostArg
+from simplegraph.call.call import Binding
+from simplegraph.call.signature import CallReader, Signature, device_of
 
 
 def forward(x: Tensor, scale: Tensor) -> Tensor:

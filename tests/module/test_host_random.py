@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph.select import graph_device
+from simplegraph.device.select import graph_device
 
 WIDTH = 4
 DRAWS: dict[str, Callable[[], float]] = {"python": random.random, "numpy": numpy.random.rand}

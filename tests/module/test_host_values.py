@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 from tests.support.meta_device import use_meta_device
 
 pytestmark = pytest.mark.usefixtures("on_meta")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.module import state
-from simplegraph.module.survey import Survey
+from simplegraph.guard import guards as state
+from simplegraph.guard.survey import Survey
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

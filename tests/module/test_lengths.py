@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import Reason
-from simplegraph.graph import memory
-from simplegraph.module.lengths import SizeRule
+from simplegraph.device import memory
+from simplegraph.serve.lengths import SizeRule
 from tests.module.answers import reasons
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import Reason
-from simplegraph.nested import flatten
+from simplegraph.base.nested import flatten
 from tests.module.answers import reasons
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.nested import flatten
+from simplegraph.base.nested import flatten
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

@@ -12,7 +12,7 @@ from troubled import SIZES, rows
 
 import simplegraph as sg
 from simplegraph import Reason
-from simplegraph.nested import flatten
+from simplegraph.base.nested import flatten
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.graph import memory
-from simplegraph.graph.select import graph_device
+from simplegraph.device import memory
+from simplegraph.device.select import graph_device
 from simplegraph.manager import table
-from simplegraph.module import proof as proofs_of_calls
+from simplegraph.serve import proof as proofs_of_calls
 from tests.module.answers import reasons
 
 WIDTH = 6

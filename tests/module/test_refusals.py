@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph.host.modes import HostMode
-from simplegraph.graph.observe import MemoryObserver
-from simplegraph.module.effects import ModuleState
-from simplegraph.module.signature import CallReader
-from simplegraph.module.state import CapturedState
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
+from simplegraph.call.signature import CallReader
+from simplegraph.guard.effects import ModuleState
+from simplegraph.guard.guards import CapturedState
+from simplegraph.program.host.modes import HostMode
+from simplegraph.program.observe import MemoryObserver
 from tests.module.functions import graphed, rows
 
 pytestmark = pytest.mark.usefixtures("no_grad")

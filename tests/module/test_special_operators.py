@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import simplegraph as sg
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 from tests.support.operator_models import CAPTURED, HIDDEN, READING, WIDTH, Using
 
 pytestmark = [

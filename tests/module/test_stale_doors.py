@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.module import state
-from simplegraph.module.survey import Survey
+from simplegraph.guard import guards as state
+from simplegraph.guard.survey import Survey
 from tests.module.answers import close
 from tests.module.stateful import WIDTH, captured, new, parameter, rows
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-import simplegraph.module.state as state
+import simplegraph.guard.guards as guards
 
 
 def tied() -> nn.Sequential:
@@ -54,13 +54,13 @@ def test_a_steady_call_surveys_nothing(make: Callable[[], Any], monkeypatch: pyt
     called, x, surveys = make(), torch.randn(2, 4), []
     for _ in range(6):
         called(x)
-    found = state.Survey
+    found = guards.Survey
 
     def surveyed(module: nn.Module) -> Any:
         surveys.append(module)
         return found(module)
 
-    monkeypatch.setattr(state, "Survey", surveyed)
+    monkeypatch.setattr(guards, "Survey", surveyed)
     called(x)
     surveys.clear()  # the first comparison after a capture may prepare the next ones
     for _ in range(5):

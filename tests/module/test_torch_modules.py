@@ -12,7 +12,7 @@ from torch import nn
 
 import simplegraph as sg
 from simplegraph import Reason
-from simplegraph.nested import flatten
+from simplegraph.base.nested import flatten
 from tests.module.answers import reasons
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]

@@ -15,7 +15,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.flop_counter import FlopCounterMode
 
 import simplegraph as sg
-from simplegraph.graph import patches
+from simplegraph.base import patches
 from tests.module.answers import close, reasons
 from tests.module.stateful import WIDTH, new, rows
 

@@ -16,7 +16,7 @@ from unseen_kernel import JITFunction, launch, stand_in_triton
 
 import simplegraph as sg
 from simplegraph import Reason
-from simplegraph.graph import memory
+from simplegraph.device import memory
 from tests.module.answers import reasons
 
 WIDTH = 6

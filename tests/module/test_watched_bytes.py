@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simplegraph.module.state import CapturedState, MemoryRead
+from simplegraph.guard.guards import CapturedState, MemoryRead
 
 
 def captured(module: nn.Module, *values: Tensor) -> CapturedState:

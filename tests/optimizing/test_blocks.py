@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from simplegraph.fused.optimizing.folded import Fold
 from simplegraph.fused.torch_operators import Operators
-from simplegraph.optimizing.folded import Fold
 from tests.optimizing.models import settle
 
 SHAPE = (2, 3, 16, 16)
@@ -37,7 +37,7 @@ class Kernels(Operators):
 @pytest.fixture
 def kernels(monkeypatch):
     found = Kernels()
-    monkeypatch.setattr("simplegraph.optimizing.optimize.operators_of", lambda *args: found)
+    monkeypatch.setattr("simplegraph.fused.optimizing.optimize.operators_of", lambda *args: found)
     with torch.no_grad():
         yield found
 
@@ -268,7 +268,7 @@ def test_depthwise_weights_lie_as_the_kernel_that_runs_reads_them(by_window, ker
         strides.append(weight.permute(2, 3, 1, 0).is_contiguous())
         return Operators.depthwise(kernels, x, weight, *rest)
 
-    monkeypatch.setattr("simplegraph.optimizing.folded.triton_runs", lambda device: by_window)
+    monkeypatch.setattr("simplegraph.fused.optimizing.folded.triton_runs", lambda device: by_window)
     monkeypatch.setattr(kernels, "depthwise", depthwise, raising=False)
     module, x = stack(), torch.randn(SHAPE)
     expected = module(x)
@@ -285,7 +285,7 @@ def test_depthwise_weights_lie_as_the_kernel_that_runs_reads_them(by_window, ker
 def test_only_kernels_that_will_run_are_tried(monkeypatch):
     tried = []
     monkeypatch.setattr(
-        "simplegraph.optimizing.optimize.operators_of", lambda *args: tried.append(args[3:]) or Kernels()
+        "simplegraph.fused.optimizing.optimize.operators_of", lambda *args: tried.append(args[3:]) or Kernels()
     )
     sg.optimize(stack())
     trials = tried.pop()

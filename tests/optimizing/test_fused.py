@@ -164,7 +164,7 @@ def test_group_norms_take_images_in_channels_last_where_the_kernels_run(monkeypa
     model, x = Images().eval(), torch.randn(2, 3, 9, 9)
     expected = model(x)
     assert "group_norm" not in sg.optimize(model, x).changed  # torch's own would run
-    monkeypatch.setattr("simplegraph.optimizing.optimize.operators_of", lambda *args: Kernels())
+    monkeypatch.setattr("simplegraph.fused.optimizing.optimize.operators_of", lambda *args: Kernels())
     handle = sg.optimize(model, x)
     assert handle.changed["group_norm"] == ["layers.1"]
     seen.clear()

@@ -13,8 +13,8 @@ import torch
 
 import simplegraph as sg
 from bench.optimized.shapes import MODELS
+from simplegraph.fused.optimizing.table import REWRITES
 from simplegraph.fused.torch_operators import Operators
-from simplegraph.optimizing.table import REWRITES
 
 COUNTED = ("group_norm", "adapt", "linear_gelu", "pointwise", "depthwise", "finish", "excite", "gated")
 
@@ -36,7 +36,7 @@ class Counted(Operators):
 @pytest.fixture
 def kernels(monkeypatch):
     found = Counted()
-    monkeypatch.setattr("simplegraph.optimizing.optimize.operators_of", lambda *args: found)
+    monkeypatch.setattr("simplegraph.fused.optimizing.optimize.operators_of", lambda *args: found)
     with torch.no_grad():
         yield found
 

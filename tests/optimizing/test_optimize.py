@@ -752,7 +752,7 @@ def test_an_answer_that_became_worse_is_undone(monkeypatch):
     module = settle(Net())
     x = torch.randn(SHAPE)
     expected = module(x)
-    monkeypatch.setattr("simplegraph.optimizing.folded.torch.rsqrt", lambda tensor: tensor * 1.001)
+    monkeypatch.setattr("simplegraph.fused.optimizing.folded.torch.rsqrt", lambda tensor: tensor * 1.001)
     with pytest.raises(sg.VerificationError, match="expected at most"):
         sg.optimize(module, x)
     assert torch.equal(module(x), expected)
@@ -776,7 +776,9 @@ def test_what_torch_rounds_otherwise_in_another_format_does_not_hide_a_wrong_fol
     module = settle(RoundsByFormat())
     x, right = torch.randn(2, 8, 8, 8), torch.rsqrt
     expected = module(x)
-    monkeypatch.setattr("simplegraph.optimizing.folded.torch.rsqrt", lambda tensor: right(tensor) * (1 + wrong_by))
+    monkeypatch.setattr(
+        "simplegraph.fused.optimizing.folded.torch.rsqrt", lambda tensor: right(tensor) * (1 + wrong_by)
+    )
     if refused:
         with pytest.raises(sg.VerificationError, match="expected at most"):
             sg.optimize(module, x)
@@ -854,7 +856,7 @@ def test_copies_of_a_class_that_rebuilds_them_itself_have_its_weights():
 
 @pytest.mark.parametrize("step", ["store_channels_last", "install", "install_joined", "operators_of"])
 def test_an_error_half_way_leaves_the_module_as_it_was(step, monkeypatch):
-    from simplegraph.optimizing import optimize as room
+    from simplegraph.fused.optimizing import optimize as room
 
     module = stack()
     x = torch.randn(SHAPE)

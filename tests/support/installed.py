@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.errors import install_command
+from simplegraph.base.errors import install_command
 
 sys.path.pop(0)  # this file's folder
 module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).eval()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.graph.device import GraphPool, MemoryReading
+from simplegraph.call.inputs import slot
+from simplegraph.device.protocol import GraphPool, MemoryReading
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.module.builder import GraphBuilder
-from simplegraph.module.inputs import slot
-from simplegraph.module.runner import GraphRunner
+from simplegraph.serve.builder import GraphBuilder
+from simplegraph.serve.runner import GraphRunner
 
 
 class MetaSegment:
@@ -126,4 +126,4 @@ def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     enabled = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": kind != "meta" and enabled(kind))
     index = torch.empty(0, device="meta").get_device()
-    monkeypatch.setattr("simplegraph.module.plan.slot", lambda *args: slot(*args)._replace(device_index=index))
+    monkeypatch.setattr("simplegraph.call.plan.slot", lambda *args: slot(*args)._replace(device_index=index))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.engine.spec import SpecEngine
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 
 
 def sizes_of_steps(served: SpecEngine) -> dict[str, set[int]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph.select import graph_device
+from simplegraph.device.select import graph_device
 
 SIZES = [1, 2, 4, 8]
 WIDTH = 6

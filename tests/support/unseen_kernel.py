@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from simplegraph.graph.emulator import emulator
-from simplegraph.graph.emulator.memory import RecordedCall
-from simplegraph.graph.modes import outside_modes
+from simplegraph.base.modes import outside_modes
+from simplegraph.device.emulator import emulator
+from simplegraph.device.emulator.memory import RecordedCall
 
 
 def launch(kernel: Callable[..., Any], *tensors: Tensor) -> None:

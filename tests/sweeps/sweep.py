@@ -14,8 +14,8 @@ from quiet import quiet
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.config import CudaGraphConfig
-from simplegraph.module.signature import CallReader
+from simplegraph.base.config import CudaGraphConfig
+from simplegraph.call.signature import CallReader
 from tests.sweeps.entries import Entry, Sample, first_rows, fresh, spread
 
 CALLS = 5  # the first call, the capture with its first replay, and replays with fresh values

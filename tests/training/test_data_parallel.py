@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import simplegraph
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 from tests.distributed.launch import run_ranks, values
 
 

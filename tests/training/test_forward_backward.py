@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph.select import graph_device
-from simplegraph.module.plan import Plan
+from simplegraph.call.plan import Plan
+from simplegraph.device.select import graph_device
 from tests.module.answers import reasons
 from tests.training.models import MODELS, ROWS, WIDTH, assert_same, batches, made, mlp, state, train, twins
 

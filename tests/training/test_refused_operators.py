@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 
 
 class Spectrum(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import simplegraph as sg
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
 
 CALLS, CHANGED = 12, 6
 Change = Callable[[nn.Module, optim.Optimizer], object]

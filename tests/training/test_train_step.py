@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.graph.select import graph_device
-from simplegraph.reasons import Reason
+from simplegraph.base.reasons import Reason
+from simplegraph.device.select import graph_device
 from tests.training.twins import (
     Training,
     Twins,
@@ -940,7 +940,7 @@ def test_parameters_on_two_devices_run_eagerly():
 @pytest.mark.proofs
 @pytest.mark.parametrize("settings", [{}, {"verify": 1}])
 def test_more_state_than_a_proof_copies_is_unverified_unless_asked_for(monkeypatch, settings):
-    for module in ("simplegraph.module.memory", "simplegraph.module.builder"):
+    for module in ("simplegraph.call.memory", "simplegraph.serve.builder"):
         monkeypatch.setattr(f"{module}.copy_limit", lambda free: 64)
     twins = Twins(making(), **settings)
     for number in range(6):

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from simplegraph.errors import ConfigError
+from simplegraph.base.errors import ConfigError
 
 
 def missing_argument(module: Any, needed: Mapping[str, Iterable[str]]) -> str | None:

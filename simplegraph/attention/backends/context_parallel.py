@@ -19,10 +19,10 @@ from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.metadata.batch_state import CommonMetadata
+from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.base.errors import ConfigError
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.distributed.rendezvous import require_group
-from simplegraph.errors import ConfigError
 
 
 class ContextParallelBackend(AttentionBackend):

@@ -22,9 +22,9 @@ from simplegraph.attention.backends.builds import check_arguments
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
+from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.base.errors import ConfigError, ReplayError, install_command
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import ConfigError, ReplayError, install_command
 from simplegraph.manager.settings import Unpack
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20

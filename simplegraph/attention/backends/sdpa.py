@@ -8,7 +8,7 @@ from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.metadata.batch_state import CommonMetadata
-from simplegraph.config import AttentionCGSupport
+from simplegraph.base.config import AttentionCGSupport
 
 
 class SDPABackend(AttentionBackend):

@@ -19,9 +19,9 @@ from simplegraph.attention.backend import AttentionBackend, Scores
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
+from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import ConfigError, InputError
 from simplegraph.fused.choice import triton_runs
 from simplegraph.manager.settings import Unpack
 

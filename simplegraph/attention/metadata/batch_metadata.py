@@ -15,8 +15,8 @@ from simplegraph.attention.metadata.batch_state import BatchState, CommonMetadat
 from simplegraph.attention.metadata.bounds import Bounds
 from simplegraph.attention.metadata.reading import Ints, Pages, StepArrays, dummy_step, int64s, read_step
 from simplegraph.attention.metadata.step_buffers import StepBuffers
-from simplegraph.errors import CaptureSizeError, InputError, ReplayError
-from simplegraph.graph.select import graph_device
+from simplegraph.base.errors import CaptureSizeError, InputError, ReplayError
+from simplegraph.device.select import graph_device
 
 _MAX_VIEWS = 4096  # views kept before the cache is cleared: eager batches come in any shape
 

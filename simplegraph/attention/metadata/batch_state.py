@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from simplegraph.errors import ConfigError, InputError, ReplayError
+from simplegraph.base.errors import ConfigError, InputError, ReplayError
 
 _Int32s = npt.NDArray[np.int32]
 _Int64s = npt.NDArray[np.int64]

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from simplegraph.errors import CaptureSizeError, ConfigError, InputError
+from simplegraph.base.errors import CaptureSizeError, ConfigError, InputError
 
 
 def check_counts(**counts: int) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from simplegraph.attention.metadata.bounds import Bounds
-from simplegraph.errors import CaptureSizeError, InputError
+from simplegraph.base.errors import CaptureSizeError, InputError
 
 Ints = Sequence[int] | Tensor | npt.NDArray[Any]
 Pages = Sequence[Ints] | Tensor | npt.NDArray[Any]

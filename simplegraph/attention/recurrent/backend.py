@@ -9,8 +9,8 @@ from torch import Tensor
 from simplegraph.attention.layers import LayerBackend, check_layer, current_backend
 from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.attention.recurrent.states import StateCache, StateMetadata
-from simplegraph.errors import ConfigError, InputError
-from simplegraph.graph.breaks.marks import eager_break
+from simplegraph.base.errors import ConfigError, InputError
+from simplegraph.program.breaks.marks import eager_break
 
 
 class RecurrentBackend(LayerBackend, abc.ABC):

@@ -13,9 +13,9 @@ from simplegraph.attention.recurrent.backend import RecurrentBackend
 from simplegraph.attention.recurrent.mamba2_layer import Mamba2Shape, Mamba2Weights
 from simplegraph.attention.recurrent.scan import scan_tokens
 from simplegraph.attention.recurrent.states import StateCache, StateMetadata
+from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
+from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.batch.descriptor import BatchDescriptor
-from simplegraph.config import AttentionCGSupport, CudaGraphMode
-from simplegraph.errors import ConfigError, InputError
 
 
 class Mamba2Backend(RecurrentBackend):

@@ -15,7 +15,7 @@ from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
 from simplegraph.attention.metadata.bounds import check_counts
 from simplegraph.attention.metadata.reading import Ints, int64s
-from simplegraph.errors import CaptureSizeError, ConfigError, InputError
+from simplegraph.base.errors import CaptureSizeError, ConfigError, InputError
 
 
 class StateShape(NamedTuple):

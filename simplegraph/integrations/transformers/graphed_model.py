@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from simplegraph.graph.subclass import subclass
+from simplegraph.base.reasons import Reason
+from simplegraph.base.subclass import subclass
 from simplegraph.integrations.transformers.overrides import Method, original_class, override_methods, restore_methods
 from simplegraph.manager.report import GraphReport
 from simplegraph.manager.stats import GraphStats
-from simplegraph.reasons import Reason
 
 # Replacements for texts of reasons that advise settings of `wrap`, which these handles do not have.
 _TEXTS = {

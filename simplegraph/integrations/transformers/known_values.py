@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.breaks.active import ACTIVE
-from simplegraph.graph.operators import (
+from simplegraph.base.break_operators import ACTIVE
+from simplegraph.base.operators import (
     OperatorMode,
     defined,
     innermost_mode,
@@ -20,7 +20,7 @@ from simplegraph.graph.operators import (
     without_modes,
     written_args,
 )
-from simplegraph.graph.tensors import storage_key
+from simplegraph.base.tensors import storage_key
 
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
 _FILLED = {"ones_like": 1, "new_ones": 1, "zeros_like": 0, "new_zeros": 0}  # of any tensor's shape

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph import patches
-from simplegraph.graph.extras import Notes
-from simplegraph.graph.operators import strided_tensors
+from simplegraph.base import patches
+from simplegraph.base.extras import Notes
+from simplegraph.base.operators import strided_tensors
 from simplegraph.integrations.transformers.known_values import KnownValues
 
 # Modules that ask, where they are loaded. Not `torch_compilable_check`, which would read values next.

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers.modeling_utils import AttentionInterface
 
-from simplegraph.graph import patches
-from simplegraph.graph.subclass import subclass
+from simplegraph.base import patches
+from simplegraph.base.subclass import subclass
 
 Forward = Callable[..., Any]
 Method = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]

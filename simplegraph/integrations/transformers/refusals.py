@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.base.reasons import CannotBind, Reason
 
 # Other implementations read the lengths of rows back to the host, or compile themselves.
 CAPTURABLE_ATTENTION = ("sdpa", "eager")

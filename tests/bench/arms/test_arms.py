@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import simplegraph as sg
-from bench.arms import ARMS, breakable, compiled, load_arm
+from bench.arms import ARMS, breakable, compiled, load_arm, plain_loop
 from bench.arms.base import NotAvailable, Setup
 from bench.arms.compiled_piecewise import CompiledPiecewise
 from bench.arms.correctness import Mismatch, compare_with_eager, counts_to_compare
@@ -76,7 +76,7 @@ def test_padded_batches_are_compared_too() -> None:
     assert counts_to_compare([1, 2, 4, 8, 16]) == [1, 3, 4, 15, 16]
 
 
-@pytest.mark.parametrize("name", ["plain-loop", "inductor-partition", "breakable", "breakable-lean"])
+@pytest.mark.parametrize("name", ["plain-loop", "lean-loop", "inductor-partition", "breakable", "breakable-lean"])
 def test_arms_that_need_a_gpu_say_so(name: str) -> None:
     with pytest.raises(NotAvailable, match="needs a GPU"):
         load_arm(name).check_available(CPU)
@@ -207,6 +207,24 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, Stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_the_lean_loop_warms_up_once_and_replays_every_size(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, calls = setup.model.forward, []
+
+    def counted(*batch: Tensor) -> Tensor:
+        calls.append(len(batch[0]))
+        return forward(*batch)
+
+    monkeypatch.setattr(plain_loop, "LeanCapture", RunAgain)
+    monkeypatch.setattr(setup.model, "forward", counted)
+    arm = plain_loop.LeanLoop(setup)
+    arm.start(setup.batch(1), Timeline(CPU))
+    assert calls == [4, 4, 2, 1, 1]  # a warmup, a capture of each size, and a replay
+    monkeypatch.undo()
+    compare_with_eager(arm, setup, counts_to_compare(sorted(setup.sizes)))
+    assert set(arm.details()["parts_s"]) == {"first warmup", "captures"}
 
 
 @pytest.mark.usefixtures("no_gpu_needed")

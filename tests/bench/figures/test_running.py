@@ -16,15 +16,13 @@ from bench.figures.running import CUT, DONE, FAILED, KNOWN, LACKS, LEFT_OUT, Out
 from bench.tools import environment
 
 pytest.importorskip("transformers", minversion="5.0")
-pytest.importorskip("pytest_benchmark")
 
 WRITE = "import os, sys; open(sys.argv[1], 'w').write(os.environ['FIGURES'])"
 # In place of python: measures nothing, but tells what it was asked for.
 RECORDER = """#!/usr/bin/env bash
-arms="$BENCH_GENERATE_ARMS; $BENCH_MODEL_ARMS"
-echo "$*; $BENCH_FAMILIES; $BENCH_MODELS; $arms; $CUDA_VISIBLE_DEVICES" >>{folder}/calls
+echo "$*; $CUDA_VISIBLE_DEVICES" >>{folder}/calls
 echo "$FIGURES" >"${{@: -1}}"
-[[ $BENCH_MODELS != unet ]]
+[[ "$*" != *"--models unet"* ]]
 """
 
 
@@ -100,14 +98,13 @@ def test_what_cannot_run_here_is_left_out_with_its_reason(tmp_path: Path) -> Non
 def test_a_model_is_measured_and_the_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("BENCH_MODEL_ARMS", "eager")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert command.main([str(tmp_path), "--only", "models_convnet"]) == 0
     assert "1/1 h200x4_models/models_convnet [models]: done, " in capsys.readouterr().out
     file = tmp_path / "h200x4_models" / "models_convnet.json"
     assert running.lacks(file) == ""
-    figures = json.loads(file.read_text())["benchmarks"][0]["extra_info"]["models"]
-    assert list(figures["convnet"]) == ["eager"]
+    figures = json.loads(file.read_text())["models"]
+    assert "compiled-reduce-overhead" in figures["convnet"]
     assert figures["convnet"]["eager"]["first_seconds"] > 0
 
 
@@ -118,7 +115,7 @@ def test_every_model_is_measured_once_on_some_gpu_and_what_fails_is_told(
     python.write_text(RECORDER.format(folder=tmp_path))
     python.chmod(0o755)
     monkeypatch.setattr(running, "PYTHON", str(python))
-    for name, value in {"CUDA_VISIBLE_DEVICES": "1,3", "BENCH_GENERATE_ARMS": "plain", "PATH": os.defpath}.items():
+    for name, value in {"CUDA_VISIBLE_DEVICES": "1,3", "PATH": os.defpath}.items():
         monkeypatch.setenv(name, value)
     only = "generate_gpt2,generate_t5,models_convnet,models_unet"
     assert command.main([str(tmp_path / "figures"), "--only", only]) == 1  # as that of `unet` is
@@ -126,14 +123,12 @@ def test_every_model_is_measured_once_on_some_gpu_and_what_fails_is_told(
     assert "h200x4_models/models_unet [models]: FAILED" in printed
     assert printed.count(": done") == 3
     calls = [line.split("; ") for line in (tmp_path / "calls").read_text().splitlines()]
-    asked = {(call[0].split()[2], call[1] if "generate" in call[0] else call[2]) for call in calls}
-    generate = "bench/transformers_generate/test_transformers_generate.py"
-    models = "bench/models_first_call/test_models.py"
+    asked = {(call[0].split()[1], call[0].split()[3]) for call in calls}
+    generate, models = "bench.transformers_generate", "bench.models_first_call"
     assert asked == {(generate, "gpt2"), (generate, "t5"), (models, "convnet"), (models, "unet")}
     assert len(calls) == 4
-    assert {call[3] for call in calls if "generate" in call[0]} == {"plain"}
-    assert all("compiled-reduce-overhead" in call[4] for call in calls if "models_first_call" in call[0])
-    assert {call[5] for call in calls} <= {"1", "3"}
+    assert all("compiled-reduce-overhead" in call[0] for call in calls if models in call[0])
+    assert {call[1] for call in calls} <= {"1", "3"}
 
 
 def test_files_of_several_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

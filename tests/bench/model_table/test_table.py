@@ -14,6 +14,7 @@ from bench.model_table import answers, builders, table, times
 from bench.model_table.entries import CATEGORIES, ENTRIES, GENERATION
 from bench.model_table.row import BY_NAME, EAGER, FAILED, FULL, MISSING, PIECEWISE, Row, measure_row
 from bench.model_table.serving import ServedModel, inner_call
+from bench.tools import replays
 
 FILE = Path(__file__).parents[3] / "bench" / "results" / "emulator_model_table.json"
 ROWS: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))["rows"]
@@ -82,6 +83,11 @@ class Turns(contextlib.AbstractContextManager[None]):
         self.taken += 1
 
 
+def _by_tokens(call: Any, device: torch.device) -> float:
+    with replays.timed(call, 1) as generate:
+        return generate().shape[-1] * 1e-3
+
+
 @pytest.mark.proofs
 @pytest.mark.parametrize("name", ["torch/GRU", "Llama", "BERT"])
 def test_a_row_on_a_gpu_times_eager_and_replays_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -90,13 +96,13 @@ def test_a_row_on_a_gpu_times_eager_and_replays_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(times, "LONG", {"eager_ms": 5, "ms": 6})
     turns, entry = Turns(), BY_NAME[name]
     if entry.integration == GENERATION:  # by a clock that goes with the tokens: short ones' differences may be below 0
-        monkeypatch.setattr(times, "seconds", lambda call, device: call().shape[-1] * 1e-3)
+        monkeypatch.setattr(times, "seconds", _by_tokens)
     with torch.no_grad():
         row = Row(entry, builders.find(entry), torch.device("cpu"), tiny=True)
-        figures = row.timed(row.served_whole, turns)
+        figures = row.timed(row.served_whole, turns, FULL)
     assert figures["dtype"] == "bfloat16"
     assert figures["eager_ms"] == pytest.approx(1.0) if entry.integration == GENERATION else figures["eager_ms"] > 0
-    assert figures["timed_eagerly"] == 0
+    assert figures["timed"]["replays"] >= figures["timed"]["steps"]
     # Of a decode step: what a long generation has more than a short one.
     assert figures["kernel_ms"] == (0 if entry.integration == GENERATION else 0.25)
     # No host is as fast as these kernels: a generation is timed again, by graphs of several tokens.
@@ -111,7 +117,7 @@ def test_a_sentence_encoders_own_call_is_timed_by_the_arguments_that_it_gets() -
     def encode(numbers: list[float], *, double: bool) -> Any:
         return encoder(input=torch.tensor(numbers) * (1 + double))
 
-    served = ServedModel(encode, [], lambda: None, encoder=encoder)
+    served = ServedModel(encode, None, encoder=encoder)
     args, kwargs = inner_call(served, ([1.0, 2.0],), {"double": True})
     assert (args, list(kwargs), kwargs["input"].tolist()) == ((), ["input"], [2.0, 4.0])
     assert "forward" not in vars(encoder)
@@ -121,7 +127,6 @@ def test_a_limit_that_a_row_does_not_keep_is_told() -> None:
     row = {"column": FULL, "answers": "equal", "eager_ms": 1.0, "ms": 0.5, "kernel_ms": 0.42}
     assert table.limits(row) == []
     assert table.limits(row | {"ms": 1.03, "kernel_ms": 1.0}) == ["1.03 times eager"]
-    assert table.limits(row | {"timed_eagerly": 3}) == ["timed eagerly"]
     assert table.limits(row | {"ms": 0.6}) == ["kernels * 1.15 + 117 us"]
     assert table.limits(row | {"ms": 0.6, "column": PIECEWISE}) == []
     assert table.limits(row | {"ms": 0.6, "encoder": {"ms": 0.1, "kernel_ms": 0.07}}) == []  # Python around a replay

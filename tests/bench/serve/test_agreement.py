@@ -32,11 +32,11 @@ def test_logits_are_compared_up_to_the_first_other_token() -> None:
 def test_every_arm_is_float32_within_its_rounding() -> None:
     llama = Workload("tiny", (1,), torch.device("cpu"), lm_head=True).build().bfloat16()
     arms = {name: EngineConfig(mode=mode, attention="sdpa", fused=False, **SMALL) for name, mode in MODES.items()}
-    figures = agreement.measure(llama, arms, agreement.prompts_of(4, 12, 512), 8)
+    figures = agreement.compare(llama, arms, agreement.prompts_of(4, 12, 512), 8)
     assert [one["tokens"] for one in figures.values()] == [32, 32]
     assert 0 < figures["eager"]["error"] < 5e-2
     assert figures["graphs"]["error"] <= figures["graphs"]["allowed"]
-    assert "requests identical" in agreement.render(figures)
+    assert "requests identical" in agreement.render({"agreement": figures})
 
 
 MODES = {"eager": "NONE", "graphs": "FULL_AND_PIECEWISE"}
@@ -57,4 +57,4 @@ def test_other_weights_are_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "generate", broken)
     arms = {name: EngineConfig(mode="NONE", attention="sdpa", fused=False, **SMALL) for name in MODES}
     with pytest.raises(Disagreement, match="graphs: logits differ from float32's"):
-        agreement.measure(llama, arms, agreement.prompts_of(2, 12, 512), 4)
+        agreement.compare(llama, arms, agreement.prompts_of(2, 12, 512), 4)

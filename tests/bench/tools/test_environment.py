@@ -37,7 +37,6 @@ def test_figures_are_written_with_the_machine(tmp_path: Path) -> None:
 
 
 def test_every_benchmark_writes_its_figures_in_one_way() -> None:
-    """By `save_figures`, or by pytest-benchmark, whose file gets the same from `bench/conftest.py`."""
     writers, silent = set(), []
     for path in sorted(BENCH.rglob("*.py")):
         file = str(path.relative_to(BENCH))

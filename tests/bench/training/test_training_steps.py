@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.tools import fresh
-from bench.training import one_run, phases, requirements, step_arms, training_steps, workloads
+from bench.training import one_run, requirements, step_arms, training_steps, workloads
 from bench.training.step_arms import ARMS, TrainingArm
 
 CPU = torch.device("cpu")
@@ -57,15 +57,6 @@ def test_steady_is_the_first_step_after_the_last_slow_one() -> None:
     assert one_run.first_steady([5.0, 9.0, 9.1, 9.2, 9.3, 9.4]) == 2
     assert one_run.first_steady([0.1, 0.2, 3.0, 3.1, 3.2, 3.3]) == 3
     assert one_run.first_steady([0.1, 0.2, 0.3, 0.4]) == 0
-
-
-def test_an_arm_of_ours_that_never_replays_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle = TrainingArm(lambda task: task.step, replays=lambda task, step: 0, ours=True)
-    monkeypatch.setitem(ARMS, "train-step", idle)
-    with pytest.raises(RuntimeError, match="no step was replayed"):
-        one_run.run_arm("mlp", "train-step", CPU, True)
-    with pytest.raises(RuntimeError, match="of 8 shapes 0 replayed"):
-        one_run.run_shapes("mlp", "train-step", CPU, True)
 
 
 def _training_twice(task: workloads.Task) -> Callable[..., torch.Tensor]:
@@ -138,14 +129,6 @@ def test_a_run_writes_every_figure_and_leaves_whole_steps_out_where_they_do_not_
     assert figures["workloads"]["mlp"]["hand-made"] == {"skipped": "it needs a GPU"}
     assert len(figures["workloads"]["mlp"]["eager"]["losses"]) == one_run.FIRST_CALLS
     assert figures["machine_info"]["commit"]
-
-
-def test_the_phases_of_a_step_are_timed_for_each_arm(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    phases.main(["--workloads", "two-linears", "--steps", "2", "--device", "cpu", "--json", str(file)])
-    found = json.loads(file.read_text())["workloads"]["two linears"]
-    assert set(found) == {"forward-backward", "eager"}  # torch's own graphs need a GPU
-    assert all(list(each["us"]) == list(phases.PHASES) and min(each["us"].values()) > 0 for each in found.values())
 
 
 def test_what_is_preloaded_stays_unless_a_process_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_models_side_by_side_are_timed_in_turn_and_one_that_fails_holds_up_no_ot
     assert "took longer than alone" in generation.render(found)
 
 
-def test_the_table_compares_with_plain_and_says_that_a_cpu_is_no_speed() -> None:
+def test_the_table_compares_with_plain() -> None:
     arms = {
         "plain": {"ms_per_token": 30.0, "first_seconds": 2.0, "busy_share": 0.25},
         "static-compiled": {"ms_per_token": 5.0, "first_seconds": 40.0, "compiled_graphs": 0},
@@ -118,7 +118,6 @@ def test_the_table_compares_with_plain_and_says_that_a_cpu_is_no_speed() -> None
     }
     figures = {"plan": {"batch": 1, "prompt": 8, "tokens": 8}, "device": "cpu", "models": models}
     table = generation.render(figures)
-    assert generation.NOT_SPEED in table
     rows = {tuple(line.split()[:2]): line.split()[2:] for line in table.splitlines()}
     assert rows["gpt2", "plain"] == ["30.000", "1.000", "2.00", "20.0", "25%"]
     assert rows["gpt2", "simplegraph"] == ["3.000", "0.100", "2.00", "20.0", "-"]

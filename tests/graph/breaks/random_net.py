@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import linear, pad, softsign
 
 import simplegraph as sg
-from simplegraph.nested import flatten
+from simplegraph.base.nested import flatten
 
 WIDTH = 6
 LARGEST = 6

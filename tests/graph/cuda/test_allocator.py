@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from simplegraph.graph.cuda import allocator
-from simplegraph.graph.cuda.allocator import Addresses, owned_addresses
+from simplegraph.device.cuda import allocator
+from simplegraph.device.cuda.allocator import Addresses, owned_addresses
 
 OURS, OTHERS = (0, 7), (0, 0)
 

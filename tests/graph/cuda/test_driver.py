@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from simplegraph.graph.cuda import driver as capturing
-from simplegraph.graph.cuda.driver import captured_nodes, captured_so_far, reaching, unjoined_operations
+from simplegraph.device.cuda import driver as capturing
+from simplegraph.device.cuda.driver import captured_nodes, captured_so_far, reaching, unjoined_operations
 
 KERNEL, HOST, RECORD = 0, 3, 7
 STREAM = 77

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from simplegraph.graph.cuda.inventory.host import ProcessMemory, readable_ranges
-from simplegraph.graph.cuda.inventory.places import Places
-from simplegraph.graph.cuda.inventory.reading import device_memory, read_inventory
-from simplegraph.graph.inventory import Inventory, KnownMemory, MemoryKind, merged
-from simplegraph.graph.kernels import report_lines
+from simplegraph.device.cuda.inventory.host import ProcessMemory, readable_ranges
+from simplegraph.device.cuda.inventory.places import Places
+from simplegraph.device.cuda.inventory.reading import device_memory, read_inventory
+from simplegraph.device.inventory import Inventory, KnownMemory, MemoryKind, merged
+from simplegraph.device.kernels import report_lines
 
 BASE = 0x7F00_4000_0000
 POOL, OTHER_POOL, WORKSPACES = (0, 3), (0, 4), (0, 5)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.graph.device import GraphPool
-from simplegraph.graph.emulator import EmulatorSegment, emulator
+from simplegraph.device.emulator import EmulatorSegment, emulator
+from simplegraph.device.protocol import GraphPool
 
 GRAD_MODES = [torch.no_grad, torch.inference_mode]
 READ_BACK = "a tensor was read back to Python while its value does not exist yet"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from simplegraph.graph.device import GraphPool
-from simplegraph.graph.emulator import DEFAULT_STREAM
+from simplegraph.device.emulator import DEFAULT_STREAM
+from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import device
 
 

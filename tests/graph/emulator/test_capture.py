@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from simplegraph.errors import EmulatorError
-from simplegraph.graph.device import GraphPool
+from simplegraph.base.errors import EmulatorError
+from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import assert_same, capture, device
 
 # Capture does not execute.

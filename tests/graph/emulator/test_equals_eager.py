@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 
-from simplegraph.graph.device import GraphPool
+from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import GRAD_MODES, assert_same, capture, device
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.errors import EmulatorError, ReplayError
-from simplegraph.graph.device import GraphPool
+from simplegraph.base.errors import EmulatorError, ReplayError
+from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import capture, device
 
 

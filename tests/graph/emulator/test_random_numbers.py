@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from simplegraph.errors import EmulatorError
-from simplegraph.graph.device import GraphPool
+from simplegraph.base.errors import EmulatorError
+from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import assert_same, capture
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from simplegraph.errors import EmulatorError
-from simplegraph.graph.device import GraphPool
+from simplegraph.base.errors import EmulatorError
+from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import GRAD_MODES, READ_BACK, assert_same, capture
 
 READS: dict[str, Callable[[Tensor], object]] = {

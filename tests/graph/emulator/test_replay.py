@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simplegraph.errors import EmulatorError
-from simplegraph.graph.device import GraphPool
+from simplegraph.base.errors import EmulatorError
+from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import GRAD_MODES, READ_BACK, assert_same, capture, device
 
 

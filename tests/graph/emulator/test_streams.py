@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.errors import EmulatorError
-from simplegraph.graph.device import GraphPool
-from simplegraph.graph.emulator import CAPTURE_STREAM, DEFAULT_STREAM
+from simplegraph.base.errors import EmulatorError
+from simplegraph.device.emulator import CAPTURE_STREAM, DEFAULT_STREAM
+from simplegraph.device.protocol import GraphPool
 from tests.graph.emulator.captures import capture, device
 
 

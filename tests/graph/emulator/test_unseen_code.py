@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.graph import patches
-from simplegraph.reasons import Reason
+from simplegraph.base import patches
+from simplegraph.base.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

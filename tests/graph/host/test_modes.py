@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.errors import HostError
-from simplegraph.graph.breaks.active import recording_breaks
-from simplegraph.graph.failures import capture_error
-from simplegraph.graph.host.capture import HostCapture
-from simplegraph.graph.host.modes import HostMode
-from simplegraph.graph.host.warmup import HostWarmup
-from simplegraph.graph.observe import MemoryObserver
+from simplegraph.base.break_operators import recording_breaks
+from simplegraph.base.errors import HostError
+from simplegraph.base.failures import capture_error
+from simplegraph.program.host.capture import HostCapture
+from simplegraph.program.host.modes import HostMode
+from simplegraph.program.host.warmup import HostWarmup
+from simplegraph.program.observe import MemoryObserver
 
 META = torch.device("meta")
 

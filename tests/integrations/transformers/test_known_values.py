@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplegraph.graph.breaks.active import recording_breaks
+from simplegraph.base.break_operators import recording_breaks
 from simplegraph.integrations.transformers.known_values import KnownValues
 
 

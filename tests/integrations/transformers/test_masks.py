@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import simplegraph as sg
-from simplegraph.graph import patches
+from simplegraph.base import patches
 from simplegraph.integrations.transformers import graph_encoder
 from simplegraph.integrations.transformers.known_values import KnownValues
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from simplegraph.errors import ConfigError
-from simplegraph.graph.device import GraphPool
+from simplegraph.base.errors import ConfigError
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.transformers.encode.lengths import LengthRule, eighths, pad_inputs, read_call
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, named
 from simplegraph.integrations.transformers.refusals import check_model
-from simplegraph.module.mixin import check_unwrapped, wrap
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.serve.mixin import check_unwrapped, wrap
 
 _ROW_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
 

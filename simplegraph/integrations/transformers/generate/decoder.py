@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
+from simplegraph.base.config import CudaGraphConfig
+from simplegraph.base.failures import user_location
+from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import mixed_sizes
-from simplegraph.config import CudaGraphConfig
 from simplegraph.fused.layers.table import operators_of
 from simplegraph.fused.torch_operators import KernelTrial, Operators
-from simplegraph.graph.failures import user_location
 from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.launch import Launch
 from simplegraph.integrations.transformers.generate.token_step import POSITIONS, SHORTEN_MASK, masks_source
 from simplegraph.manager.differences import difference
-from simplegraph.reasons import CannotBind, Reason
 
 _SMALLEST_SPAN = 256  # positions; attending to fewer takes about the same time
 _SMALLEST_SOURCE = 64

@@ -11,9 +11,10 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from simplegraph.errors import ConfigError, did_you_mean
+from simplegraph.base.errors import ConfigError, did_you_mean
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.device.protocol import GraphPool
 from simplegraph.fused.layers.table import KINDS, TOKEN_KINDS, listed, names_by_kind
-from simplegraph.graph.device import GraphPool
 from simplegraph.integrations.transformers.generate.ahead import may_run_late, with_late_check
 from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
 from simplegraph.integrations.transformers.generate.launched import LaunchedGeneration, is_known_loop
@@ -23,8 +24,7 @@ from simplegraph.integrations.transformers.graphed_model import GraphedModel, na
 from simplegraph.integrations.transformers.overrides import override_forwards
 from simplegraph.integrations.transformers.refusals import check_generation, check_model, choices
 from simplegraph.manager.report import GraphReport
-from simplegraph.module.mixin import check_unwrapped, wrap
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.serve.mixin import check_unwrapped, wrap
 
 _MOST_TOKENS = 64  # of a launch, since its steps attend to one number of positions
 _MAX_SIGNATURES = 64  # spans times encoder lengths times flags

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.base.reasons import CannotBind, Reason
 
 # Processors of transformers that compute the new scores from the scores alone.
 _PURE = frozenset(

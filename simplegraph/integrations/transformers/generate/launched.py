@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.device.generators import default_generator, put_random_states, random_states
 from simplegraph.fused.layers.texts import with_names
-from simplegraph.graph.generators import default_generator, put_random_states, random_states
 from simplegraph.integrations.transformers.generate.ahead import may_be_late
 from simplegraph.integrations.transformers.generate.launch import Launch, RowState, ignored_tokens, processors_between
 from simplegraph.integrations.transformers.generate.served import ServedGeneration
-from simplegraph.reasons import CannotBind, Reason
 
 _CHECK, _LATE_CHECK, _UNDO = "StopCheck", "DeferredStopCheck", "_undo_generation_steps"
 

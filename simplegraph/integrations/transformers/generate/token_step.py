@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from simplegraph.config import BatchDim
+from simplegraph.base.config import BatchDim
 from simplegraph.fused.layers.layer import Layer
 from simplegraph.fused.layers.table import KINDS, ONE_QUERY, TOKEN_KINDS, find_layers, fused_forwards
 from simplegraph.fused.torch_operators import Operators

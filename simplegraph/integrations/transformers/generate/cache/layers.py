@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from simplegraph.errors import StaleGraphError
+from simplegraph.base.errors import StaleGraphError
 from simplegraph.integrations.transformers.generate.cache.layouts import StatesLayout, set_state, state_tensors
 
 

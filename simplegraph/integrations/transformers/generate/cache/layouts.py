@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from simplegraph.reasons import CannotBind, Reason
+from simplegraph.base.reasons import CannotBind, Reason
 
 # Layers of keys and values, and those that have states beside them; older releases lack the latter.
 _HYBRIDS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.integrations.transformers.generate.cache.layers import FixedLayer, check_states, layer_with_states
 from simplegraph.integrations.transformers.generate.cache.layouts import (
     CacheLayout,
@@ -25,7 +26,6 @@ from simplegraph.integrations.transformers.generate.cache.layouts import (
     set_state,
     state_tensors,
 )
-from simplegraph.reasons import CannotBind, Reason
 
 
 class CacheView(NamedTuple):

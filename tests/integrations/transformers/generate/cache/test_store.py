@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 import tiny_models as tiny  # noqa: E402
 from tiny_generation import GREEDY, MODELS, TOKENS, graphed, inputs  # noqa: E402
 
+from simplegraph.base.reasons import CannotBind  # noqa: E402
 from simplegraph.integrations.transformers import graph_generation  # noqa: E402
 from simplegraph.integrations.transformers.generate.cache.layouts import CacheLayout  # noqa: E402
-from simplegraph.reasons import CannotBind  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "t5", "whisper"])

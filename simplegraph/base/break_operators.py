@@ -1,0 +1,159 @@
+"""The recorder of breaks that is active in a thread, and operators that break by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from simplegraph.base import patches
+from simplegraph.base.errors import ConfigError
+
+
+class BreakRecorder(Protocol):
+    """Is called for every break that a thread meets.
+
+    Attributes:
+        operators: operators that break by themselves.
+    """
+
+    operators: frozenset[Any]
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call of a break, and return what the forward goes on with."""
+
+
+class _ThreadBreaks(threading.local):
+    recorder: BreakRecorder | None = None
+    inlined: frozenset[Any] = frozenset()
+
+
+ACTIVE = _ThreadBreaks()
+
+
+@contextlib.contextmanager
+def recording_breaks(recorder: BreakRecorder | None) -> Iterator[None]:
+    """Tell `recorder` of every break of this thread in here; None makes breaks plain calls."""
+    before = ACTIVE.recorder
+    ACTIVE.recorder = recorder
+    try:
+        seen = recorder is not None and recorder.operators
+        with torch._C._IncludeDispatchKeyGuard(_KEY) if seen else contextlib.nullcontext():
+            yield
+    finally:
+        ACTIVE.recorder = before
+
+
+@contextlib.contextmanager
+def inlining(functions: Collection[Any]) -> Iterator[None]:
+    """Make these functions and operators plain calls in here, whatever marks they have."""
+    before, ACTIVE.inlined = ACTIVE.inlined, frozenset(functions)
+    try:
+        yield
+    finally:
+        ACTIVE.inlined = before
+
+
+# A dispatch mode would see every operator of a forward, at several microseconds each, a thousand
+# times a capture. A dispatch key that only some operators have a kernel for, and that a thread includes only
+# while it captures, costs the others nothing.
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)
+_library: Any = torch.library  # typed loosely because torch leaves it untyped
+_libraries: list[Any] = []
+_intercepted: set[Any] = set()
+_lock = threading.Lock()
+
+
+def breaking_operators(names: Sequence[str] = ()) -> frozenset[Any]:
+    """Operators that break by themselves: those tagged ``torch.Tag.cudagraph_unsafe``, and these.
+
+    Args:
+        names: such as ``"mylib::attention"`` (all overloads) or ``"aten::sort.stable"``.
+
+    Raises:
+        ConfigError: no such operator is registered.
+    """
+    found = set(_tagged())
+    for name in names:
+        overloads = _overloads(name)
+        if not overloads:
+            raise ConfigError(
+                f"break_ops names {name!r}, but no such operator is registered; expected the form "
+                "'namespace::name', of a library that is imported before the capture."
+            )
+        found.update(overloads)
+    with _lock:
+        for operator in found - _intercepted:
+            _intercept(operator)
+    return frozenset(found)
+
+
+def _tagged() -> list[Any]:
+    """List the registered operators with the tag; looks at those that are new, since each takes microseconds."""
+    names = frozenset(torch._C._dispatch_get_all_op_names())
+    with _lock:
+        for gone in _looked_at.keys() - names:
+            del _looked_at[gone]
+        for name in names - _looked_at.keys():
+            packet, _, overload = name.partition(".")
+            operation = torch._C._get_operation_overload(packet, overload)
+            unsafe = operation is not None and _UNSAFE in operation[2]
+            _looked_at[name] = _overloads(name, exact=True) if unsafe else []
+        return [each for found in filter(None, _looked_at.values()) for each in found]
+
+
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_looked_at: dict[str, list[Any]] = {}
+
+
+def _overloads(name: str, *, exact: bool = False) -> list[Any]:
+    namespace, _, rest = name.partition("::")
+    packet_name, _, overload = rest.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), packet_name)
+        chosen = [overload or "default"] if overload or exact else packet.overloads()
+        return [getattr(packet, one) for one in chosen]
+    except (AttributeError, RuntimeError):
+        return []
+
+
+def _intercept(operator: Any) -> None:
+    if not _intercepted:
+        fallback = _library.Library("_", "IMPL")
+        fallback.fallback(_library.fallthrough_kernel, _KEY_NAME)
+        _libraries.append(fallback)
+        patches.record("torch.library kernels of break operators", _forget_operators)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        recorder = ACTIVE.recorder
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+            if recorder is None or operator not in recorder.operators or operator in ACTIVE.inlined:
+                return operator(*args, **kwargs)
+            return recorder.call(operator, args, kwargs)
+
+    namespace, _, _ = operator._schema.name.partition("::")
+    library = _library.Library(namespace, "IMPL")
+    library.impl(operator, kernel, _KEY_NAME)
+    _libraries.append(library)
+    _intercepted.add(operator)
+
+
+def _forget_operators() -> None:
+    for library in reversed(_libraries):
+        library._destroy()
+    _libraries.clear()
+    _intercepted.clear()
+
+
+def name_of(function: Any) -> str:
+    """Name a break for reports and messages."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    if isinstance(function, torch._ops.OpOverload):
+        return str(function)
+    return getattr(function, "__qualname__", None) or str(function)

@@ -1,0 +1,414 @@
+"""Configure captures: modes, attention support levels and the one configuration object."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import logging
+import os
+import types
+import typing
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from simplegraph.base.errors import ConfigError, did_you_mean
+
+
+class CudaGraphMode(enum.Enum):
+    """Choose which graphs serve which batches.
+
+    A mode is a pair (decode, mixed): how a uniform decode batch runs, and how every other batch
+    runs. NONE, PIECEWISE and FULL treat both alike and are the only modes that a single run can have. A
+    PIECEWISE run is graph segments with eager breaks between them (see `eager_break`); without breaks, one segment.
+
+    Source: the mode names follow vLLM's ``cudagraph_mode``.
+    """
+
+    NONE = ("NONE", "NONE")
+    PIECEWISE = ("PIECEWISE", "PIECEWISE")
+    FULL = ("FULL", "FULL")
+    FULL_DECODE_ONLY = ("FULL", "NONE")
+    FULL_AND_PIECEWISE = ("FULL", "PIECEWISE")
+
+    __hash__ = object.__hash__  # Enum's own hash runs Python code, several times in every replay
+
+    def decode_mode(self) -> CudaGraphMode:
+        """Return the mode of a uniform decode batch: NONE, PIECEWISE or FULL."""
+        return CudaGraphMode[self.value[0]]
+
+    def mixed_mode(self) -> CudaGraphMode:
+        """Return the mode of a batch that is not uniform decode: NONE, PIECEWISE or FULL."""
+        return CudaGraphMode[self.value[1]]
+
+    def separate_routine(self) -> bool:
+        """True if uniform decode and mixed batches run differently."""
+        return self.decode_mode() is not self.mixed_mode()
+
+    def has_full(self) -> bool:
+        """True if any batch may run as one full graph."""
+        return "FULL" in self.value
+
+    def has_piecewise(self) -> bool:
+        """True if any batch may run as graph segments with eager breaks between them."""
+        return "PIECEWISE" in self.value
+
+    @classmethod
+    def parse(cls, value: CudaGraphMode | str) -> CudaGraphMode:
+        """Return the mode of this name, in any case, "off" for NONE; a mode is returned as it is.
+
+        Raises:
+            ConfigError: the name is no mode.
+        """
+        if isinstance(value, cls):
+            return value
+        name = str(value).upper()
+        try:
+            return cls["NONE" if name == "OFF" else name]
+        except KeyError:
+            names = ", ".join(cls.__members__)
+            raise ConfigError(f"mode is {value!r}; expected one of {names}.") from None
+
+
+class AttentionCGSupport(enum.IntEnum):
+    """Ranks what an attention backend can do inside a full graph; with several backends the lowest counts."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+BatchDim = int | Literal["reference"] | None
+PadRule = int | float | bool | Literal["zero", "keep", "repeat-last"]
+
+logger = logging.getLogger("simplegraph")
+ENV_PREFIX = "SIMPLEGRAPH_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CudaGraphConfig:
+    """Configure how a module, or an engine's manager, is captured. Every field has a default.
+
+    Args:
+        mode: a `CudaGraphMode` or its name.
+        capture_sizes: batch sizes (rows, tokens) to capture. None takes the default list up to `max_capture_size`.
+        max_capture_size: the largest default size, in rows; default 512. It is always captured itself.
+        num_warmups: eager runs of a size before it is captured. With ``capture="lazy"`` these are the caller's own
+            calls; with ``"upfront"`` they run on the largest size.
+        max_num_seqs: the most requests in a batch. Uniform decode sizes are at most `uniform_query_len` times that.
+        max_num_tokens: the most tokens in a batch; larger `capture_sizes` are an error.
+        uniform_query_len: tokens per request in a uniform decode batch (1, or 1 + draft tokens).
+        batch_dims: argument name (``"positions"``, ``"states.0"``) -> batch dimension; None for a
+            tensor without one, ``"reference"`` for one that must never be copied (such as a KV cache that is
+            passed in): its address becomes part of the key. Other dimensions are inferred.
+        pad_values: argument name -> how padding rows are filled: ``"zero"`` (the default), ``"keep"``
+            (not written), ``"repeat-last"``, or a number.
+        length_dims: argument name -> dimension of a length, such as samples or frames, that is padded to the next of
+            `lengths` (by `pad_values`); outputs are cut. If that changes the answer, calls run eagerly.
+        lengths: the lengths to capture, each with graphs for all batch sizes.
+        padding: False serves only batches whose exact size was captured.
+        exact_shapes: capture each combination of input shapes by itself, whatever `capture_sizes`; nothing is padded.
+        outputs: ``"clone"`` returns new tensors from every call; ``"static"`` returns graph memory, valid until the
+            next replay of any graph in the same pool, even after its own graph is dropped. With both, inputs that
+            the forward returns are returned as the caller's own tensors.
+        capture: ``"lazy"`` captures a size when calls of that size come; ``"upfront"`` only in `capture_graphs`, so
+            that a later call never pays for a capture.
+        on_capture_failure: ``"eager"`` warns and runs that size eagerly from then on; ``"raise"`` raises the error.
+        on_stale: ``"recapture"`` drops all graphs when something that they read was moved or replaced, and
+            captures again; ``"raise"`` raises `StaleGraphError`.
+        pad_random: allow padding even if the forward draws random numbers; the following numbers then differ from
+            eager's.
+        verify: how often graphs are proven. The first call of each batch size is, and later ones at distances that
+            double, which together take at most so many percent of the time of the replays since. Such a call runs
+            eagerly; the replay starts from the same memory and random numbers. If its effects differ from eager's,
+            that size (or padding) is given up, or `VerificationError` raised, as `on_capture_failure` says. 0 proves
+            nothing. Engines request it in `CudaGraphManager.run`.
+        max_signatures: the most call signatures (dtypes, trailing shapes, non-tensor values, values of
+            `state_key`) that are captured.
+        on_too_many_signatures: ``"eager"`` runs calls with further signatures eagerly; ``"flush"`` drops all graphs,
+            frees their memory, and starts over with the current call, which suits traffic whose shapes change over
+            time.
+        state_key: a function that gets the module before every call and returns the Python state that the forward
+            reads (``lambda model: (model.enabled, model.scale)``). The state must be hashable and the function cheap. A
+            graph is replayed only in the state that it was captured in. None takes the switches of peft's adapters and
+            diffusers' attention processors; other state is fixed at capture. State that the forward itself changes
+            (``self.calls += 1``) would not change in a replay: such a size runs eagerly, and the report names it,
+            unless the key contains that state; a replay then leaves it unchanged.
+        trusted_args: names of arguments whose non-tensor objects never change inside; they become part of
+            the key by identity.
+        break_ops: operators (``"mylib::attention"``) that are eager breaks, in addition to those tagged
+            ``torch.Tag.cudagraph_unsafe``.
+        decode_capture_sizes: sizes in tokens of uniform decode batches, if these run in another mode than mixed
+            ones; None takes the sizes of mixed batches, rounded up to multiples of `uniform_query_len`.
+        training: capture calls under grad mode too, as a forward graph and a backward graph of exactly their shapes.
+        debug: check every captured input's address at every replay, and name those that moved; refuse graphs also for
+            freed memory that a struct points to; with a `RankGroup` check that all ranks replay the same graph.
+        progress: show a progress bar while capturing several sizes.
+
+    Every field with a plain value can be set from the environment as ``SIMPLEGRAPH_<FIELD>``; see `from_env`.
+
+    Raises:
+        ConfigError: a value is invalid; the message names the field, the value and what is expected.
+    """
+
+    mode: CudaGraphMode = CudaGraphMode.FULL
+    capture_sizes: Sequence[int] | None = None
+    max_capture_size: int | None = None
+    num_warmups: int = 1
+    max_num_seqs: int | None = None
+    max_num_tokens: int | None = None
+    uniform_query_len: int = 1
+    batch_dims: Mapping[str, BatchDim] = dataclasses.field(default_factory=dict)
+    pad_values: Mapping[str, PadRule] = dataclasses.field(default_factory=dict)
+    length_dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lengths: Sequence[int] | None = None
+    padding: bool = True
+    exact_shapes: bool = False
+    outputs: Literal["clone", "static"] = "clone"
+    capture: Literal["lazy", "upfront"] = "lazy"
+    on_capture_failure: Literal["eager", "raise"] = "eager"
+    on_stale: Literal["recapture", "raise"] = "recapture"
+    pad_random: bool = False
+    verify: int = 1
+    max_signatures: int = 16
+    on_too_many_signatures: Literal["eager", "flush"] = "eager"
+    state_key: Callable[[Any], Hashable] | None = None
+    trusted_args: Sequence[str] = ()
+    break_ops: Sequence[str] = ()
+    decode_capture_sizes: Sequence[int] | None = None
+    training: bool = False
+    debug: bool = False
+    progress: bool = True
+
+    def __new__(cls, **settings: Any) -> CudaGraphConfig:
+        """Refuse unknown settings before the generated ``__init__`` does, which suggests no correction."""
+        check_settings(settings)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, (optional, kind) in _kinds().items():
+            value = getattr(self, name)
+            if value is not None or not optional:
+                object.__setattr__(self, name, kind.check(name, value))
+        if self.capture_sizes is not None and self.max_capture_size is not None:
+            raise ConfigError("capture_sizes and max_capture_size are both set; give one of them, not both.")
+        for name in self.break_ops:
+            if not all(name.partition("::")):
+                raise ConfigError(f"break_ops has {name!r}; expected operators such as 'mylib::attention'.")
+        if bool(self.length_dims) != bool(self.lengths):
+            raise ConfigError("length_dims and lengths belong together: which dimensions, and the lengths to capture.")
+        if self.lengths and self.exact_shapes:
+            raise ConfigError("length_dims pads lengths, and with exact_shapes (as in train_step) nothing is padded.")
+        self._check_limits()
+        self._check_decode_sizes()
+
+    def _check_decode_sizes(self) -> None:
+        sizes = self.decode_capture_sizes or ()
+        for odd in (size for size in sizes if size % self.uniform_query_len):
+            told = f"decode_capture_sizes has {odd}; expected multiples of"
+            raise ConfigError(f"{told} uniform_query_len={self.uniform_query_len}.")
+        if sizes and self.max_num_tokens is not None and sizes[-1] > self.max_num_tokens:
+            above = f"decode_capture_sizes has {sizes[-1]}, above max_num_tokens={self.max_num_tokens}"
+            raise ConfigError(f"{above}; no batch could ever use it.")
+
+    def _check_limits(self) -> None:
+        if self.max_num_tokens is None:
+            return
+        if self.uniform_query_len > self.max_num_tokens:
+            above = f"uniform_query_len is {self.uniform_query_len}, above max_num_tokens={self.max_num_tokens}"
+            raise ConfigError(f"{above}; no request of a uniform decode batch would fit. Lower it, or raise the limit.")
+        largest = self.capture_sizes[-1] if self.capture_sizes else self.max_capture_size
+        if largest is not None and largest > self.max_num_tokens:
+            above = f"the largest capture size is {largest}, above max_num_tokens={self.max_num_tokens}"
+            drop = "Drop the sizes above max_num_tokens, or raise the limit."
+            raise ConfigError(f"{above}; no batch could ever use it. {drop}")
+
+    def replace(self, **changes: Any) -> CudaGraphConfig:
+        """Return a copy with some fields changed, validated again.
+
+        Raises:
+            ConfigError: a name is no field, or a value is invalid.
+        """
+        check_settings(changes)
+        if changes.get("capture_sizes") is not None:
+            changes.setdefault("max_capture_size", None)
+        if changes.get("max_capture_size") is not None:
+            changes.setdefault("capture_sizes", None)
+        return dataclasses.replace(self, **changes)
+
+    def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:
+        """Return a copy in which ``SIMPLEGRAPH_*`` environment variables replace the fields they name.
+
+        Wrappers and managers call it once, when they are built. The environment takes precedence, so that a deployed
+        program can be switched to ``SIMPLEGRAPH_MODE=none`` or ``SIMPLEGRAPH_DEBUG=1`` without an edit.
+
+        A variable that names no setting is ignored with a warning: Kubernetes sets ``SIMPLEGRAPH_PORT`` for a service
+        of that name.
+
+        Raises:
+            ConfigError: a value is invalid.
+        """
+        environ = os.environ if environ is None else environ
+        kinds = {field: kind for field, (_, kind) in _kinds().items() if kind.parse}
+        variables = {ENV_PREFIX + field.upper(): field for field in kinds}
+        unknown = (name for name in sorted(environ) if name.startswith(ENV_PREFIX) and name not in variables)
+        _warn_of_unknown(tuple(unknown))
+        changes = {
+            field: _from_variable(variable, kinds[field], environ[variable])
+            for variable, field in variables.items()
+            if variable in environ
+        }
+        try:
+            return self.replace(**changes) if changes else self
+        except ConfigError as error:
+            names = ", ".join(ENV_PREFIX + name.upper() for name in changes)
+            raise ConfigError(f"{error} (set from the environment: {names})") from None
+
+
+def check_settings(names: Iterable[str], where: str = "") -> None:
+    """Refuse names that are no fields of `CudaGraphConfig`, and suggest similar ones."""
+    known = CudaGraphConfig.__dataclass_fields__
+    unknown = sorted(set(names) - known.keys())
+    if unknown:
+        hint = did_you_mean(unknown, known)
+        raise ConfigError(f"{where}no such setting: {', '.join(unknown)}{hint}; the settings are {', '.join(known)}.")
+
+
+def _require(name: str, value: Any, valid: bool, expected: str) -> Any:
+    if not valid:
+        raise ConfigError(f"{name} is {value!r}; expected {expected}.")
+    return value
+
+
+def _check_int(name: str, value: Any) -> int:
+    least = _LEAST.get(name, 1)
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return int(_require(name, value, valid, f"a whole number of at least {least}"))
+
+
+def _check_bool(name: str, value: Any) -> Any:
+    return _require(name, value, isinstance(value, bool), "True or False")
+
+
+def _check_choice(choices: tuple[str, ...], name: str, value: Any) -> Any:
+    return _require(name, value, value in choices, " or ".join(map(repr, choices)))
+
+
+def _check_callable(name: str, value: Any) -> Any:
+    return _require(name, value, callable(value), "a function of the module")
+
+
+def _check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    valid = isinstance(sizes, (Sequence, set, frozenset)) and not isinstance(sizes, (str, bytes))
+    if not _require(name, sizes, valid, "a sequence of sizes, such as [1, 2, 4, 8]"):
+        raise ConfigError(f"{name} is empty; give at least one size, or mode='NONE' for no graphs.")
+    return tuple(sorted({_check_int(f"{name} entry", size) for size in sizes}))
+
+
+def _check_names(name: str, names: Any) -> tuple[str, ...]:
+    valid = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(item, str) for item in names)
+    return tuple(_require(name, names, valid, "a sequence of names"))
+
+
+def _check_mapping(check: Callable[[str, Any], Any], name: str, mapping: Any) -> Mapping[str, Any]:
+    _require(name, mapping, isinstance(mapping, Mapping), "a mapping from argument names")
+    for argument, value in mapping.items():
+        if not isinstance(argument, str):
+            raise ConfigError(f"{name} has the key {argument!r}; expected an argument name.")
+        check(f"{name}[{argument!r}]", value)
+    return _FrozenMapping(mapping)
+
+
+def _check_batch_dim(name: str, value: Any) -> Any:
+    valid = value is None or value == "reference" or (isinstance(value, int) and not isinstance(value, bool))
+    return _require(name, value, valid, "a dimension, None or 'reference'")
+
+
+def _check_length_dim(name: str, value: Any) -> Any:
+    return _require(name, value, isinstance(value, int) and not isinstance(value, bool), "a dimension")
+
+
+def _check_pad_rule(name: str, value: Any) -> Any:
+    valid = isinstance(value, (int, float)) or value in ("zero", "keep", "repeat-last")
+    return _require(name, value, valid, "'zero', 'keep', 'repeat-last' or a number")
+
+
+class _FrozenMapping(dict[str, Any]):
+    """A mapping that cannot be edited after validation; it can be hashed and pickled."""
+
+    def _refuse(self, *_: object, **__: object) -> typing.NoReturn:
+        raise ConfigError("a CudaGraphConfig cannot be edited; use config.replace(...).")
+
+    __setitem__ = __delitem__ = update = pop = clear = setdefault = popitem = _refuse
+    __ior__ = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]  # dict sets __hash__ to None
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return _FrozenMapping, (dict(self),)
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_of_unknown(variables: tuple[str, ...]) -> None:
+    """Warn once a process of environment variables that name no setting."""
+    known = [ENV_PREFIX + field.upper() for field, (_, kind) in _kinds().items() if kind.parse]
+    for variable in variables:
+        hint = did_you_mean([variable], known)
+        logger.warning("simplegraph: %s names no setting%s, and is ignored.", variable, hint)
+
+
+def _from_variable(variable: str, kind: _Kind, text: str) -> Any:
+    """Parse the value of an environment variable."""
+    try:
+        return kind.parse(text.strip()) if kind.parse is not None else text
+    except ValueError as error:
+        detail = str(error) if isinstance(error, ConfigError) else f"expected {kind.expected}."
+        raise ConfigError(f"{variable}={text!r} is not valid: {detail}") from None
+
+
+def _parse_bool(text: str) -> bool:
+    known = ("1", "true", "yes", "on", "0", "false", "no", "off")
+    return known.index(text.lower()) < 4  # which raises ValueError
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _parse_names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+class _Kind(NamedTuple):
+    """Checks the settings of one type; `parse` reads them from an environment variable, if that is possible."""
+
+    check: Callable[[str, Any], Any]
+    parse: Callable[[str], Any] | None = None
+    expected: str = ""
+
+
+_LEAST = {"num_warmups": 0, "verify": 0}  # for all other integers 1
+_KINDS: dict[Any, _Kind] = {
+    CudaGraphMode: _Kind(lambda _, mode: CudaGraphMode.parse(mode), CudaGraphMode.parse),
+    int: _Kind(_check_int, int, "a whole number"),
+    bool: _Kind(_check_bool, _parse_bool, "1 or 0, true or false"),
+    Sequence[int]: _Kind(_check_sizes, _parse_sizes, "sizes separated by commas, such as 1,2,4"),
+    Sequence[str]: _Kind(_check_names, _parse_names),
+    Mapping[str, BatchDim]: _Kind(functools.partial(_check_mapping, _check_batch_dim)),
+    Mapping[str, int]: _Kind(functools.partial(_check_mapping, _check_length_dim)),
+    Mapping[str, PadRule]: _Kind(functools.partial(_check_mapping, _check_pad_rule)),
+    Callable[[Any], Hashable]: _Kind(_check_callable),
+}
+
+
+@functools.cache
+def _kinds() -> dict[str, tuple[bool, _Kind]]:
+    """Return for each field, from its annotation, if it may be None, and its kind."""
+    kinds = {}
+    for name, hint in typing.get_type_hints(CudaGraphConfig).items():
+        arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        choice = functools.partial(_check_choice, typing.get_args(arms[0]))
+        kinds[name] = type(None) in arms, _KINDS.get(arms[0]) or _Kind(choice, str)
+    return kinds

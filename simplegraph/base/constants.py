@@ -1,0 +1,151 @@
+"""Device copies of what a forward makes on the CPU from Python data: made at warmups, served at captures."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from torch import Tensor
+
+from simplegraph.base.operators import without_modes
+
+# A CPU tensor that the forward did not make is compared by its bytes at every call, up to this many; of a larger one
+# the version is, and as many bytes spread over it.
+WATCHED_BYTES = 64
+# Beyond this a CPU tensor belongs to a forward that brings its weights along, which no graph should hold.
+LARGEST_BYTES = 16 << 20
+LARGEST_TOTAL_BYTES = 64 << 20
+# Warmups in a row that find other values than the one before; then a capture is tried, which refuses them by name.
+_MOST_CHANGES = 8
+
+
+class _ServingThread(threading.local):
+    active = False
+
+
+SERVING = _ServingThread()  # active while a capture of this thread gets its constants from device copies
+
+
+class FrozenConstants:
+    """The device copies of a model's constants, by the graph whose last warmup moved them to the device.
+
+    A copy is found by what it is a copy of, to the bit. So a graph without a warmup of its own may use another's
+    copies: what it finds is right, and what it does not find asks for a warmup.
+
+    Attributes:
+        met_host: True once a warmup met a CPU tensor; None before the first warmup.
+        notes: what extras noted of eager runs; see `simplegraph.base.extras`.
+    """
+
+    def __init__(self) -> None:
+        self.met_host: bool | None = None
+        self.notes: dict[str, int] = {}
+        self._had_any = False
+        self._copies: dict[Hashable, dict[Hashable, Tensor]] = {}
+        self._sources: dict[Hashable, list[tuple[Callable[[], Hashable], Hashable]]] = {}
+        self._changes: collections.Counter[Hashable] = collections.Counter()
+
+    def learn(
+        self, key: Hashable, copies: Mapping[Hashable, Tensor], sources: Sequence[Tensor] = (), *, met_host: bool
+    ) -> None:
+        """Keep what a warmup of this graph moved to the device, instead of what an earlier one did.
+
+        Args:
+            key: the graph.
+            copies: what was moved, by content.
+            sources: the CPU tensors from before among what was moved: the next warmup may find other values in them.
+            met_host: True if the warmup met a CPU tensor.
+        """
+        self.met_host = bool(self.met_host) or met_host
+        self._changes[key] = self._changes[key] + 1 if self._changed(key) else 0
+        self._had_any = self._had_any or bool(copies)
+        self._copies[key] = {content: self.find(content, copy) for content, copy in copies.items()}
+        self._sources[key] = [(read, read()) for read in map(reader, sources)]
+
+    def find(self, content: Hashable, otherwise: Tensor) -> Tensor:
+        """Return a copy that another graph has already, so that equal constants take memory once."""
+        return next((copies[content] for copies in self._copies.values() if content in copies), otherwise)
+
+    def copies(self, key: Hashable) -> Mapping[Hashable, Tensor]:
+        """Return the copies that a capture of this graph may use: its own, or all if it had no warmup."""
+        own = self._copies.get(key)
+        return own if own is not None else {c: copy for copies in self._copies.values() for c, copy in copies.items()}
+
+    def needs_warmup(self, key: Hashable) -> bool:
+        """True if there are or were constants, and this graph had no warmup, or one that found other values.
+
+        Values that change from call to call need no more warmups: they are no constants.
+        """
+        if key in self._copies:
+            return self._changes[key] < _MOST_CHANGES and self._changed(key)
+        return self._had_any
+
+    def _changed(self, key: Hashable) -> bool:
+        return any(read() != before for read, before in self._sources.get(key, ()))
+
+    def clear(self) -> None:
+        """Drop the copies; that there were some is kept."""
+        self._copies.clear()
+        self._sources.clear()
+        self._changes.clear()
+
+
+def content(tensor: Tensor) -> Hashable:
+    """Identify a CPU tensor by dtype, shape, strides and every bit of its value."""
+    with without_modes():
+        raw = value_bytes(tensor)
+    value = raw if len(raw) <= WATCHED_BYTES else hashlib.blake2b(raw).digest()
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), value
+
+
+def value_bytes(tensor: Tensor) -> bytes:
+    """Return a CPU tensor's elements, in order, as bytes."""
+    plain = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+    # By address: `.numpy()` knows fewer dtypes, and modes of functions see it.
+    return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
+
+
+def span(tensor: Tensor) -> int:
+    """Count the bytes from a tensor's first element to the end of its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def is_watchable(tensor: Tensor) -> bool:
+    """True if writes to a CPU tensor can be noticed: it is small, or its version tells of them.
+
+    Inference tensors have no version. Memory that NumPy holds too cannot be resized, which tells it apart.
+    """
+    nbytes = span(tensor)
+    if nbytes <= WATCHED_BYTES:
+        return True
+    return nbytes <= LARGEST_BYTES and not tensor.is_inference() and tensor.untyped_storage().resizable()
+
+
+def reader(tensor: Tensor) -> Callable[[], Hashable]:
+    """Return a function that reads what tells if a CPU tensor was written to: its bytes, or version and some bytes."""
+    address, nbytes, read = tensor.data_ptr, span(tensor), ctypes.string_at
+    if nbytes > WATCHED_BYTES:
+        return functools.partial(_version_and_samples, tensor, nbytes)
+
+    def current_bytes() -> bytes:
+        start = address()
+        return read(start, nbytes) if start else b""  # its storage may have been resized to nothing
+
+    return current_bytes
+
+
+_SAMPLES = 8  # of 8 bytes each
+
+
+def _version_and_samples(tensor: Tensor, nbytes: int) -> Hashable:
+    start = tensor.data_ptr()
+    places = (start + (nbytes - 8) * index // (_SAMPLES - 1) for index in range(_SAMPLES)) if start else ()
+    samples = tuple(ctypes.string_at(place, 8) for place in places)
+    return tensor._version, tensor.untyped_storage().resizable(), samples

@@ -1,0 +1,96 @@
+"""The context of a thread's calls: whether they run eagerly, and what `describe` says of their batches."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from simplegraph.base.reasons import Reason
+
+_UNDESCRIBED: tuple[int | None, int | None, int] = (None, None, 0)
+
+
+class CallContext(NamedTuple):
+    """The context of calls in this thread.
+
+    Attributes:
+        bypass: why they run eagerly; None if they need not.
+        batch: their requests, tokens of each request, and active LoRAs, where these are known.
+    """
+
+    bypass: Reason | None
+    batch: tuple[int | None, int | None, int]
+
+
+class _CallState(threading.local):
+    """The context of this thread.
+
+    Attributes:
+        eager_inside: the file and line of the last `eager` inside a forward that a graph owns.
+    """
+
+    context: CallContext | None = None
+    eager_inside: tuple[str, int] | None = None
+
+
+CALLS = _CallState()
+
+
+@contextlib.contextmanager
+def _calling(context: CallContext | None) -> Iterator[None]:
+    before, CALLS.context = CALLS.context, context
+    try:
+        yield
+    finally:
+        CALLS.context = before
+
+
+@contextlib.contextmanager
+def bypassed(reason: Reason) -> Iterator[None]:
+    """Run every wrapped module of this thread eagerly in here, for this reason."""
+    with _calling(CallContext(reason, described_batch())):
+        yield
+
+
+def outside_calls() -> contextlib.AbstractContextManager[None]:
+    """Forget the context in here: wrapped modules run as outside of the calls around."""
+    return _calling(None)
+
+
+def described_batch() -> tuple[int | None, int | None, int]:
+    """Return what `describe` says of the batches of this thread."""
+    return CALLS.context.batch if CALLS.context is not None else _UNDESCRIBED
+
+
+@contextlib.contextmanager
+def describe(
+    *, num_reqs: int | None = None, uniform_query_len: int | None = None, num_active_loras: int = 0
+) -> Iterator[None]:
+    """Describe the batches of the calls in here, where a module's arguments do not tell.
+
+    FULL_DECODE_ONLY and FULL_AND_PIECEWISE give a batch its full graph only if it is known to be uniform
+    decode; without a description every call counts as mixed.
+
+    Args:
+        num_reqs: requests in the batch.
+        uniform_query_len: tokens of each request, when all have the same number.
+        num_active_loras: LoRA adapters in use.
+    """
+    bypass = CALLS.context.bypass if CALLS.context is not None else None
+    with _calling(CallContext(bypass, (num_reqs, uniform_query_len, num_active_loras))):
+        yield
+
+
+def eager() -> contextlib.AbstractContextManager[None]:
+    """Leave graphs alone in here: every wrapped module of this thread runs eagerly, and counts it.
+
+    Around calls of wrapped modules. Inside a forward that is captured it changes nothing, and a warning says so: there,
+    mark the part as an eager break (`eager_break`, `break_at`).
+    """
+    if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
+        caller = sys._getframe(1)
+        CALLS.eager_inside = caller.f_code.co_filename, caller.f_lineno
+    return bypassed(Reason.EAGER_CONTEXT)

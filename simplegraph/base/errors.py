@@ -1,0 +1,89 @@
+"""The library's exceptions, and parts of their messages: what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+
+class SimpleGraphError(Exception):
+    """Base class of all exceptions that this library raises itself."""
+
+
+class ConfigError(SimpleGraphError, ValueError):
+    """A setting is invalid, alone or together with another."""
+
+
+class InputError(SimpleGraphError, ValueError):
+    """A call's arguments cannot be bound to a graph."""
+
+
+class CaptureSizeError(SimpleGraphError, ValueError):
+    """A batch is empty, or larger than every size that could serve it."""
+
+
+class CaptureError(SimpleGraphError, RuntimeError):
+    """A forward could not be captured.
+
+    Attributes:
+        location: "file:line `source`" of the user's line; None if CUDA did not report it.
+        cause: what that line did that a graph cannot record; None if unknown.
+    """
+
+    def __init__(self, message: str, *, location: str | None = None, cause: str | None = None) -> None:
+        super().__init__(message)
+        self.location = location
+        self.cause = cause
+
+
+class EscapeError(CaptureError):
+    """A forward left tensors of its graph in Python objects that outlive it: a global, a closure, a cache."""
+
+
+class BreakError(SimpleGraphError, RuntimeError):
+    """An eager break cannot be part of a captured forward, or its result differs in kind from the captured one."""
+
+
+class ReplayError(SimpleGraphError, RuntimeError):
+    """A replay is not possible: nothing was captured or prepared, or the graphs were dropped."""
+
+
+class RankError(SimpleGraphError, RuntimeError):
+    """Ranks that must act together did not: one is missing, failed, or does something else."""
+
+
+class StaleGraphError(SimpleGraphError, RuntimeError):
+    """A tensor that a graph reads was moved or replaced since capture, so a replay would use old values."""
+
+
+class VerificationError(SimpleGraphError, RuntimeError):
+    """A replay's output differs from the eager output for the same inputs."""
+
+
+class EmulatorError(SimpleGraphError, RuntimeError):
+    """The emulated device found an action that a CUDA graph does not allow."""
+
+
+class HostError(SimpleGraphError, RuntimeError):
+    """A forward that is being captured used a CPU tensor in a way that a replay would not repeat.
+
+    Attributes:
+        remedy: what the user can do about it.
+    """
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause)
+        self.remedy = remedy
+
+
+def did_you_mean(names: Iterable[str], known: Collection[str]) -> str:
+    """Return " (did you mean ...?)" with known names similar to these; "" if there are none."""
+    close = dict.fromkeys(found for name in names for found in difflib.get_close_matches(name, known, 1))
+    return f" (did you mean {', '.join(close)}?)" if close else ""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package; in a checkout, the editable install."""
+    in_checkout = Path(__file__).parents[2].joinpath("setup.cfg").is_file()
+    return f'pip install -e ".[{extra}]"' if in_checkout else f'pip install "simple-cuda-graph[{extra}]"'

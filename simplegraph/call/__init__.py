@@ -1,0 +1,1 @@
+"""A call: signature, static inputs, padding, outputs."""

@@ -1,0 +1,124 @@
+"""Notices changes to arguments beside written values: a replay does not run the Python that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.modes import outside_modes
+from simplegraph.base.nested import containers, flatten
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.call.args import PLAIN_TENSORS, TensorArg
+from simplegraph.call.call import Call, invoke
+from simplegraph.call.signature import CallReader
+from simplegraph.guard.snapshot import has_address, place
+
+
+def invoke_watched(
+    call: Call, reader: CallReader, args: tuple[Any, ...], kwargs: Mapping[str, Any], limit: int = 0
+) -> Any:
+    """Run the call's module on these arguments, and note if it does to them what no replay can, or writes to them.
+
+    Args:
+        call: what is called.
+        reader: names its arguments.
+        args: these.
+        kwargs: these.
+        limit: bytes of arguments that may be copied, to find what kernels write that torch does not dispatch.
+    """
+    arguments = _Arguments(args, kwargs, reader)
+    values = _Values(call, arguments, limit)
+    result = invoke(call.module, args, kwargs)
+    values.note_written()
+    call.binding.unsupported = arguments.effect(result) or call.binding.unsupported
+    return result
+
+
+class _Values:
+    """Holds the values of a forward's tensors before one run of it, small tensors first."""
+
+    def __init__(self, call: Call, arguments: _Arguments, limit: int) -> None:
+        self._binding, self._copies = call.binding, []
+        if not limit:
+            return
+        copied = {arg.name for arg in call.layout.args if isinstance(arg, TensorArg) and arg.batch_dim != "reference"}
+        left = copied - self._binding.written
+        leaves = arguments.named_leaves()
+        tensors = [(name, leaf) for name, leaf in leaves if name in left and type(leaf) in PLAIN_TENSORS]
+        with outside_modes():
+            for name, leaf in sorted(tensors, key=lambda entry: entry[1].nbytes):
+                limit -= leaf.nbytes
+                if limit < 0:
+                    return
+                view = leaf.detach()
+                self._copies.append((name, view, view.untyped_storage().nbytes(), _bits(view).clone()))
+
+    def note_written(self) -> None:
+        """Note which of them have changed since."""
+        with outside_modes():
+            for name, view, nbytes, copy in self._copies:
+                if view.untyped_storage().nbytes() != nbytes or not torch.equal(_bits(view), copy):
+                    self._binding.written.add(name)
+                self._binding.compared.add(name)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """View a tensor's elements as bytes; they are copied where they do not lie in a row."""
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    # One element lies in a row whatever its stride is, but torch views only a stride of 1 as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class _Arguments:
+    """The arguments of one run of a forward, as they were before it.
+
+    Args:
+        args, kwargs: what the forward is called with.
+        reader: names the leaves.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: CallReader) -> None:
+        self._value = args, dict(kwargs)
+        self._names = reader.names
+        self._leaves, self._spec = flatten(self._value)
+        self._containers = containers(self._value)
+        self._looks = [_look(leaf) for leaf in self._leaves]
+
+    def named_leaves(self) -> Iterable[tuple[str, Any]]:
+        """Pair each leaf with its name."""
+        return zip(self._names(self._spec), self._leaves, strict=True)
+
+    def effect(self, result: Any) -> CannotBind | None:
+        """Say what the forward did that a replay cannot; `result` is what it returned."""
+        leaves, spec = flatten(self._value)
+        if spec != self._spec:
+            before = self._names(self._spec)
+            return _changed(sorted(set(before) ^ set(self._names(spec))) or before)
+        pairs = enumerate(zip(self._leaves, leaves, self._looks, strict=True))
+        changed = [at for at, (then, now, look) in pairs if then is not now or _look(now) != look]
+        held = containers(self._value)
+        if not changed and any(then is not now for then, now in zip(self._containers, held, strict=True)):
+            changed = list(range(len(leaves)))
+        if changed:
+            names = self._names(spec)
+            return _changed([names[at] for at in changed])
+        own = {id(container) for container in self._containers}
+        found = next((container for container in containers(result) if id(container) in own), None)
+        if found is not None:
+            kind = type(found).__name__
+            return CannotBind(Reason.UNSUPPORTED_OUTPUT, f"a {kind} that the forward was passed; return a new one")
+        return None
+
+
+def _changed(names: Sequence[str]) -> CannotBind:
+    return CannotBind(Reason.CHANGED_ARGUMENTS, ", ".join(names[:5]))
+
+
+def _look(leaf: Any) -> Any:
+    """Describe everything about a tensor that Python can change, but for its values."""
+    if not isinstance(leaf, Tensor) or not has_address(leaf):
+        return None
+    return place(leaf), leaf.requires_grad, {key: id(value) for key, value in vars(leaf).items()}

@@ -1,0 +1,298 @@
+"""A call of a wrapped module, how it passes its arguments, and what is known of calls like it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.context import CALLS
+from simplegraph.base.errors import HostError
+from simplegraph.base.nested import LEAF, ById, TreeSpec, flatten
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.subclass import plain
+from simplegraph.base.tensors import storage_key
+from simplegraph.batch.dispatch import Dispatch
+from simplegraph.call.args import Arg, ConstantArg, HostArg, TensorArg, batch_dim_of, short_repr
+from simplegraph.call.inputs import InputSet, overlap, overlaps_itself, shared_rows
+from simplegraph.call.outputs import OutputShapes, unreturnable
+from simplegraph.call.signature import CallReader, Signature
+from simplegraph.guard.effects import CountedState
+from simplegraph.guard.torch_state import TorchSettings
+from simplegraph.program.breaks.step import BreakTrace, trace_between
+from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.scalars import NumbersBySize
+
+_TRACES = 3  # of as many batch sizes traces of eager calls are kept, to learn from two of them
+
+
+class Graphed:
+    """Base class by which `invoke` knows a wrapped module: the class after it in the MRO has the real call."""
+
+
+def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run the module's own call, hooks included; a wrapped one's forward sees as `self` what `wrap` was given."""
+    own = plain(module)
+    call: Any = super(Graphed, own).__call__ if isinstance(own, Graphed) else own  # type: ignore[misc]
+    return call(*args, **kwargs)
+
+
+@dataclasses.dataclass(eq=False)
+class Binding:
+    """Everything known of the calls of one signature.
+
+    Attributes:
+        inputs: static inputs, one set unless sizes have their own.
+        outputs: how outputs follow the batch size; unsliceable: why they do not.
+        called: True once a call went through eagerly, as it was; postponed: its capture let a larger one go first.
+        layouts: the ways its calls pass their arguments, by nesting.
+        traces: what the breaks of eager calls returned, by batch size; of the latest few.
+        warm: warmup runs by padded size.
+        ran: the batch sizes that ran eagerly as they were called, by nesting.
+        proven: the batch sizes of which a replay equalled eager, by mode and descriptor.
+        written: names of the inputs that the forward was seen to write to.
+        compared: names of inputs whose values were compared before and after an eager run.
+        draws: True if it draws random numbers.
+        counted: Python state that every run changes.
+        made: places of the outputs that the forward was seen to make.
+        numbers: the Python numbers that its runs passed to operators.
+        refused: what its latest eager run showed that no capture may come to.
+    """
+
+    signature: Signature
+    inputs: list[InputSet] = dataclasses.field(default_factory=list)
+    outputs: OutputShapes = dataclasses.field(default_factory=OutputShapes)
+    unsliceable: CannotBind | None = None
+    unsupported: CannotBind | None = None
+    called: bool = False
+    postponed: bool = False
+    warm: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    ran: set[tuple[TreeSpec, int]] = dataclasses.field(default_factory=set)
+    proven: dict[Hashable, set[int]] = dataclasses.field(default_factory=dict)
+    written: set[str] = dataclasses.field(default_factory=set)
+    compared: set[str] = dataclasses.field(default_factory=set)
+    counted: CountedState = dataclasses.field(default_factory=CountedState)
+    draws: bool = False
+    layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
+    traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)
+    made: set[int] = dataclasses.field(default_factory=set)
+    numbers: NumbersBySize = dataclasses.field(default_factory=NumbersBySize)
+    refused: HostError | None = None
+
+    def inputs_for(self, padded: int, largest: int, args: Sequence[Arg], leaves: Sequence[Any]) -> InputSet:
+        """Find or make the static inputs of a padded size; `args` and `leaves` in the order of the call that asks."""
+        for known in self.inputs:
+            if known.rows >= padded:
+                return known
+        made = InputSet(args, shared_rows(args, largest, padded), leaves)
+        self.inputs.append(made)
+        return made
+
+    def refuse_padding(self, why: CannotBind) -> None:
+        """Let padded calls run eagerly from now on."""
+        self.unsliceable = why
+        for layout in self.layouts.values():
+            layout.plans = {key: plan for key, plan in layout.plans.items() if not plan.padding}
+            layout.refusals.clear()
+
+    def note_trace(self, rows: int, trace: BreakTrace) -> None:
+        """Remember what the breaks of an eager call of so many rows returned."""
+        self.traces.pop(rows, None)
+        self.traces[rows] = trace
+        while len(self.traces) > _TRACES:
+            del self.traces[next(iter(self.traces))]
+
+    def trace_at(self, rows: int) -> BreakTrace | None:
+        """Find what the breaks return at another batch size, from calls of two sizes."""
+        pairs = itertools.combinations(self.traces.items(), 2)
+        return next(filter(None, (trace_between(*pair, rows) for pair in pairs)), None)
+
+    def note_written(self, observer: MemoryObserver, memory: Mapping[str, int]) -> None:
+        """Remember which inputs a run wrote to; `memory` has their storage keys by name."""
+        self.written |= {name for name, key in memory.items() if key in observer.written}
+        hosted = [arg.name for arg in self.signature.args if isinstance(arg, HostArg) and arg.name in self.written]
+        if hosted:
+            self.unsupported = CannotBind(
+                Reason.WRONG_DEVICE, f"{hosted[0]} is on the CPU and the forward writes to it"
+            )
+
+    def note_made(self, observer: MemoryObserver, outputs: Sequence[Any]) -> None:
+        """Remember which outputs of a capture it made, rather than found."""
+        self.made |= {at for at, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and observer.made(leaf)}
+
+    def learn_outputs(self, size: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        """Remember how the output looks at a size; what cannot be returned from a replay is noted for good."""
+        detail = unreturnable(leaves)
+        if detail is not None:
+            self.unsupported = CannotBind(Reason.UNSUPPORTED_OUTPUT, detail)
+            return
+        try:
+            self.outputs.learn(size, leaves, spec)
+        except CannotBind as error:
+            self.unsliceable = error.again()
+
+
+@dataclasses.dataclass(eq=False)
+class CallLayout:
+    """One way of passing the arguments of a signature (positional, keyword, nested), and its plans.
+
+    Attributes:
+        spec: how the leaves of ``(args, kwargs)`` nest.
+        args: what each leaf must be.
+        autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
+        settings: those of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
+        device_type: of the device that they run on; binding: what is known about the signature.
+        plans: by batch size, or (batch size, description), how such a call is replayed (a `Plan`); refusals: by the
+            same, why it is not (a `Refusal`).
+    """
+
+    spec: TreeSpec
+    args: Sequence[Arg]
+    autocast: torch.dtype | None
+    state: Hashable
+    settings: TorchSettings
+    modes: tuple[Any, ...]
+    device_type: str
+    binding: Binding
+    plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    refusals: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        positional, keyword = self.spec.children
+        self._flat = all(child == LEAF for child in (*positional.children, *keyword.children))
+        self._num_args, self._keywords = len(positional.children), keyword.keys
+        # The number of arguments if all of them are leaves, passed by position: then they are the leaves.
+        self.positional = self._num_args if self._flat and not self._keywords else -1
+        dims = enumerate(map(batch_dim_of, self.args))
+        # The leaf and dimension that tell the batch size; without any, all are of size 1.
+        self.anchor, self.anchor_dim = next(((index, dim) for index, dim in dims if dim is not None), (-1, 0))
+
+    def described_inputs(self) -> dict[str, str]:
+        """Describe each argument, the autocast dtype and the state, as they tell graphs apart."""
+        described = {arg.name: str(arg) for arg in self.args}
+        context = {"autocast": self.autocast, "state": self.state}
+        return described | {name: short_repr(value) for name, value in context.items() if value is not None}
+
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        """Return the call's leaves in the order of `args`, or None if it passes its arguments another way."""
+        if not self._flat:
+            leaves, spec = flatten((args, kwargs))
+            return leaves if spec == self.spec else None
+        if len(args) != self._num_args:
+            return None
+        if kwargs:
+            return (*args, *kwargs.values()) if tuple(kwargs) == self._keywords else None
+        return args if not self._keywords else None
+
+
+class Call(NamedTuple):
+    """A call of the wrapped module, read."""
+
+    module: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: list[Any]
+    names: list[str]
+    batch: int
+    layout: CallLayout
+    dispatch: Dispatch
+
+    @property
+    def binding(self) -> Binding:
+        return self.layout.binding
+
+    @property
+    def spec(self) -> TreeSpec:
+        return self.layout.spec
+
+    @property
+    def key(self) -> Hashable:
+        return self.binding.signature, self.dispatch.mode, self.dispatch.descriptor
+
+    @property
+    def plan_key(self) -> Hashable:
+        """Return the key of such calls' plan in their layout."""
+        return self.batch if CALLS.context is None else (self.batch, CALLS.context.batch)
+
+    @property
+    def padded(self) -> int:
+        return self.dispatch.descriptor.num_tokens
+
+    @property
+    def padding(self) -> int:
+        return self.padded - self.batch
+
+    def check(self, *, pad_random: bool) -> None:
+        """Refuse a call that no graph can serve, for what is known of such calls. Raises CannotBind."""
+        binding = self.binding
+        if binding.unsupported is not None:
+            raise binding.unsupported.again()
+        if self.padding and binding.unsliceable is not None:
+            raise binding.unsliceable.again()
+        if self.padding and binding.draws and not pad_random:
+            raise CannotBind(Reason.RANDOM_PADDING, f"batch size {self.batch}")
+        if binding.written and self.aliased:
+            raise CannotBind(Reason.ALIASED_INPUTS, ", ".join(name for name, _ in self.tensors))
+
+    def never_compared(self, limit: int, *, proven: bool) -> list[str]:
+        """Name the inputs that a kernel which torch does not dispatch may write without anybody having looked.
+
+        Args:
+            limit: bytes that one comparison may copy.
+            proven: the first replay is compared with eager, inputs included where these fit.
+        """
+        known = self.binding.written | self.binding.compared
+        args = zip(self.layout.args, self.leaves, strict=True)
+        left = [(arg.name, leaf.nbytes) for arg, leaf in args if _copied(arg) and arg.name not in known]
+        fits = proven and sum(nbytes for _, nbytes in left) <= limit
+        return [] if fits else [name for name, _ in left]
+
+    @property
+    def trusted(self) -> list[Any]:
+        """The objects of `trusted_args`."""
+        constants = [arg for arg in self.layout.args if isinstance(arg, ConstantArg)]
+        return [arg.leaf for arg in constants if isinstance(arg.key, ById)]
+
+    def confirmed(self, reader: CallReader) -> bool:
+        """True if no batch dimension of the call is a guess from one batch size."""
+        return reader.confirmed(self.batch, self.leaves, self.names, self.spec)
+
+    @property
+    def aliased(self) -> bool:
+        """True if inputs share memory that their static buffers would not share."""
+        pairs = zip(self.leaves, self.layout.args, strict=True)
+        copied = {arg.name: leaf for leaf, arg in pairs if _copied(arg)}
+        written = (copied[name] for name in copied.keys() & self.binding.written)
+        return overlap(copied.values()) or any(map(overlaps_itself, written))
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensor leaves that have static inputs, by name."""
+        found = zip(self.names, self.leaves, self.layout.args, strict=True)
+        return ((name, leaf) for name, leaf, arg in found if isinstance(arg, TensorArg))
+
+    def at_exact_size(self) -> Call:
+        """Return the call as one of a graph of exactly its rows, which no guess about batch dimensions can spoil."""
+        descriptor = dataclasses.replace(self.dispatch.descriptor, num_tokens=self.batch)
+        return self._replace(dispatch=Dispatch(self.dispatch.mode, descriptor, Reason.EXACT, 0))
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The storage keys of the tensor leaves, by name."""
+        found = zip(self.names, self.leaves, strict=True)
+        return {name: storage_key(leaf) for name, leaf in found if isinstance(leaf, Tensor)}
+
+    @property
+    def host_copies(self) -> set[int]:
+        """The storage keys of the copies of CPU tensors that captures are passed."""
+        return {storage_key(arg.leaf) for arg in self.layout.args if isinstance(arg, HostArg)}
+
+
+def _copied(arg: Arg) -> bool:
+    """True if a call's tensor is copied into a static input, rather than read where it is."""
+    return isinstance(arg, TensorArg) and arg.batch_dim != "reference"

@@ -1,0 +1,291 @@
+"""Static inputs: the memory that graphs read, and how a call's arguments get into it."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.tensors import storage_key
+from simplegraph.call.args import Arg, ConstantArg, SameArg, TensorArg, batch_dim_of
+
+# Static inputs are made for the largest size at once, so that all sizes share them, unless that would
+# take more than this; then a size gets its own when it is captured.
+_SHARED_LIMIT_BYTES = 64 << 20
+_MAX_PARTS = 8192  # views that are kept
+
+
+class StaticInput:
+    """The static buffer of one tensor argument, and its views by batch size.
+
+    With the batch in dimension 0 the views of all sizes are the first rows of one buffer. Otherwise
+    every padded size lays its elements out contiguously from the buffer's start, as eager would have
+    them, and rows of different sizes overlap.
+    """
+
+    def __init__(self, arg: TensorArg, rows: int, like: Tensor) -> None:
+        self.arg = arg
+        self.rows = rows
+        self.pad = arg.pad
+        self._reference = like if arg.batch_dim == "reference" else None
+        # Not an inference tensor, whatever mode the caller is in: those refuse writes from other modes.
+        with torch.inference_mode(False), torch.no_grad():
+            count = torch.Size(self._shape(rows)).numel() if self._reference is None else 0
+            self._buffer = torch.full((count,), self.pad_number, dtype=arg.dtype, device=arg.device)
+            self.pad_value = torch.full((), self.pad_number, dtype=arg.dtype, device=arg.device)
+        # Views are made once per size; slicing again would cost as much as a replay. Not by lru_cache: what
+        # refers to a method of its own is freed when garbage is collected, and buffers are large.
+        self._views: dict[int, Tensor] = {}
+        self._parts: dict[tuple[int, int, int], Tensor] = {}
+
+    @property
+    def batched(self) -> bool:
+        return isinstance(self.arg.batch_dim, int)
+
+    @property
+    def rows_first(self) -> bool:
+        """True if the views of all sizes are the first rows of one buffer."""
+        return self.arg.batch_dim == 0 and self.arg.order[:1] in ((), (0,))
+
+    def _shape(self, rows: int) -> tuple[int, ...]:
+        return tuple(rows if size == -1 else size for size in self.arg.shape)
+
+    @property
+    def pads_with_number(self) -> bool:
+        """True if padding rows hold one number, whatever the real rows are."""
+        return self.batched and self.pad not in ("keep", "repeat-last")
+
+    @property
+    def pad_number(self) -> int | float | bool:
+        return self.pad if not isinstance(self.pad, str) else 0
+
+    def view(self, padded: int) -> Tensor:
+        """View the whole input of a captured size, padding rows included."""
+        if padded not in self._views:
+            self._views[padded] = self._new_view(padded)
+        return self._views[padded]
+
+    def part(self, padded: int, start: int, end: int) -> Tensor:
+        """View rows `start` to `end` of the input of a captured size."""
+        key = padded, start, end
+        if key not in self._parts:
+            if len(self._parts) >= _MAX_PARTS:
+                self._parts.clear()
+            self._parts[key] = self._new_part(padded, start, end)
+        return self._parts[key]
+
+    def _new_view(self, padded: int) -> Tensor:
+        if self._reference is not None:
+            return self._reference
+        shape = self._shape(padded)
+        ordered = [shape[dim] for dim in self.arg.order]
+        places = [self.arg.order.index(dim) for dim in range(len(shape))]
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self._buffer[: torch.Size(shape).numel()]
+            return flat.view(ordered).permute(places)
+
+    def _new_part(self, padded: int, start: int, end: int) -> Tensor:
+        view = self.view(padded)
+        if not isinstance(self.arg.batch_dim, int):
+            return view
+        with torch.inference_mode(False), torch.no_grad():
+            return view.narrow(self.arg.batch_dim, start, end - start)
+
+    def copied_part(self, padded: int, end: int) -> Tensor:
+        """Copy the first rows of the input of a captured size; what is taken by address is returned itself."""
+        part = self.part(padded, 0, end)
+        return part if self._reference is not None else part.clone()
+
+    def fill(self, padded: int, start: int, end: int) -> None:
+        """Set padding rows by the argument's rule; `start` is the number of real rows."""
+        if self.pad == "keep" or not self.batched or start >= end:
+            return
+        tail = self.part(padded, start, end)
+        if self.pad == "repeat-last":
+            tail.copy_(self.part(padded, start - 1, start).expand_as(tail))
+        else:
+            tail.fill_(self.pad_number)
+
+    def repeat(self, rows: int, padded: int) -> None:
+        """Set padding rows to the real ones, over and over: valid values that are no constant."""
+        if isinstance(self.arg.batch_dim, int) and padded > rows:
+            source = torch.arange(padded - rows, device=self.arg.device) % rows
+            real = self.part(padded, 0, rows).index_select(self.arg.batch_dim, source)
+            self.part(padded, rows, padded).copy_(real)
+
+
+class InputSet:
+    """The static inputs of one signature, for sizes up to `rows`.
+
+    Attributes:
+        dirty: rows from here on hold their padding values (inputs with the batch first, only).
+        handed_out: a caller holds views of the buffers, so what they contain is unknown.
+    """
+
+    def __init__(self, args: Sequence[Arg], rows: int, leaves: Sequence[Any]) -> None:
+        self.rows = rows
+        self.dirty = 0
+        self.handed_out = False
+        self.inputs: dict[str, StaticInput] = {
+            arg.name: StaticInput(arg, rows, leaf)
+            for arg, leaf in zip(args, leaves, strict=True)
+            if isinstance(arg, TensorArg)
+        }
+        storages = [item.view(rows).untyped_storage() for item in self.inputs.values() if item._reference is None]
+        self._ranges = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+
+    def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
+        """Return what the forward of a captured size is passed: views of the buffers, and constants as they were."""
+        return self.passed(args, lambda static: static.view(padded))
+
+    def passed(self, args: Sequence[Arg], view: Callable[[StaticInput], Tensor]) -> list[Any]:
+        """Return what a forward is passed: a view of each tensor's static input, and constants as they were."""
+        tensors = {name: view(static) for name, static in self.inputs.items()}
+        return [
+            arg.leaf if isinstance(arg, ConstantArg) and not isinstance(arg, SameArg) else tensors[_input_name(arg)]
+            for arg in args
+        ]
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
+        """Copy a call's tensors in, given by name, and set the padding rows."""
+        given = dict(tensors)
+        for name, source in zip(given, self.detached([*given.values()]), strict=True):
+            static = self.inputs[name]
+            part = static.part(padded, 0, batch)
+            if part.data_ptr() != source.data_ptr():  # equal for what is passed by reference
+                part.copy_(source)
+            static.fill(padded, batch, padded)
+        self.dirty = self.rows  # rows above this size were not looked at
+
+    def tile(self, tensors: Iterable[tuple[str, Tensor]], batch: int, padded: int) -> None:
+        """Fill a size with the rows of examples over and over: real values, valid as indices."""
+        for name, source in tensors:
+            static = self.inputs[name]
+            dim = static.arg.batch_dim
+            if isinstance(dim, int):
+                rows = torch.arange(padded, device=source.device) % batch
+                static.view(padded).copy_(source.index_select(dim, rows))
+            elif dim is None:
+                static.view(padded).copy_(source)
+        self.dirty = self.rows
+
+    def clean(self, start: int) -> None:
+        """Let all rows from `start` on hold their padding values; where rows of sizes overlap, that has no meaning."""
+        for static in self.inputs.values():
+            if static.rows_first and static.pads_with_number:
+                static.fill(self.rows, start, self.dirty)
+        self.dirty = start
+
+    def detached(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Copy the sources that lie in these buffers: copying one in would overwrite another, still to come."""
+        ranges = self._ranges
+        return [s.clone() if any(start <= s.data_ptr() < end for start, end in ranges) else s for s in sources]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The storage keys of all inputs, by name."""
+        return {name: storage_key(item.view(self.rows)) for name, item in self.inputs.items()}
+
+    @property
+    def storages(self) -> set[int]:
+        """Keys of the memory that belongs to the buffers themselves."""
+        return {key for name, key in self.memory.items() if self.inputs[name]._reference is None}
+
+
+def _input_name(arg: Arg) -> str:
+    return str(arg.key) if isinstance(arg, SameArg) else arg.name
+
+
+def compared_pairs(args: Sequence[Arg]) -> list[tuple[int, int, bool]]:
+    """List the pairs of arguments that the forward compares by identity, and if they are one tensor."""
+    compared = [at for at, arg in enumerate(args) if isinstance(arg, SameArg) or getattr(arg, "compared", False)]
+    pairs = itertools.combinations(compared, 2)
+    return [(one, other, _input_name(args[one]) == _input_name(args[other])) for one, other in pairs]
+
+
+def overlap(tensors: Iterable[Tensor]) -> bool:
+    """True if any two tensors share memory, or might: what lies between the first and last element counts as theirs."""
+    spans = sorted(_span(tensor) for tensor in tensors if tensor.numel())
+    return any(start < end for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """True if elements of a tensor share memory, or might: `expand` makes such, and they cannot be copied to."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    reach = 0
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+class Spans:
+    """Address ranges of the storages of tensors."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+        ranges = sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
+        self._starts = [start for start, _ in ranges]
+        self._ends = [start + size for start, size in ranges]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def hold(self, address: int) -> bool:
+        """True if an address lies in one of them."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        return at >= 0 and address < self._ends[at]
+
+
+def shared_rows(args: Sequence[Arg], largest: int, padded: int) -> int:
+    """Return the rows that static inputs get: the largest size's, or, where that is much memory, this one's."""
+    batched = [arg for arg in args if isinstance(arg, TensorArg) and batch_dim_of(arg) is not None]
+    row_bytes = sum(arg.dtype.itemsize * abs(torch.Size(arg.shape).numel()) for arg in batched)
+    return max(largest, padded) if row_bytes * largest <= _SHARED_LIMIT_BYTES else padded
+
+
+class Slot(NamedTuple):
+    """One argument of a plan: what a call must bring, and where it goes.
+
+    Attributes:
+        view: what a tensor is copied into; of a constant its `arg`, which no call passes.
+        shape: None for a constant, which has no address either.
+        address, end: the memory of the static input.
+        reference: True for a tensor that is taken by address and never copied.
+        image: True if kernels may go by its memory format (channels_last), so that another needs a graph of its own.
+    """
+
+    view: Any
+    arg: Arg
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    device_index: int = -1
+    address: int = 0
+    end: int = 0
+    stride: tuple[int, ...] = ()
+    reference: bool = False
+    image: bool = False
+
+
+def slot(arg: Arg, inputs: InputSet, padded: int, rows: int) -> Slot:
+    """Make the slot of an argument in a plan for `rows` real rows of `padded`."""
+    if isinstance(arg, ConstantArg):
+        return Slot(arg, arg)
+    static = inputs.inputs[arg.name]
+    view = static.part(padded, 0, rows)
+    address, index = view.data_ptr(), -1 if arg.device.type == "cpu" else arg.device.index
+    end = address + max(1, static.view(padded).untyped_storage().nbytes())
+    reference, image = arg.batch_dim == "reference", view.dim() in (4, 5)
+    return Slot(view, arg, view.shape, arg.dtype, index, address, end, view.stride(), reference, image)

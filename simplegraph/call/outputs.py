@@ -1,0 +1,121 @@
+"""Outputs: how they follow the batch size, and which a replay can return."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.nested import TreeSpec, Withheld
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import is_wrapper
+
+_RETURNABLE = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class OutputShapes:
+    """Learns from two different batch sizes how a forward's output follows them.
+
+    A dimension that is the same at both is fixed; one that grew in proportion is a batch dimension.
+    Anything else cannot be cut out of a padded output, and only exact sizes are replayed then.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Any, ...]] = {}
+        self._spec: TreeSpec | None = None
+        self._rules: list[tuple[tuple[int, int], ...]] | None = None
+
+    def learn(self, batch: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        """Remember what a batch of this size gives.
+
+        Raises:
+            CannotBind: the output does not follow the batch size in a way that can be sliced.
+        """
+        described = _described(leaves)
+        if self._spec is not None and self._spec != spec:
+            raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, "the output's structure changed between calls")
+        self._spec = spec
+        if self._rules is not None or batch in self._seen:
+            return
+        if self._seen:
+            self._rules = self._rules_between(batch, described)
+        self._seen[batch] = described
+
+    def _rules_between(self, batch: int, described: Sequence[Any]) -> list[tuple[tuple[int, int], ...]]:
+        """Find how the output follows the batch, from this size and the one seen first."""
+        other, then = next(iter(self._seen.items()))
+        return [_rule(batch, now, other, before) for now, before in zip(described, then, strict=True)]
+
+    @property
+    def known(self) -> bool:
+        return self._rules is not None
+
+    def can_cut(self, padded: int) -> bool:
+        """True if outputs can be cut to the real rows once they were seen at the size `padded` too."""
+        return self.known or any(size != padded for size in self._seen)
+
+    def cut(self, leaves: Sequence[Any], rows: int, padded: int) -> list[Any]:
+        """View the real rows of a padded output.
+
+        Raises:
+            CannotBind: two different sizes have not been seen yet.
+        """
+        if rows == padded:
+            return list(leaves)
+        if self._rules is None:
+            raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, "only one batch size has been seen so far")
+        if padded not in self._seen and self._rules_between(padded, _described(leaves)) != self._rules:
+            raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, f"at {padded} rows the output follows the batch otherwise")
+        return [_cut(leaf, rule, rows) for leaf, rule in zip(leaves, self._rules, strict=True)]
+
+
+def _described(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Describe leaves as (shape, None) of a tensor or (None, value) of a constant."""
+    return tuple((tuple(leaf.shape), None) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves)
+
+
+def _cut(leaf: Any, rule: tuple[tuple[int, int], ...], rows: int) -> Any:
+    for dim, factor in rule:
+        leaf = leaf.narrow(dim, 0, rows * factor)
+    return leaf
+
+
+def _rule(batch: int, now: Any, other: int, before: Any) -> tuple[tuple[int, int], ...]:
+    """Find the (dimension, rows per batch row) pairs of one output, from its descriptions at two batch sizes."""
+    (now, value), (before, value_before) = now, before
+    if now is None:
+        if before is None and (value is value_before or bool(value == value_before)):
+            return ()
+        raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, f"the output holds {value!r}, which follows the batch size")
+    if before is None or len(now) != len(before):
+        raise CannotBind(Reason.OUTPUT_SHAPE_UNKNOWN, "an output's rank changes with the batch size")
+    rule = []
+    for dim, (size, size_before) in enumerate(zip(now, before, strict=True)):
+        if size == size_before:
+            continue
+        if size * other != size_before * batch or size % batch:
+            raise CannotBind(
+                Reason.OUTPUT_SHAPE_UNKNOWN,
+                f"an output of shape {now} at batch {batch} has shape {before} at batch {other}",
+            )
+        rule.append((dim, size // batch))
+    return tuple(rule)
+
+
+def unreturnable(leaves: Sequence[Any]) -> str | None:
+    """Name the first leaf of an output that a replay cannot return, or None."""
+    for leaf in leaves:
+        if isinstance(leaf, (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)):
+            return f"a {type(leaf).__name__}, whose body would run after the capture; return its values instead"
+        if type(leaf) is Withheld:
+            return repr(leaf)
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            return "a nested tensor"
+        opaque = isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or is_wrapper(leaf))
+        if opaque or not isinstance(leaf, _RETURNABLE):
+            cache = "; pass use_cache=False" if type(leaf).__name__.endswith("Cache") else ""
+            return f"a {type(leaf).__name__}{cache}"
+    return None

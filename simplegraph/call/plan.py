@@ -1,0 +1,294 @@
+"""The replay path of one kind of call: from its arguments to a replayed graph with as little Python as possible."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.errors import StaleGraphError
+from simplegraph.base.nested import flatten
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import memory_order
+from simplegraph.call.args import PLAIN_TENSORS
+from simplegraph.call.call import Call
+from simplegraph.call.inputs import InputSet, Spans, StaticInput, compared_pairs, overlap, overlaps_itself, slot
+from simplegraph.call.sharing import SharedOutputs
+from simplegraph.guard.guards import CapturedState
+from simplegraph.manager.table import CapturedGraph, ProgramTable
+
+Copies = tuple[list[Tensor], list[Tensor]]
+NOTHING: Copies = ([], [])
+_copy_all = torch._foreach_copy_
+_ALIGNMENT = 64  # bytes: what allocators give at least, and more than any kernel asks for
+
+
+class Plan:
+    """Serves calls of one layout and one batch size by one captured graph.
+
+    Args:
+        call: one of them.
+        table, graph: what is replayed.
+        inputs: what the graph reads.
+        state: what it reads of the module.
+        guards: by the index of an argument, memory that it may not lie in.
+
+    Attributes:
+        slots: what each leaf must be, and where it goes.
+        rows, padded: real rows, and rows of the graph.
+        outputs: views of the real rows of what a replay writes, and leaves that are no graph memory.
+        compared: what a proof compares with eager.
+        addresses: of the static inputs, by name.
+        guarded: some calls with such arguments must run eagerly; `refusal` says which.
+        debug: replays check addresses.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        table: ProgramTable,
+        graph: CapturedGraph,
+        inputs: InputSet,
+        state: CapturedState,
+        guards: Sequence[tuple[int, Spans]],
+    ) -> None:
+        self.state, self.table = state, table
+        self.graph, self.program = graph, graph.program
+        self.device, self.pool = table.device, table.pool
+        self.device_type = table.device.torch_device.type
+        self.is_capturing = table.device.is_capturing
+        self.inputs = inputs
+        self._guards = guards
+        self.rows, self.padded, self.padding = call.batch, call.padded, call.padding
+        self.debug = table.config.debug
+        self._static = table.config.outputs == "static"
+        self._prepare_inputs(call)
+        self._prepare_outputs(call)
+
+    def _prepare_inputs(self, call: Call) -> None:
+        args, inputs = call.layout.args, self.inputs
+        self.slots = [slot(arg, inputs, self.padded, self.rows) for arg in args]
+        self._bindings = [tuple(slot) for slot in self.slots]  # a plain tuple is unpacked faster than a named one
+        self._prepare_padding([static for static in inputs.inputs.values() if static.batched])
+        written = call.binding.written
+        self.written_back = [index for index, arg in enumerate(args) if arg.name in written]
+        self._same = compared_pairs(args)
+        self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
+
+    def _prepare_outputs(self, call: Call) -> None:
+        """Find the outputs that must be cloned for the caller."""
+        inputs, table = self.inputs, self.table
+        self._returned(call)
+        whole = self._whole
+        tensors = {index: leaf for index, leaf in enumerate(whole) if isinstance(leaf, Tensor)}
+        self._ours = {index for index, leaf in tensors.items() if table.device.in_pool(table.pool, leaf)}
+        clone = (call.binding.made & tensors.keys()) - self._ours  # of Python data: no replay makes it again
+        if not self._static:
+            clone |= self._ours
+        self.outputs = self.compared = call.binding.outputs.cut(whole, self.rows, self.padded)
+        self._clone = sorted(clone)
+        passed = inputs.leaves(call.layout.args, self.padded)
+        self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone)
+        self._shares = bool(self._shared)
+        self.guarded = bool(self.written_back or self._shared.sources or self._guards or self._same)
+        single = len(self.outputs) == 1 and not self._spec.children and self._spec.type is None
+        self._single = single and not self._shares
+
+    def _returned(self, call: Call) -> None:
+        """Find the leaves that calls return, and how they nest."""
+        self._whole, self._spec = self.program.outputs, self.program.spec
+
+    def proving(self) -> contextlib.AbstractContextManager[None]:
+        """Surround a proof, whose eager run must find things where replays do."""
+        return contextlib.nullcontext()
+
+    def _prepare_padding(self, statics: list[StaticInput]) -> None:
+        """View the padding rows, and prepare what goes into them."""
+        rows, padded = self.rows, self.padded
+        tails = [(s, s.part(padded, rows, padded)) for s in statics] if self.padding else []
+        numbers = [(s, tail) for s, tail in tails if s.pads_with_number]
+        self._pads = _pads(numbers)
+        # Views of inputs whose rows are not first overlap between sizes: padding must be set every time.
+        self._overlapping = _pads([(s, tail) for s, tail in numbers if not s.rows_first])
+        repeated = [(s, tail) for s, tail in tails if s.pad == "repeat-last"]
+        self._repeated = [(tail, s.part(padded, rows - 1, rows).expand_as(tail)) for s, tail in repeated]
+
+    @property
+    def unproven(self) -> bool:
+        """True if the next such call is to be compared with eager."""
+        return self.graph.unproven(self.rows)
+
+    def laid_alike(self, leaves: Sequence[Any]) -> bool:
+        """True if a call's tensors lie as the static inputs do, so that eager's kernels are the graph's."""
+        pairs = ((leaf, slot) for leaf, slot in zip(leaves, self.slots, strict=True) if slot.shape is not None)
+        return all(leaf.stride() == slot.stride and leaf.data_ptr() % _ALIGNMENT == 0 for leaf, slot in pairs)
+
+    def copies(self, leaves: Sequence[Any]) -> Copies:
+        """Find what has to be copied for a call that was read as one of these. Raises CannotBind."""
+        copies = self.bind(leaves)
+        if copies is None:
+            refusal = self.refusal(leaves) if self.guarded else None
+            raise refusal or CannotBind(Reason.OPAQUE_ARGUMENT, "an argument does not equal itself")
+        return copies
+
+    def bind(self, leaves: Sequence[Any]) -> Copies | None:
+        """Find what has to be copied for this call; None if a leaf is not what was captured, or by a `refusal`."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        try:
+            # Unpacking is cheaper than attributes, and as long as each other they are: the layout saw to it.
+            for leaf, (view, arg, shape, dtype, index, start, end, stride, reference, image) in zip(  # noqa: B905
+                leaves, self._bindings
+            ):
+                if leaf is view:
+                    continue  # a tensor of static_inputs(), written in place
+                if shape is None:
+                    if not arg.holds(leaf):
+                        return None
+                    continue
+                if (
+                    leaf.__class__ not in PLAIN_TENSORS
+                    or leaf.dtype is not dtype
+                    or leaf.shape != shape
+                    or leaf.get_device() != index
+                ):
+                    return None
+                if image and leaf.stride() != stride and memory_order(leaf) != arg.order:
+                    return None
+                if start <= leaf.data_ptr() < end:
+                    if leaf.data_ptr() == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
+                        continue  # the same memory by another name
+                    leaf = leaf.clone()  # overlaps its own target
+                if reference:
+                    return None
+                sources.append(leaf)
+                targets.append(view)
+        except RuntimeError:  # a layout without an address, such as sparse
+            return None
+        if self.guarded and self.refusal(leaves) is not None:
+            return None
+        if not sources:
+            return NOTHING
+        return (self.inputs.detached(sources) if self.inputs.handed_out else sources), targets
+
+    def load(self, copies: Copies) -> None:
+        """Copy the inputs that are not in place, and set padding rows that hold something else."""
+        sources, targets = copies
+        if self.padding:
+            pads: Copies | None = None
+            if self.inputs.dirty > self.padded and not self.inputs.handed_out:
+                self.inputs.clean(self.rows)  # once after a larger batch, rather than these rows at every call
+            if self.inputs.handed_out or self.inputs.dirty > self.rows:
+                pads = self._pads
+                if self.inputs.dirty <= self.padded:
+                    self.inputs.dirty = self.rows
+            elif self._overlapping[0]:
+                pads = self._overlapping
+            if pads is not None:
+                sources, targets = [*sources, *pads[0]], [*targets, *pads[1]]
+        if self.inputs.dirty < self.rows:
+            self.inputs.dirty = self.rows
+        if len(sources) == 1:
+            targets[0].copy_(sources[0])
+        elif sources:
+            _copy_all(targets, sources)
+        for tail, last in self._repeated:
+            tail.copy_(last)
+
+    def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
+        """Return why a replay cannot serve these leaves as eager would; None unless the plan is `guarded`."""
+        if any((leaves[one] is leaves[other]) is not same for one, other, same in self._same):
+            return CannotBind(Reason.ALIASED_INPUTS, "the forward asks if they are one tensor")
+        if self.written_back and self._aliased(leaves):
+            return CannotBind(Reason.ALIASED_INPUTS, "the forward writes to one of them")
+        if self._static and any(self.device.in_pool(self.pool, leaves[index]) for index in self.written_back):
+            return CannotBind(Reason.ALIASED_INPUTS, "the forward writes to a static output that it is passed")
+        for index, spans in self._guards:
+            if spans.hold(leaves[index].data_ptr()):
+                return CannotBind(Reason.ALIASED_INPUTS, f"{self.slots[index].arg.name} and memory of the module")
+        return self._shared.refusal(leaves)
+
+    def _aliased(self, leaves: Sequence[Any]) -> bool:
+        """True if inputs share memory that their static buffers do not share; matters where inputs are written."""
+        slots = zip(leaves, self.slots, strict=True)
+        pairs = overlap(leaf for leaf, slot in slots if slot.shape is not None and not slot.reference)
+        return pairs or any(overlaps_itself(leaves[at]) for at in self.written_back if not self.slots[at].reference)
+
+    def write_back(self, leaves: Sequence[Any]) -> None:
+        """Give the caller's tensors what the forward wrote into its inputs."""
+        for index in self.written_back:
+            slot = self.slots[index]
+            if leaves[index].data_ptr() != slot.address:
+                leaves[index].copy_(slot.view)
+        self.inputs.dirty = self.inputs.rows  # the forward may have written padding rows too
+
+    def replay(self, leaves: Sequence[Any], copies: Copies) -> Any:
+        """Replay with these inputs; call with the pool's lock held.
+
+        Returns:
+            What the caller gets: tensors of its own, or graph memory, nested as the forward returned them.
+        """
+        load = self.load if copies is not NOTHING or self.padding else None
+        try:
+            self.table.replay(self.graph, self.padding, load, copies)
+        except BaseException:
+            self.inputs.dirty = self.inputs.rows  # what wrote to padding rows was not followed by a write-back
+            raise
+        if self.written_back:
+            self.write_back(leaves)
+        if self._single:
+            return self.outputs[0].clone() if self._clone else self.outputs[0]
+        if self._shares:
+            return self._spec.unflatten(self._shared.hand_out(leaves))
+        outputs = self.outputs
+        if self._clone:
+            outputs = outputs.copy()
+            for index in self._clone:
+                outputs[index] = outputs[index].clone()
+        return self._spec.unflatten(outputs)
+
+    def handed_out(self, result: Any) -> Any:
+        """Return eager's result as a replay would: static outputs are always the same memory."""
+        if not self._static:
+            return result
+        leaves, _ = flatten(result)
+        ours = {id(leaves[index]): self.outputs[index] for index in self._ours}
+        for index in self._ours:
+            output = self.outputs[index]
+            pairs = zip(output.shape, output.stride(), strict=True)
+            once = tuple(slice(0, size if stride else 1) for size, stride in pairs)
+            output[once].copy_(leaves[index][once])  # not what `expand` repeats: elements share that memory
+        return self._spec.unflatten(ours.get(id(leaf), leaf) for leaf in leaves)
+
+    def whole(self, result: Any) -> Any:
+        """Return what eager's result is compared as with a replay's outputs."""
+        return result
+
+
+def make_plan(call: Call, table: ProgramTable, graph: CapturedGraph, *more: Any) -> Plan:
+    """Make the plan by which calls like this are served by a graph; see `Plan`. Raises CannotBind."""
+    whole: Any = graph.program.spec.type
+    if hasattr(whole, "make_plan"):  # with more than a module's forward leaves
+        plan: Plan = whole.make_plan(call, table, graph, *more)
+        return plan
+    return Plan(call, table, graph, *more)
+
+
+def _pads(tails: list[tuple[StaticInput, Tensor]]) -> Copies:
+    """Say what goes into views of padding rows: the padding number of each, and the view."""
+    return [static.pad_value.expand(tail.shape) for static, tail in tails], [tail for _, tail in tails]
+
+
+def check_places(plan: Plan) -> None:
+    """Refuse a replay whose inputs or weights are no longer where the graph reads them."""
+    inputs = plan.inputs.inputs.items()
+    moved = [name for name, static in inputs if static.view(plan.padded).data_ptr() != plan.addresses[name]]
+    names = [f"argument {name}" for name in moved] + plan.state.what_moved()
+    if names:
+        raise StaleGraphError(
+            f"no longer where the graph of {plan.graph.counters.label} reads it: {', '.join(names)}. "
+            "Something resized or replaced it; call reset_graphs() to capture again."
+        )

@@ -1,0 +1,87 @@
+"""Find the side streams that a thread's capture forked to and did not join, and the lines that forked.
+
+Every way of ordering streams in Python ends in `torch.cuda.Event.record` and `wait`, which are watched
+while a capture runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from simplegraph.base import patches
+from simplegraph.base.failures import current_user_location
+
+
+def start(stream: int) -> None:
+    """Begin to watch a capture of this thread, on a stream given by its raw handle."""
+    _watch_events()
+    _watching.open = _Open(stream)
+
+
+def stop() -> None:
+    """Forget the thread's capture, which is over."""
+    _watching.open = None
+
+
+def explained(error: RuntimeError) -> RuntimeError:
+    """Name the lines that forked to streams which were not joined, if that is what the error is about."""
+    opened: _Open | None = getattr(_watching, "open", None)
+    if opened is None or not opened.forked or "unjoined" not in str(error).lower():
+        return error
+    lines = ", ".join(opened.forked.values())
+    return RuntimeError(f"unjoined work on a side stream, forked at {lines}: {str(error).splitlines()[0]}")
+
+
+class _Open:
+    """A capture under way: its streams, where it forked to them, and on which stream each event was recorded."""
+
+    def __init__(self, stream: int) -> None:
+        self.streams = {stream}
+        self.forked: dict[int, str] = {}
+        # By id, and held: torch's events crash when they die with a weak reference to them.
+        self.recorded: dict[int, tuple[Any, int]] = {}
+
+    def record(self, event: Any, stream: Any) -> None:
+        self.recorded[id(event)] = event, _handle(stream)
+
+    def wait(self, event: Any, stream: Any) -> None:
+        _, source = self.recorded.get(id(event), (event, 0))
+        waiting = _handle(stream)
+        if source not in self.streams:
+            return
+        if waiting in self.streams:
+            self.forked.pop(source, None)
+        else:
+            self.streams.add(waiting)
+            self.forked[waiting] = current_user_location()
+
+
+_watching = threading.local()
+
+
+def _handle(stream: Any) -> int:
+    return int((stream if stream is not None else torch.cuda.current_stream()).cuda_stream)
+
+
+@patches.installer
+def _watch_events() -> None:
+    _watch_method("record", _Open.record)
+    _watch_method("wait", _Open.wait)
+
+
+def _watch_method(name: str, note: Callable[[_Open, Any, Any], None]) -> None:
+    original = getattr(torch.cuda.Event, name)
+
+    @functools.wraps(original)
+    def watched(self: Any, stream: Any = None) -> Any:
+        opened: _Open | None = getattr(_watching, "open", None)
+        if opened is not None:
+            note(opened, self, stream)
+        return original(self, stream)
+
+    patches.replace(torch.cuda.Event, name, watched)

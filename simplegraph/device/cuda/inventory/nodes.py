@@ -1,0 +1,291 @@
+"""Walk the nodes of a graph, and find the words of their parameters that may be addresses.
+
+What cannot be read is counted, and never stops a capture.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import dataclasses
+import struct
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from simplegraph.device.cuda.inventory.host import Piece
+from simplegraph.device.cuda.inventory.structures import (
+    ConditionalParameters,
+    CopyParameters,
+    FillParameters,
+    KernelParameters,
+    Word,
+)
+
+KERNEL, MEMCPY, MEMSET, HOST, GRAPH, CONDITIONAL = 0, 1, 2, 3, 4, 13  # CU_GRAPH_NODE_TYPE_...
+_SILENT = {5, 6, 7}  # empty nodes and events, which touch no memory
+_OTHERS = {
+    HOST: "host callback",
+    8: "external semaphore",
+    9: "external semaphore",
+    10: "allocation",
+    11: "deallocation",
+    12: "batch of memory operations",
+    CONDITIONAL: "conditional node",
+}
+_DEVICE_MEMORY = (2, 4)  # CU_MEMORYTYPE_DEVICE, UNIFIED
+_PACKED, _PACKED_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE
+_MOST_PARAMETERS = 4096
+_MOST_POINTERS = 64  # bytes of a parameter that is an array of addresses
+_MOST_BODIES = 64  # of a conditional node
+
+
+class KernelFunction:
+    """A function that kernel nodes launch: its name, and where parameters and words are in what it is passed.
+
+    Args:
+        name: as the driver has it.
+        layout: offset and size of each parameter; None where the driver does not say.
+    """
+
+    def __init__(self, name: str, layout: list[Piece] | None) -> None:
+        self.name, self.known, self.layout = name, layout is not None, layout or []
+        self.start = self.layout[0][0] if self.layout else 0
+        self.offsets = [offset - self.start for offset, _ in self.layout]
+        self.size = max((offset + size - self.start for offset, size in self.layout), default=0)
+        self._owners, picked = [], "<"
+        for parameter, (offset, (_, size)) in enumerate(zip(self.offsets, self.layout, strict=True)):
+            self._owners += [parameter] * (size // 8)
+            picked += f"{offset - struct.calcsize(picked)}x" + "Q" * (size // 8)
+        self.unpack = struct.Struct(picked).unpack_from  # the words in what it is passed
+        # By parameter, how many words it has if it can be an array of addresses.
+        self._counts = [size // 8 if not size % 8 and size <= _MOST_POINTERS else -1 for _, size in self.layout]
+
+    def name_words(self, node: int, words: Sequence[int], low: int, high: int) -> list[Word]:
+        """Say what those words of a launch are that lie between two addresses: certain where all of a parameter does.
+
+        Args:
+            node: the launch.
+            words: as `unpack` returns them.
+            low: the lowest address that counts.
+            high: the first above all of them.
+        """
+        found = [(owner, word) for owner, word in zip(self._owners, words, strict=True) if low <= word < high]
+        counts: dict[int, int] = {}
+        for owner, _ in found:
+            counts[owner] = counts.get(owner, 0) + 1
+        name, all_of = self.name, self._counts
+        return [(node, name, word, counts[owner] == all_of[owner], owner) for owner, word in found]
+
+
+@dataclasses.dataclass
+class NodeReader:
+    """Reads the nodes of graphs.
+
+    Args:
+        driver: the CUDA driver.
+        memory: reads where it says that parameters lie; see `host.ProcessMemory`.
+        plain: tells the name of a kernel that is of no interest, whose parameters are not read; None if all are.
+        most: how many nodes are read.
+
+    Attributes:
+        nodes: how many nodes were met.
+        notes: what could not be read.
+    """
+
+    driver: Any
+    memory: Any
+    plain: Callable[[str], bool] | None = None
+    most: int = 20_000
+    nodes: int = 0
+    notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def __post_init__(self) -> None:
+        self._readers = {KERNEL: self._launch, MEMCPY: self._copy, MEMSET: self._fill, GRAPH: self._child}
+        self._readers[CONDITIONAL] = self._conditional
+        self._functions: dict[tuple[int | None, int | None], KernelFunction] = {}
+        self._launches: list[tuple[int, KernelFunction, int | None, int | None]] = []
+        self._transfers: list[list[Word]] = []  # of copies and fills
+        self._kernel = KernelParameters()  # scratch
+        self._kernel_at = ctypes.byref(self._kernel)
+
+    def walk(self, graphs: Sequence[int]) -> bool:
+        """Meet the nodes of graphs, and of graphs inside; True if one of them is of interest."""
+        for graph in graphs:
+            self._walk(graph)
+        return bool(self._launches or self._transfers)
+
+    def words(self, low: int, high: int, wanted: Callable[[Iterable[int]], Collection[int]]) -> list[list[Word]]:
+        """Return the words of each node that may be addresses, in the nodes' order, those of graphs inside too.
+
+        Args:
+            low: the lowest address that counts.
+            high: the first above all of them.
+            wanted: picks the words whose nodes are of interest.
+        """
+        read = self._read_launches()
+        transfers = [[word for word in words if low <= word[2] < high] for words in self._transfers]
+        every = {word for _, _, words in read for word in words}.union(word[2] for words in transfers for word in words)
+        chosen = set(wanted([word for word in every if low <= word < high]))
+        found = [
+            function.name_words(index, words, low, high)
+            for index, function, words in read
+            if not chosen.isdisjoint(words)
+        ]
+        found += [words for words in transfers if not chosen.isdisjoint(word[2] for word in words)]
+        return sorted(found)
+
+    def _walk(self, graph: int) -> None:
+        """Ask for each node of a graph; launches are noted, and their parameters read all at once."""
+        ask, handle, kind = self.driver.cuGraphNodeGetType, ctypes.c_void_p(), ctypes.c_int()
+        kind_at, readers = ctypes.byref(kind), self._readers
+        for node in self._nodes(graph):
+            index, self.nodes = self.nodes, self.nodes + 1
+            handle.value = node
+            if index >= self.most:
+                self.notes[f"nodes behind the first {self.most}"] = 1
+            elif ask(handle, kind_at):
+                self.notes["node without a type"] += 1
+            elif kind.value in readers:
+                readers[kind.value](index, handle)
+            elif kind.value not in _SILENT:
+                self.notes[_OTHERS.get(kind.value, f"node of kind {kind.value}")] += 1
+
+    def _nodes(self, graph: int) -> Sequence[int]:
+        count = ctypes.c_size_t()
+        if self.driver.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count)) or not count.value:
+            return ()
+        nodes = (ctypes.c_uint64 * count.value)()
+        failed = self.driver.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count))
+        return () if failed else list(nodes)
+
+    def _child(self, index: int, node: Any) -> None:
+        inner = ctypes.c_void_p()
+        if self.driver.cuGraphChildGraphNodeGetGraph(node, ctypes.byref(inner)):
+            self.notes["graph inside"] += 1
+        else:
+            self._walk(inner.value or 0)
+
+    def _conditional(self, index: int, node: Any) -> None:
+        """Read the graphs that a condition chooses from, where the driver tells them (of CUDA 13.2)."""
+        ask, given = getattr(self.driver, "cuGraphNodeGetParams", None), ConditionalParameters()
+        bodies: list[bytes | None] = [None]
+        if ask is not None and not ask(node, ctypes.byref(given)) and given.graphs and 0 < given.count <= _MOST_BODIES:
+            bodies = self.memory.read([(given.graphs, 8 * given.count)])
+        if bodies[0] is None:
+            self.notes[_OTHERS[CONDITIONAL]] += 1
+            return
+        for (body,) in struct.iter_unpack("<Q", bodies[0]):
+            self._walk(body)
+
+    def _copy(self, index: int, node: Any) -> None:
+        copy = CopyParameters()
+        if self.driver.cuGraphMemcpyNodeGetParams(node, ctypes.byref(copy)):
+            self.notes["copy"] += 1
+            return
+        ends = ("copy from", copy.source_type, copy.source), ("copy to", copy.target_type, copy.target)
+        self._take(index, [(name, address) for name, kind, address in ends if kind in _DEVICE_MEMORY])
+
+    def _fill(self, index: int, node: Any) -> None:
+        fill = FillParameters()
+        if self.driver.cuGraphMemsetNodeGetParams(node, ctypes.byref(fill)):
+            self.notes["memset"] += 1
+        else:
+            self._take(index, [("memset", fill.target)])
+
+    def _take(self, index: int, addresses: Sequence[tuple[str, int]]) -> None:
+        self._transfers.append([(index, name, value, True, -1) for name, value in addresses])
+
+    # Kernels.
+
+    def _launch(self, index: int, node: Any) -> None:
+        kernel = self._kernel
+        if self.driver.cuGraphKernelNodeGetParams_v2(node, self._kernel_at):
+            self.notes["kernel"] += 1
+            return
+        handles = kernel.func, kernel.kern
+        function = self._functions.get(handles)
+        if function is None:
+            function = self._functions[handles] = self._function(*handles)
+        if not function.known:
+            self.notes[f"parameters of {function.name}"] += 1
+        elif function.layout and not (self.plain is not None and self.plain(function.name)):
+            self._launches.append((index, function, kernel.params, kernel.extra))
+
+    def _read_launches(self) -> list[tuple[int, KernelFunction, tuple[int, ...]]]:
+        """Read what kernels are passed, by an address for each parameter or all in one buffer; return the words."""
+        # In steps, each of which reads for all launches: first where parameters lie, then what is there.
+        lists = self.memory.read(
+            [
+                (params, 8 * len(function.layout)) if params else (extra or 0, 40)
+                for _, function, params, extra in self._launches
+            ]
+        )
+        pieces: list[list[Piece]] = []
+        for (_, function, params, _), told in zip(self._launches, lists, strict=True):
+            if told is None:
+                pieces.append([])
+            elif params:
+                pieces.append(_places(function, struct.unpack(f"<{len(function.layout)}Q", told)))
+            else:
+                pieces.append(self._packed(function, struct.unpack("<5Q", told)))
+        found = iter(self.memory.read([piece for each in pieces for piece in each]))
+        read: list[tuple[int, KernelFunction, tuple[int, ...]]] = []
+        for (index, function, _, _), each in zip(self._launches, pieces, strict=True):
+            parts = [next(found) for _ in each]
+            if not parts or None in parts:
+                self.notes[f"parameters of {function.name}"] += 1
+            else:
+                passed = parts[0] if len(parts) == 1 else _joined(function, parts)
+                read.append((index, function, function.unpack(passed)))
+        return read
+
+    def _packed(self, function: KernelFunction, options: Sequence[int]) -> list[Piece]:
+        """Return where parameters lie that are passed in one buffer; nothing if that is not told."""
+        given = dict(zip(options[:4:2], options[1:4:2], strict=True))
+        if not {_PACKED, _PACKED_SIZE} <= given.keys():
+            return []
+        (size,) = self.memory.read([(given[_PACKED_SIZE], 8)])
+        whole = function.start + function.size
+        if size is None or int.from_bytes(size, "little") < whole:
+            return []
+        return [(given[_PACKED] + function.start, function.size)]
+
+    def _function(self, func: int | None, kern: int | None) -> KernelFunction:
+        handle, kind = (func, "Func") if func else (kern, "Kernel")
+        return KernelFunction(self._name(handle, kind), self._layout(handle, kind))
+
+    def _name(self, handle: int | None, kind: str) -> str:
+        name, read = ctypes.c_char_p(), getattr(self.driver, f"cu{kind}GetName", None)
+        if read is None or read(ctypes.byref(name), ctypes.c_void_p(handle)) or name.value is None:
+            return "a kernel without a name"
+        return name.value.decode(errors="replace")
+
+    def _layout(self, handle: int | None, kind: str) -> list[Piece] | None:
+        """Return offset and size of each parameter; None where the driver does not say."""
+        read = getattr(self.driver, f"cu{kind}GetParamInfo", None)
+        if read is None or not handle:
+            return None
+        layout: list[Piece] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        while len(layout) < _MOST_PARAMETERS:
+            index = ctypes.c_size_t(len(layout))
+            if read(ctypes.c_void_p(handle), index, ctypes.byref(offset), ctypes.byref(size)):
+                return layout
+            layout.append((offset.value, size.value))
+        return None
+
+
+def _places(function: KernelFunction, pointers: Sequence[int]) -> list[Piece]:
+    """Return where parameters lie: in one piece if that is how the function gets them."""
+    start = pointers[0]
+    if [pointer - start for pointer in pointers] == function.offsets:
+        return [(start, function.size)]
+    return [(pointer, size) for pointer, (_, size) in zip(pointers, function.layout, strict=True)]
+
+
+def _joined(function: KernelFunction, parts: Sequence[bytes | None]) -> bytes:
+    """Lay parameters as the function gets them."""
+    whole = bytearray(function.size)
+    for offset, part in zip(function.offsets, parts, strict=True):
+        whole[offset : offset + len(part or b"")] = part or b""
+    return bytes(whole)

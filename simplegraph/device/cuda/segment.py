@@ -1,0 +1,106 @@
+"""A captured `torch.cuda.CUDAGraph`, the pool that it lives in, and how it ends."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import weakref
+
+import torch
+
+from simplegraph.device.cuda.allocator import Addresses
+
+# Graphs that are no longer used. Destroying one takes it out of its generators' books, which another
+# thread's capture may be writing just then without the interpreter's lock: so that waits for CAPTURE_LOCK.
+graveyard: collections.deque[torch.cuda.CUDAGraph] = collections.deque()
+
+
+# Instantiates graphs while the next ones are captured: the driver needs a fifth of a capture's time for it.
+_instantiating = concurrent.futures.ThreadPoolExecutor(1, "simplegraph-instantiate")
+
+
+class OwnedGraph:
+    """Ends a `torch.cuda.CUDAGraph`: its memory at once, the graph itself when no capture runs.
+
+    Args:
+        graph: what ends.
+        ready: done once it is instantiated, if another thread does that.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, ready: concurrent.futures.Future[None] | None = None) -> None:
+        self.graph = graph
+        self.reset = weakref.finalize(self, _bury, graph, ready)
+        self.reset.atexit = False
+
+
+def _bury(graph: torch.cuda.CUDAGraph, ready: concurrent.futures.Future[None] | None) -> None:
+    if ready is not None and not ready.cancel():
+        ready.exception()  # waits; whoever waits for the segment is told
+    graveyard.append(graph)
+    if not torch.cuda.is_current_stream_capturing():
+        graph.reset()
+
+
+@dataclasses.dataclass(eq=False)
+class CudaPool:
+    """A memory pool of torch's allocator, or several after failed captures.
+
+    Attributes:
+        id: what captures allocate from.
+        anchors: by id, a one-node graph. While it lives, the allocator gives none of the pool's memory back, and
+            the pool can be captured into: into one that its last graph released, it cannot (an internal assert).
+        segments: by id, how many live graphs it has.
+        addresses: what is known of whose memory an address is.
+        owned: addresses of its blocks that something owned when last asked; owned_before: before the last Program.
+    """
+
+    id: tuple[int, int]
+    anchors: dict[tuple[int, int], OwnedGraph] = dataclasses.field(default_factory=dict)
+    segments: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
+    addresses: Addresses = dataclasses.field(default_factory=Addresses)
+    owned: set[int] = dataclasses.field(default_factory=set)
+    owned_before: set[int] = dataclasses.field(default_factory=set)
+
+    def dropped(self, pool_id: tuple[int, int]) -> None:
+        """Count that one of a pool's graphs is gone."""
+        self.segments[pool_id] -= 1
+        self.retire(pool_id)
+
+    def retire(self, pool_id: tuple[int, int]) -> None:
+        """Give a pool back that captures no longer go to, once its last graph is gone."""
+        if pool_id != self.id and not self.segments[pool_id] and pool_id in self.anchors:
+            del self.anchors[pool_id]
+            self.addresses = Addresses()
+
+
+class CudaSegment:
+    """One `torch.cuda.CUDAGraph`."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, pool: CudaPool, num_nodes: int | None, device: torch.device
+    ) -> None:
+        self.num_nodes = num_nodes
+        self._ready = _instantiating.submit(_instantiate, graph, device)
+        self._owned = OwnedGraph(graph, self._ready)
+        self._count = weakref.finalize(self, pool.dropped, pool.id)
+        self._count.atexit = False
+        pool.segments[pool.id] += 1
+        self.replay = graph.replay  # the bound C++ method: a replay enters no Python frame of ours
+
+    @property
+    def raw_graph(self) -> int:
+        """Return the driver's handle of what was captured."""
+        return int(self._owned.graph.raw_cuda_graph())
+
+    def wait(self) -> None:
+        self._ready.result()
+
+    def reset(self) -> None:
+        self._owned.reset()
+        self._count()
+
+
+def _instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        graph.instantiate()

@@ -1,0 +1,320 @@
+"""The `GraphDevice` protocol on CPU tensors."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, overrides
+from torch.utils import _python_dispatch
+
+from simplegraph.base import patches
+from simplegraph.base.errors import EmulatorError
+from simplegraph.device.emulator.memory import Arena, Memory, MemoryView, living
+from simplegraph.device.emulator.recording import EmulatedCapture
+from simplegraph.device.emulator.rules import COMPILED
+from simplegraph.device.emulator.segment import EmulatorSegment
+from simplegraph.device.inventory import KnownMemory
+from simplegraph.device.protocol import GraphPool, MemoryReading, refuse_inside_capture
+
+_functions: Any = overrides  # typed loosely because torch leaves it untyped
+
+DEFAULT_STREAM = 0
+CAPTURE_STREAM = 1
+
+_ASSUMED_BYTES = 16 << 30  # where the system does not say
+
+
+class _Streams:
+    """Knows which work on which stream comes before which."""
+
+    def __init__(self) -> None:
+        self._ticks: collections.Counter[int] = collections.Counter()
+        self._seen: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+        self._done: collections.Counter[int] = collections.Counter()
+
+    def use(self, stream: int) -> tuple[int, int]:
+        """Queue work, and return what others need to wait for."""
+        self._ticks[stream] += 1
+        self._seen[stream][stream] = self._ticks[stream]
+        return stream, self._ticks[stream]
+
+    def wait(self, stream: int, other: int) -> None:
+        self._seen[stream] |= self._seen[other]
+
+    def wait_for_all(self) -> None:
+        self._done = self._ticks.copy()
+
+    def comes_after(self, stream: int, work: tuple[int, int]) -> bool:
+        return max(self._seen[stream][work[0]], self._done[work[0]]) >= work[1]
+
+
+class EmulatorMark(NamedTuple):
+    """A point in time; the emulator queues nothing."""
+
+    seconds: float
+
+    def ms_since(self, earlier: EmulatorMark) -> float:
+        return (self.seconds - earlier.seconds) * 1e3
+
+
+_TORCH_IS_CAPTURING = torch.cuda.is_current_stream_capturing
+_TORCH_IS_OVERRIDDEN = overrides.has_torch_function
+
+
+class _ThreadState(threading.local):
+    stream = DEFAULT_STREAM
+    recording: EmulatedCapture | None = None
+
+
+class EmulatorDevice:
+    """The `GraphDevice` protocol on CPU tensors. Use the one that `emulator()` returns.
+
+    Beside the protocol it has `stream`, and counters for tests:
+
+    Attributes:
+        synchronizations: calls of `synchronize` so far.
+        cache_releases: calls of `release_cached_memory` so far.
+        waits: the last (stream, stream waited for) pairs.
+    """
+
+    emulated = True
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.synchronizations = 0
+        self.cache_releases = 0
+        self.drawing_stream = DEFAULT_STREAM
+        self.waits: collections.deque[tuple[int, int]] = collections.deque(maxlen=1000)
+        self._thread = _ThreadState()
+        self._streams = _Streams()
+        self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+
+    def new_pool(self) -> GraphPool:
+        refuse_inside_capture(self)
+        return GraphPool(self, Arena(self._memories), self.current_stream())
+
+    def release_pool(self, pool: GraphPool) -> None:
+        """Give the pool's memory back.
+
+        Raises:
+            EmulatorError: a segment in it was not reset.
+        """
+        arena: Arena = pool.handle
+        if arena.segments or arena.capturing:
+            raise EmulatorError(f"the pool still has {arena.segments} graphs; reset them before releasing it.")
+        arena.released = True
+        arena.free()
+
+    @contextlib.contextmanager
+    def stream(self, stream: int) -> Iterator[None]:
+        """Make an emulated stream current in this thread; any whole number names one."""
+        caller, self._thread.stream = self._thread.stream, stream
+        try:
+            yield
+        finally:
+            self._thread.stream = caller
+
+    @contextlib.contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        caller = self.current_stream()
+        if caller == CAPTURE_STREAM:
+            yield
+            return
+        with self.stream(CAPTURE_STREAM):
+            self.wait_for(caller)
+            try:
+                yield
+            finally:
+                self._wait(caller, CAPTURE_STREAM)
+
+    def own_allocations(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def keep_workspaces(self) -> None:
+        """Do nothing: no library has any."""
+
+    def current_stream(self) -> int:
+        return self._thread.stream
+
+    def wait_for(self, stream: int) -> None:
+        if stream != self.current_stream():
+            self._refuse_in_capture("the capture stream waited for work that is not captured")
+        self._wait(self.current_stream(), stream)
+
+    def is_capturing(self) -> bool:
+        return self._thread.recording is not None
+
+    def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
+        """Start recording.
+
+        Raises:
+            EmulatorError: this thread or the pool is recording already, the pool was released, or the
+                default stream is current.
+        """
+        self._refuse_in_capture("a capture was begun inside another")
+        if self.current_stream() == DEFAULT_STREAM:
+            raise EmulatorError("the default stream cannot be captured; begin inside on_capture_stream().")
+        recording = EmulatedCapture(pool.handle, self.current_stream(), generators, self._captured)
+        recording.start(continues=continues)
+        self._set_recording(recording)
+
+    def _set_recording(self, recording: EmulatedCapture | None) -> None:
+        self._thread.recording = recording
+        # Libraries ask it to leave out what a capture does not permit, and should do so here as on a GPU.
+        patches.restore(torch.cuda, "is_current_stream_capturing")
+        patches.restore(overrides, "has_torch_function")
+        patches.restore(torch, "get_rng_state")
+        # The kernels of compiled code run past the dispatcher. Until something was compiled, this is not loaded.
+        compiled: Any = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
+        if compiled is not None:
+            patches.restore(compiled, "__call__")
+        if recording is not None and compiled is not None:
+            patches.replace(compiled, "__call__", self._refusing(compiled.__call__))
+        if recording is not None:
+            patches.replace(torch.cuda, "is_current_stream_capturing", self._any_capturing)
+            patches.replace(overrides, "has_torch_function", self._overridden)
+            patches.replace(torch, "get_rng_state", self._rng_state)
+
+    def _refusing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            if self._thread.recording is not None:
+                self._thread.recording.fail(COMPILED)
+            return call(*args, **kwargs)
+
+        return refusing
+
+    def _any_capturing(self) -> bool:
+        return self.is_capturing() or _TORCH_IS_CAPTURING()
+
+    def _rng_state(self) -> Tensor:
+        self._refuse_in_capture("the state of a random generator was read in a capture")
+        return torch.default_generator.get_state()
+
+    def _overridden(self, args: Iterable[Any]) -> bool:
+        """Answer as on a GPU, where a capture has no function mode: torch.nn's attention takes a fast path then."""
+        alone = self.is_capturing() and torch._C._len_torch_function_stack() == 1
+        with _functions._pop_mode_temporarily() if alone else contextlib.nullcontext():
+            return _TORCH_IS_OVERRIDDEN(args)
+
+    def end(self) -> EmulatorSegment | None:
+        """Stop recording and return what was recorded; None for an empty segment behind another of its Program.
+
+        Raises:
+            EmulatorError: the capture was broken, or reseeded a generator, or ends on another stream.
+        """
+        recording = self._thread.recording
+        if recording is None:
+            raise EmulatorError("no capture is under way; call begin() first.")
+        recording.stop()
+        if recording.stream != self.current_stream():
+            raise EmulatorError("a capture must end on the stream that it began on.")
+        recorded = recording.finish()
+        self._set_recording(None)
+        return None if recorded is None else EmulatorSegment(recording.arena, self._permit_replay, recorded)
+
+    def recorded(self) -> tuple[int, int] | None:
+        recording = self._thread.recording
+        return None if recording is None else (id(recording), recording.num_calls)
+
+    def abandon(self) -> EmulatorError | None:
+        recording = self._thread.recording
+        if recording is None:
+            return None
+        self._set_recording(None)
+        recording.stop()
+        recording.undo()
+        return recording.broken
+
+    def synchronize(self) -> None:
+        self._refuse_in_capture("the device was synchronised, which a capture does not permit")
+        self.synchronizations += 1
+        self._streams.wait_for_all()
+
+    def release_cached_memory(self) -> None:
+        self.cache_releases += 1
+
+    def mark(self) -> EmulatorMark:
+        return EmulatorMark(time.perf_counter())
+
+    def free_memory(self) -> int:
+        return self.memory().free
+
+    def memory(self) -> MemoryReading:
+        """Read it as on a device of its own: exact, so that tests can tell what a capture takes."""
+        reserved = sum(memory.storage.nbytes() for memory in living(self._memories))
+        return MemoryReading(_total_bytes() - reserved, _total_bytes(), reserved)
+
+    def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
+        memory = self._captured(tensor)
+        return memory is not None and memory.pool is pool.handle
+
+    def left_alive(self, pool: GraphPool) -> set[int]:
+        arena: Arena = pool.handle
+        recording = self._thread.recording
+        begun = recording.left_alive() if recording is not None and recording.arena is arena else set()
+        return begun | {memory.address for memory in arena.of_group() if not memory.reusable()}
+
+    def inventory(
+        self, pool: GraphPool, segments: Sequence[Any], known: Sequence[KnownMemory], *, every: bool = False
+    ) -> None:
+        """Return None: a replay here refuses memory that was freed by itself."""
+
+    def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
+        memory = self._captured(tensor)
+        if memory is None:
+            return tensor
+        with _python_dispatch._disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            return MemoryView.of(tensor, memory).tensor(memory.lent())
+
+    def _captured(self, tensor: Tensor) -> Memory | None:
+        """Find the captured memory that a tensor, owning or borrowed, lies in; that of a capture under way as well."""
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            return None
+        address = tensor.untyped_storage().data_ptr()
+        if not address:
+            return None
+        recording = self._thread.recording
+        made = recording.made(tensor) if recording is not None else None
+        return made or self._memories.get(address)
+
+    def _permit_replay(self, arena: Arena) -> None:
+        """Check that the current stream may replay a graph of the pool now."""
+        self._refuse_in_capture("a graph was replayed in a capture, which is not permitted")
+        stream = self.current_stream()
+        if not self._streams.comes_after(stream, arena.used):
+            raise EmulatorError(
+                f"stream {stream} replays into a pool that stream {arena.used[0]} may still be using; "
+                "call wait_for(pool.stream) before."
+            )
+        arena.used = self._streams.use(stream)
+
+    def _wait(self, stream: int, other: int) -> None:
+        self.waits.append((stream, other))
+        self._streams.wait(stream, other)
+
+    def _refuse_in_capture(self, found: str) -> None:
+        if self._thread.recording is not None:
+            self._thread.recording.fail(found)
+
+
+@functools.cache
+def _total_bytes() -> int:
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return _ASSUMED_BYTES
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@functools.cache
+def emulator() -> EmulatorDevice:
+    """Return the emulator of this process, made at its first use, so that all wrappers share its streams."""
+    return EmulatorDevice()

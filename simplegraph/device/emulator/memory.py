@@ -1,0 +1,290 @@
+"""Memory that a capture touches, as a replay finds it again, and the pool that it lives in."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from simplegraph.base.errors import EmulatorError
+
+# Typed loosely because torch leaves it untyped.
+_weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef
+_CPU = torch.device("cpu")
+_new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
+
+
+@dataclasses.dataclass(eq=False)
+class Memory:
+    """A storage that a capture touches.
+
+    Attributes:
+        storage: the memory itself.
+        seen_as: the first operator that used it, and the tensor it saw.
+        pool: what the emulator knows of the pool it was captured into; None for memory from outside.
+        group: which run of segments of that pool created it.
+        poison: the byte that means undefined. NaN for floating point, a wild value for an integer.
+        saved: its bytes before the first captured write, while they must be put back.
+        value: for a number made of Python data in the capture, its bytes then; a graph holds its value.
+    """
+
+    storage: torch.UntypedStorage
+    seen_as: str
+    pool: object = None
+    group: int = 0
+    poison: int = 0
+    saved: torch.UntypedStorage | None = None
+    value: torch.UntypedStorage | None = None
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Its address. Final: read it only when the capture has ended."""
+        return self.storage.data_ptr()
+
+    @functools.cached_property
+    def alias(self) -> Any:
+        """The same address without a share in its ownership: what a CUDA graph has of its memory."""
+        return torch._C._construct_storage_from_data_pointer(self.address, _CPU, self.storage.nbytes())
+
+    def lent(self) -> Any:
+        """Return an alias that keeps the memory from being given back, though the pool may use it again."""
+        address = self.storage.data_ptr()  # not final while it is captured
+        storage: Any = torch._C._construct_storage_from_data_pointer(address, _CPU, self.storage.nbytes())
+        storage.memory = self  # a storage keeps its attributes, whatever becomes of the Python object
+        return storage
+
+    def __del__(self) -> None:
+        if self.pool is not None and self.reusable():  # not by an operator, which a capture under way would record
+            ctypes.memset(self.storage.data_ptr(), self.poison, self.storage.nbytes())
+
+    @functools.cached_property
+    def bytes(self) -> Tensor:
+        """All of it, as a (nbytes,) uint8 tensor."""
+        with torch.inference_mode():
+            return bytes_of(self.alias)
+
+    def reusable(self) -> bool:
+        """True if no tensor has this memory any more, so that what is captured next may get it."""
+        return _use_count(self.storage._cdata) == 1
+
+    def unowned(self) -> OutsideMemory:
+        """Refer to it without owning it."""
+        return OutsideMemory(_weak_reference(self.storage), self.address, self.seen_as)
+
+    def save(self) -> None:
+        """Remember what it holds before a captured write."""
+        if self.saved is None:
+            self.saved = copy_of(self.storage)
+
+    def restore(self) -> None:
+        """Put back what `save` remembered."""
+        if self.saved is not None:
+            if self.storage.nbytes() != self.saved.nbytes():
+                self.storage.resize_(self.saved.nbytes())
+            self.storage.copy_(self.saved)
+            self.saved = None
+
+    def freeze(self) -> None:
+        """Remember the value of a number, before anything writes to it."""
+        if self.value is None:
+            self.value = copy_of(self.storage)
+
+    def adopt_value(self) -> None:
+        """Be the graph's own number from now on, if a number; Python may change the one it has."""
+        if self.value is not None:
+            self.storage = self.value
+
+
+class MemoryView(NamedTuple):
+    """A tensor as a graph sees it: memory and geometry, whatever becomes of the Python object."""
+
+    memory: Memory
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, memory: Memory) -> MemoryView:
+        """Describe how `tensor` lies in `memory`."""
+        size, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        return cls(memory, tensor.dtype, offset, size, stride, tensor.is_conj(), tensor.is_neg())
+
+    def tensor(self, storage: Any = None) -> Tensor:
+        """The tensor again, in `storage`, or owning nothing."""
+        storage = self.memory.alias if storage is None else storage
+        tensor = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        tensor = torch.conj(tensor) if self.conj else tensor
+        return torch._neg_view(tensor) if self.neg else tensor
+
+
+class OutsideMemory(NamedTuple):
+    """Memory that a segment uses and that somebody else must keep alive."""
+
+    weak: Any
+    address: int
+    seen_as: str
+
+    def lock(self) -> torch.UntypedStorage:
+        """The memory, owned until the caller lets go of it.
+
+        Raises:
+            EmulatorError: it was freed or moved.
+        """
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        if storage is None or storage.data_ptr() != self.address:
+            raise EmulatorError(
+                f"replay reads memory that was freed: {self.seen_as}. "
+                "A graph keeps nothing alive; whoever captured it must own what it reads."
+            )
+        return storage
+
+
+def bytes_of(storage: Any) -> Tensor:
+    """All bytes of a storage, as a (nbytes,) uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A storage of its own with the same bytes."""
+    return _new_storage(storage.nbytes()).copy_(storage)
+
+
+def poison_byte(dtype: torch.dtype) -> int:
+    """The byte that, repeated, no program takes for a value of `dtype`."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return 0xFF
+    return 0x01 if dtype is torch.bool else 0xC0
+
+
+def poison(memories: Iterable[Memory]) -> None:
+    """Make memory undefined."""
+    with torch.inference_mode():
+        for memory in memories:
+            memory.bytes.fill_(memory.poison)
+
+
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)  # -1: unknown
+
+
+class Output(NamedTuple):
+    """A tensor that an operator creates.
+
+    Attributes:
+        place: which of the operator's results it is.
+        target: where the capture put it, and every replay puts it.
+    """
+
+    place: int
+    target: Any
+
+
+class RecordedCall(NamedTuple):
+    """A recorded operator. Its tensors are views until the capture ends, then tensors."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    outputs: tuple[Output, ...]
+
+
+class Recorded(NamedTuple):
+    """Results of a capture.
+
+    Attributes:
+        calls: the operators, in order, on views of the memory that they use.
+        created: memory that they allocated.
+        constants: memory of Python numbers; a replay may write to it, and begins with their values.
+        outside: memory that must be alive for a replay.
+        reused: memory of earlier segments of the Program that was free when this capture began.
+    """
+
+    calls: Sequence[RecordedCall]
+    created: Iterable[Memory]
+    constants: Iterable[Memory]
+    outside: Sequence[OutsideMemory]
+    reused: Sequence[Memory]
+
+
+def living(memories: weakref.WeakValueDictionary[int, Memory]) -> list[Memory]:
+    """The values, whatever other threads add and drop meanwhile, which ``values()`` does not bear."""
+    return [memory for reference in memories.valuerefs() if (memory := reference()) is not None]
+
+
+class Arena:
+    """Keeps what the emulator knows of a pool.
+
+    Attributes:
+        group: the run of segments under capture: those of one Program, which replay in order.
+        index: how many segments the group has.
+        segments: how many segments are live.
+        capturing: whether a capture into it is under way, in whichever thread.
+        released: whether its memory was given back.
+        retired: memory of dropped segments, which stays the pool's until nothing uses the pool.
+        used: (stream, tick) of the last replay.
+    """
+
+    def __init__(self, memories: weakref.WeakValueDictionary[int, Memory]) -> None:
+        self.group = self.index = self.segments = 0
+        self.capturing = self.released = False
+        self.retired: list[Memory] = []
+        self.used = (0, 0)
+        self._memories = memories
+        self._dirty: list[Memory] = []  # written by replays since it was last poisoned
+        self._last = (0, 0)
+
+    def open(self, *, continues: bool) -> None:
+        """Start a capture.
+
+        Raises:
+            EmulatorError: the pool was released, or is recording already.
+        """
+        if self.released or self.capturing:
+            state = "was released" if self.released else "is recording another capture already"
+            raise EmulatorError(f"the pool {state}; take another one from new_pool().")
+        if not continues:
+            self.group, self.index = self.group + 1, 0
+        if not self.segments:
+            self.free()
+        self.capturing = True
+
+    def free(self) -> None:
+        """Give the memory of dropped segments back."""
+        self.retired.clear()
+        self._dirty.clear()
+
+    def add(self, created: Sequence[Memory]) -> tuple[int, int]:
+        """Take in a new segment and the memory it created; its place is (group, index)."""
+        self.index += 1
+        self.segments += 1
+        self._memories.update({memory.address: memory for memory in created if memory.address})
+        return self.group, self.index
+
+    def reusable(self) -> list[Memory]:
+        """Memory of the group's earlier segments that the next one may be given."""
+        return [memory for memory in self.of_group() if memory.reusable()]
+
+    def of_group(self) -> list[Memory]:
+        """Memory that the group's segments created."""
+        return [it for it in living(self._memories) if it.pool is self and it.group == self.group]
+
+    def enter(self, place: tuple[int, int], created: Iterable[Memory]) -> None:
+        """Poison what a replay finds undefined: everything, unless it goes on with its Program.
+
+        The first segment of a Program begins anew; a backward may be replayed twice after its forward.
+        """
+        goes_on = self._last[0] == place[0] and place[1] > 1
+        if not goes_on:
+            poison(self._dirty)
+            self._dirty.clear()
+        self._dirty.extend(created)
+        self._last = place

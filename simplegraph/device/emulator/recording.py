@@ -1,0 +1,381 @@
+"""See, run and record every operator of a thread between begin and end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, overrides
+from torch.utils import _python_dispatch
+
+from simplegraph.base.constants import SERVING
+from simplegraph.base.errors import EmulatorError
+from simplegraph.base.operators import OperatorMode, is_collective, is_composite, is_higher_order
+from simplegraph.base.tensors import storage_key
+from simplegraph.device.emulator import rules, waits
+from simplegraph.device.emulator.collectives import Launches
+from simplegraph.device.emulator.memory import Arena, Memory, MemoryView, Output, Recorded, RecordedCall, poison_byte
+
+# Typed loosely because torch leaves them untyped.
+_functions: Any = overrides
+_operators: Any = _python_dispatch
+
+_RESEEDED = "a random generator was reseeded in a capture; seed it before or after"
+# What a capture draws is thrown away, so it may start from an unlikely seed: any other is a reseeding.
+_CAPTURE_SEED = 0x5EED_CA97_0BE5_1DE5
+
+
+class _RecordingMode(OperatorMode):
+    """Shows a recording every operator of its thread."""
+
+    def __init__(self, recording: EmulatedCapture) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator, taken apart where it is made of others."""
+        if is_higher_order(func):
+            if func.name() == "cond":  # which runs no Python where a mode could see it choose
+                self._recording.fail(f"{rules.READ_BACK} (torch.cond)")
+            with self, _FunctionMode(self._recording):
+                return func.dispatch(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        self._recording.check(func, args, kwargs)
+        if is_composite(func):
+            return self.take_apart(func, args, kwargs)
+        if getattr(func, "_defined_in_python", False):
+            # Python does not run again at replay: record what the function does, not the call of it.
+            with self, _FunctionMode(self._recording):
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        return self._recording.run(func, args, kwargs)
+
+
+class _FunctionMode(overrides.TorchFunctionMode):
+    """Shows a recording the reads that need no operator where a tensor is on the CPU already."""
+
+    READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.cpu)
+    FACTORIES = (torch.tensor, torch.as_tensor, torch.asarray)
+    SPLITS = (torch.tensor_split, Tensor.tensor_split)
+    QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
+
+    def __init__(self, recording: EmulatedCapture) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._check(func, args, kwargs)
+        if func is torch.nn.functional.one_hot:
+            return self._one_hot(*args, **kwargs)
+        if func in self.QUANTILES:
+            return self._quantile(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.device and isinstance(args[0] if args else kwargs.get("type"), str) and result.type == "cpu":
+            self._recording.named_hosts.append(result)
+        if self._moves_to_device(func, args, kwargs) and self._recording.is_host(result):
+            return torch.empty(result.shape, dtype=result.dtype).copy_(result)
+        return result
+
+    def _quantile(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._recording.in_quantile = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._recording.in_quantile = False
+
+    def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        recording = self._recording
+        named = self._names_host(args[1:], kwargs)
+        if (func in self.READS or (func is Tensor.to and named)) and not recording.is_host(args[0]):
+            recording.fail(f"{rules.READ_BACK} (Tensor.{func.__name__})")
+        if func is Tensor.pin_memory or kwargs.get("pin_memory"):
+            recording.fail("pinned memory was allocated, which a capture does not permit")
+        from_host = func in self.FACTORIES and kwargs.get("device") is not None and not rules.tensors(args[:1])
+        if from_host and not named and not SERVING.active:
+            recording.fail(f"{rules.FROM_HOST} (torch.{func.__name__})")
+        if func in self.SPLITS and not all(map(recording.is_host, rules.tensors([args[1:], kwargs]))):
+            recording.fail(f"{rules.READ_BACK} (torch.tensor_split, which reads where to split on the host)")
+
+    def _names_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """True if a device among the arguments is the CPU by its name; x.to(y.device) moves nothing on a GPU either."""
+        given = (*args, kwargs.get("device"))
+        return "cpu" in [arg for arg in given if isinstance(arg, str)] or any(
+            arg is host for arg in given for host in self._recording.named_hosts
+        )
+
+    def _moves_to_device(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """True if a GPU would have the result, for all that this makes or moves on the host."""
+        if func is Tensor.new_tensor:
+            return True
+        given = [arg for arg in (*args[1:], kwargs.get("device")) if isinstance(arg, (str, torch.device))]
+        return func in (*self.FACTORIES, Tensor.to) and bool(given) and not self._names_host(args[1:], kwargs)
+
+    def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
+        """As on CUDA; the CPU operator reads the classes back to check them."""
+        if num_classes == -1:
+            self._recording.fail(f"{rules.READ_BACK} (torch.nn.functional.one_hot without num_classes)")
+        zeros = torch.zeros(*tensor.shape, num_classes, dtype=torch.long)
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+@contextlib.contextmanager
+def _modes_lifted() -> Iterator[None]:
+    """Take the thread's modes off; put all but a recording's own back, on top of what is there then.
+
+    A recording's modes lie at the bottom. Code that is inside ``with torch.device(...)`` while a break
+    ends one capture and begins the next must find its own mode on top when it leaves that block.
+    """
+    functions = [_functions._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    operators = [_operators._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(functions):
+            if not isinstance(mode, _FunctionMode):
+                _functions._push_mode(mode)
+        for mode in reversed(operators):
+            if not isinstance(mode, _RecordingMode):
+                _operators._push_mode(mode)
+
+
+def _identity(generator: Any) -> int:
+    """Identify a generator also when an operator's arguments come to Python in new wrappers."""
+    return int(generator._cdata)
+
+
+@dataclasses.dataclass(eq=False)
+class EmulatedCapture:
+    """A capture under way: the calls so far, the memory they touched and what must be put back.
+
+    Attributes:
+        arena: the pool that is captured into.
+        stream: the current stream.
+        generators: those beside the default one that may be drawn from.
+        captured: finds the memory of a tensor that any pool has.
+        broken: the first rule that was broken.
+        named_hosts: devices that were made of the word "cpu" in the capture.
+        in_quantile: True in torch's quantiles, which torch up to 2.12 checks on the CPU alone.
+    """
+
+    arena: Arena
+    stream: int
+    generators: Sequence[torch.Generator]
+    captured: Callable[[Tensor], Memory | None]
+
+    def __post_init__(self) -> None:
+        self.broken: EmulatorError | None = None
+        self.named_hosts: list[torch.device] = []
+        self.in_quantile = False
+        self._random = [(it, it.get_state()) for it in (torch.default_generator, *self.generators)]
+        self._known_generators = {_identity(generator) for generator, _ in self._random}
+        self._calls: list[RecordedCall] = []
+        self._launches = Launches()
+        self._memories: dict[int, Memory] = {}
+        self._created: set[Memory] = set()
+        # Every storage seen is held, so that its key means nothing else until the capture ends.
+        self._held: list[torch.UntypedStorage] = []
+        self._reused: list[Memory] = []
+        self._continues = False
+        self._mode: Any = None
+
+    def start(self, *, continues: bool) -> None:
+        """Begin to see the thread's operators.
+
+        Raises:
+            EmulatorError: the pool cannot be captured into.
+        """
+        self.arena.open(continues=continues)
+        self._continues = continues
+        self._reused = self.arena.reusable()
+        for generator, _ in self._random:
+            generator.manual_seed(_CAPTURE_SEED)
+        with _modes_lifted():
+            self._mode = _RecordingMode(self)
+            self._mode.__enter__()
+            _functions._push_mode(_FunctionMode(self))
+
+    def stop(self) -> None:
+        """See no more operators; harmless the second time."""
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            self.arena.capturing = False
+            with _modes_lifted():
+                _operators._push_mode(mode)
+                mode.__exit__(None, None, None)
+
+    def fail(self, found: str) -> NoReturn:
+        """Break the capture for good: as on CUDA, swallowing the exception does not mend it."""
+        error = EmulatorError(f"{found}.")
+        self.broken = self.broken or error
+        raise error
+
+    def check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse what a capture on CUDA refuses."""
+        if self._reseeded():
+            self.fail(_RESEEDED)
+        for leaf in rules.leaves([args, kwargs]):
+            if isinstance(leaf, torch.Generator) and _identity(leaf) not in self._known_generators:
+                self.fail(f"{rules.operator_label(func)} draws from a generator that the capture was not told of")
+        if self._all_host(func, args, kwargs) or self._is_known_here(func, args):
+            return
+        if rules.reads_value(func, kwargs) or waits.waits_for_value(func, args, kwargs, self.is_host):
+            self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)})")
+        if rules.masks(func, args) and not self._fills_by_mask(args):
+            self.fail(f"{rules.READ_BACK} ({rules.operator_label(func)} with a boolean mask)")
+        is_lift = rules.operator_name(func) == "aten::lift_fresh"
+        if is_lift and not SERVING.active and self._is_host_array(args[0]):
+            self.fail(f"{rules.FROM_HOST} (data of shape {tuple(args[0].shape)})")
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and record it where it does work on a device."""
+        inputs = rules.tensors([args, kwargs])
+        if any(tensor.is_meta for tensor in inputs):
+            return func(*args, **kwargs)
+        if self.in_quantile and self._is_known_here(func, args):
+            return True
+        if self._all_host(func, args, kwargs):
+            return self._frozen(func, func(*args, **kwargs))
+        for tensor in inputs:
+            memory = self._memory_of(tensor, func)
+            if rules.operator_name(func) == "aten::lift_fresh" and memory.pool is None:
+                memory.freeze()
+        written = rules.written_tensors(func, args, kwargs)
+        for memory in {self._memory_of(tensor, func) for tensor in written} - self._created:
+            memory.save()
+        call = rules.with_modes(rules.waiting(func))
+        if is_collective(func):
+            result = self._launches.launch(func, args, kwargs)
+        else:
+            result = rules.run_for_shapes(call, args, kwargs, written)
+        results = rules.tensors(result)
+        if any(tensor.is_meta for tensor in results):
+            return result
+        self._frozen(func, [results[place] for place in waits.host_results(func, args, kwargs, self.is_host)])
+        created = self._create(func, results)
+        if rules.does_work(func, written, created):
+            view = functools.partial(self._view, func)
+            outputs = tuple(Output(place, view(results[place])) for place in created)
+            self._calls.append(
+                RecordedCall(call, rules.map_tree(Tensor, view, args), rules.map_tree(Tensor, view, kwargs), outputs)
+            )
+        return result
+
+    def _all_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """True if an operator runs on the CPU beside a GPU, too, and is over when the capture is."""
+        inputs = rules.tensors([args, kwargs])
+        if not inputs or torch.Tag.nondeterministic_seeded in func.tags or not all(map(self.is_host, inputs)):
+            return False
+        return not rules.written_tensors(func, args, kwargs)
+
+    def _is_known_here(self, func: Any, args: Any) -> bool:
+        """True for a comparison that CUDA does not wait for: of other shapes, or by which the CPU checks quantiles."""
+        return rules.operator_name(func) == "aten::equal" and (self.in_quantile or args[0].shape != args[1].shape)
+
+    def _frozen(self, func: Any, result: Any) -> Any:
+        """Keep as constants what an operator of the host returned."""
+        for tensor in rules.tensors(result):
+            self._memory_of(tensor, func).freeze()
+        return result
+
+    def finish(self) -> Recorded | None:
+        """Undo what ran, and return what was recorded; None for an empty segment.
+
+        The first segment of a Program is there in any case.
+
+        Raises:
+            EmulatorError: a rule was broken, at the end or before.
+        """
+        self._check_end()
+        self.undo()
+        self._held.clear()
+        if self._continues and not self._calls and not self._created:
+            return None
+        constants = {memory for memory in self._memories.values() if memory.value is not None}
+        for memory in constants:
+            memory.adopt_value()
+        outside = set(self._memories.values()) - self._created - constants
+        living = [memory.unowned() for memory in outside if memory.address]
+        return Recorded(self._calls, self._created, constants, living, self._reused)
+
+    @property
+    def num_calls(self) -> int:
+        """Count what was recorded so far."""
+        return len(self._calls)
+
+    def left_alive(self) -> set[int]:
+        """List the addresses of memory that was made so far and that something owns; empty memory has none."""
+        return {memory.storage.data_ptr() for memory in self._created if not memory.reusable()} - {0}
+
+    def made(self, tensor: Tensor) -> Memory | None:
+        """Return the memory of a tensor that was made so far; None for any other."""
+        memory = self._memories.get(storage_key(tensor))
+        return memory if memory in self._created else None
+
+    def undo(self) -> None:
+        """Put back the memory that was written and the random generators; harmless the second time."""
+        for memory in self._memories.values():
+            memory.restore()
+        for generator, state in self._random:
+            generator.set_state(state)
+
+    def _reseeded(self) -> bool:
+        return any(generator.initial_seed() != _CAPTURE_SEED for generator, _ in self._random)
+
+    def _check_end(self) -> None:
+        if self.broken is not None:
+            raise EmulatorError(f"the capture was broken earlier: {self.broken}") from self.broken
+        if self._reseeded():
+            raise EmulatorError(f"{_RESEEDED}.")
+        if self._launches.unwaited:
+            raise EmulatorError(
+                f"work on another stream was not joined: nobody waited for {', '.join(self._launches.unwaited)}. "
+                "Wait for a collective in the forward that launches it."
+            )
+        for memory in self._memories.values():
+            if memory.saved is not None and memory.saved.nbytes() != memory.storage.nbytes():
+                raise EmulatorError(f"memory from outside was resized, so it moved: {memory.seen_as}.")
+
+    def _memory_of(self, tensor: Tensor, func: Any) -> Memory:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            self.fail(f"{func} uses a tensor that the emulator cannot record: {tensor.layout} on {tensor.device}")
+        storage = tensor.untyped_storage()
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
+            seen_as = f"{func} uses a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+            memory = self.captured(tensor) or Memory(storage, seen_as)
+            self._memories[storage._cdata] = memory
+            self._held.append(storage)
+        return memory
+
+    def _is_host_array(self, tensor: Tensor) -> bool:
+        """True if this is Python data that is more than a number, and that a GPU would have to fetch."""
+        return tensor.dim() > 0 and tensor.numel() > 0 and storage_key(tensor) not in self._memories
+
+    def _view(self, func: Any, tensor: Tensor) -> MemoryView:
+        return MemoryView.of(tensor, self._memory_of(tensor, func))
+
+    def _create(self, func: Any, results: Sequence[Tensor]) -> list[int]:
+        """Take what an operator allocated into the pool; return the places of those among its results."""
+        keys = [storage_key(tensor) for tensor in results]
+        new = {key: tensor for key, tensor in zip(keys, results, strict=True) if key not in self._memories}
+        for key, tensor in new.items():
+            poison = poison_byte(tensor.dtype)
+            self._memories[key] = Memory(tensor.untyped_storage(), str(func), self.arena, self.arena.group, poison)
+            self._created.add(self._memories[key])
+        return [place for place, key in enumerate(keys) if key in new]
+
+    def _fills_by_mask(self, args: Sequence[Any]) -> bool:
+        """True if this is ``x[mask] = 0.0``, which is masked_fill_ on CUDA."""
+        if len(args) <= 2 or len(rules.tensors(args[1])) != 1:
+            return False
+        return self.is_host(args[2]) and args[2].numel() == 1
+
+    def is_host(self, value: Any) -> bool:
+        """True for a tensor that follows from Python data alone: beside a GPU, too, it is on the CPU."""
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return False
+        memory = self._memories.get(storage_key(value))
+        return memory is not None and memory.value is not None

@@ -1,0 +1,203 @@
+"""Define what capture and replay need of a device. `cuda` and `emulator` implement it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.errors import CaptureError
+
+# Held during every capture: captures share a stream and the random generators, and gc is paused for all
+# threads. A pool's lock is taken before it, never after.
+CAPTURE_LOCK = threading.RLock()
+
+
+def refuse_inside_capture(device: GraphDevice) -> None:
+    """Refuse what cannot be done in a capture, before anything is begun: CUDA ends the process for some of it.
+
+    Raises:
+        CaptureError: this thread's stream is being captured.
+    """
+    if device.is_capturing():
+        raise CaptureError("the stream is being captured by someone else; capture graphs before or after that.")
+
+
+class MemoryReading(NamedTuple):
+    """Bytes of device memory: free and total on the device, and reserved by this process's allocator."""
+
+    free: int
+    total: int
+    reserved: int
+
+
+@dataclasses.dataclass(eq=False)
+class GraphPool:
+    """Memory that several graphs share, because never two of them run at once.
+
+    Attributes:
+        device: the device it belongs to.
+        handle: what the device knows it by.
+        lock: held while a graph of this pool is captured or replayed.
+        stream: the stream that used the pool last, as a raw handle. Another stream must wait for it.
+        managers: those whose graphs live in it, where a manager made it; it is released when none has any.
+        watched: what the next captures leave alive is to be told; listing that takes milliseconds in a large pool.
+    """
+
+    device: GraphDevice
+    handle: Any
+    stream: int
+    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
+    managers: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
+    watched: bool = True
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def ms_since(self, earlier: Any) -> float:
+        """Milliseconds between two marks of one device; waits until this one is reached."""
+
+
+class Segment(Protocol):
+    """One captured graph. Replaying it runs the recorded work again, at the recorded addresses."""
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Operations recorded, or None where the device cannot say."""
+
+    def wait(self) -> None:
+        """Wait until it can be replayed, which may take a moment after its capture; raise what is in the way."""
+
+    def replay(self) -> None:
+        """Queue the recorded work on the current stream. Python does not run again."""
+
+    def reset(self) -> None:
+        """Drop the graph; it cannot be replayed afterwards."""
+
+
+class GraphDevice(Protocol):
+    """A place where work can be captured into graphs and replayed.
+
+    A capture is ``begin``, work on the capture stream, ``end``; or, when the work failed, ``abandon``,
+    which puts stream, pool and random generators back. At most one capture runs in a thread.
+
+    Attributes:
+        drawing_stream: the stream, as a raw handle, that set the memory which graphs read random states from last.
+    """
+
+    drawing_stream: int
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def emulated(self) -> bool:
+        """True where graphs are imitated: right answers, no speed."""
+
+    def new_pool(self) -> GraphPool:
+        """Make a pool that no graph uses yet."""
+
+    def release_pool(self, pool: GraphPool) -> None:
+        """Give the pool's memory back, once no borrowed tensor is left. Every segment in it must have been reset."""
+
+    def on_capture_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Make the process-wide capture stream current, ordered after and before the caller's stream."""
+
+    def own_allocations(self) -> contextlib.AbstractContextManager[None]:
+        """Let captures allocate from their own pool, whatever memory pool the caller has set for the thread."""
+
+    def keep_workspaces(self) -> None:
+        """Let libraries have their workspaces for this thread and the current stream outside of captures' memory."""
+
+    def current_stream(self) -> int:
+        """Return the current stream's raw handle."""
+
+    def wait_for(self, stream: int) -> None:
+        """Let the current stream wait for everything queued on `stream`, a raw handle, so far."""
+
+    def is_capturing(self) -> bool:
+        """True if the current stream is being captured, by this library or by anyone else."""
+
+    def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
+        """Start recording the current thread's work into a new segment instead of running it.
+
+        Args:
+            pool: where tensors created from now on live.
+            generators: generators beside the default one that the work draws from.
+            continues: this segment follows the pool's previous one in the same Program, so that every
+                replay of it comes after a replay of that one. The emulator needs to know.
+        """
+
+    def recorded(self) -> tuple[int, int] | None:
+        """Return the number of the capture under way in this thread, and how many operations it has recorded so far.
+
+        Returns:
+            None if none is under way, or the device cannot say.
+        """
+
+    def end(self) -> Segment | None:
+        """Stop recording and return what was recorded; None where that is nothing to replay.
+
+        Wait for it before its first replay.
+
+        Raises:
+            Exception: the recorded work broke a rule; call `abandon`.
+        """
+
+    def abandon(self) -> Exception | None:
+        """Undo a capture that failed at any point since `begin`; harmless when none is under way.
+
+        Returns:
+            The rule that was broken first, if the device knows: TorchScript conceals what went wrong inside of it.
+        """
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+
+    def release_cached_memory(self) -> None:
+        """Return the allocator's unused memory to the device."""
+
+    def mark(self) -> Mark:
+        """Note how far the current stream's work is; cheap, and waits for nothing."""
+
+    def free_memory(self) -> int:
+        """Return the free bytes of device memory; cheaper than `memory`."""
+
+    def memory(self) -> MemoryReading: ...
+
+    def in_pool(self, pool: GraphPool, tensor: Tensor) -> bool:
+        """True if a capture into `pool` allocated the memory of `tensor`."""
+
+    def left_alive(self, pool: GraphPool) -> set[int]:
+        """List the addresses of memory that the last Program's captures into `pool` made and that something still owns.
+
+        One under way counts, until it is abandoned. Borrowed tensors own nothing. Cheap where there is none.
+        """
+
+    def inventory(self, pool: GraphPool, segments: Sequence[Any], known: Sequence[Any], *, every: bool = False) -> Any:
+        """Read what captured segments of a pool touch.
+
+        Args:
+            pool: what they were captured into.
+            segments: captured, and not reset.
+            known: each `simplegraph.device.inventory.KnownMemory` that their owner keeps alive.
+            every: list also what kernels touch that touch only memory which is accounted for.
+
+        Returns:
+            The `simplegraph.device.inventory.Inventory`; None where there is no driver that could tell.
+        """
+
+    def borrow(self, pool: GraphPool, tensor: Tensor) -> Tensor:
+        """Return the same memory without owning it, or `tensor` itself where that is impossible.
+
+        Only for memory of a live pool that every replay writes before it is read: later captures may then
+        reuse it, and it is valid from one replay to the next. The result and its views keep the pool's memory
+        from being given back, so that it stays readable when graphs and pool are dropped.
+        """

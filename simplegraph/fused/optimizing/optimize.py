@@ -1,0 +1,382 @@
+"""`optimize`: rewrites a module in place, and the handle that lists and undoes it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.base.errors import ConfigError, VerificationError, did_you_mean
+from simplegraph.fused.choice import starting_triton
+from simplegraph.fused.layers.layer import Layer
+from simplegraph.fused.layers.table import (
+    IMAGE_KINDS,
+    find_layers,
+    fused_forwards,
+    listed,
+    names_by_kind,
+    operators_of,
+    shortened,
+)
+from simplegraph.fused.optimizing.blocks import BlockRun, block_trials, find_blocks, keeps_weight
+from simplegraph.fused.optimizing.folded import Fold, FoldedMemory
+from simplegraph.fused.optimizing.joined import find_joined
+from simplegraph.fused.optimizing.layout import restore_contiguous, store_channels_last
+from simplegraph.fused.optimizing.observed import ObservedRun
+from simplegraph.fused.optimizing.pairs import Pair, hindrance, is_changed, known_pairs, shared_modules
+from simplegraph.fused.optimizing.regions import (
+    install,
+    install_fused,
+    install_joined,
+    is_installed,
+    uninstall,
+    uses_of,
+)
+from simplegraph.fused.optimizing.table import (
+    BATCH_NORM,
+    CHANNELS_LAST,
+    EPILOGUE,
+    PROJECTIONS,
+    REWRITES,
+    runs_any_format,
+)
+from simplegraph.fused.optimizing.verify import Examples, compare, numbers
+from simplegraph.fused.torch_operators import KernelTrial, Operators
+from simplegraph.serve.mixin import OPTIMIZED, unwrap
+
+__all__ = ["Optimization", "optimize"]
+
+_UNKNOWN_FORMAT = "classes that are not known to take any format; pass example_inputs"
+
+
+class _Rewrites:
+    """Lists the rewrites of a module: kept among its attributes, for reports; copies and pickles of it have none."""
+
+    __slots__ = ("changed", "left_out", "memory", "operators", "verified")
+
+    def __init__(self, pairs: Sequence[Pair], channels_last: Sequence[str], memory: FoldedMemory) -> None:
+        self.changed = {BATCH_NORM: list(map(str, pairs)), CHANNELS_LAST: list(channels_last)}
+        self.left_out: dict[str, str] = {}
+        self.operators = ""
+        self.memory = memory
+        self.verified: tuple[float, float] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def lines(self) -> list[str]:
+        """List the rewrites, for a report."""
+        lines = [listed(name, names) for name, names in self.changed.items() if names]
+        lines += [f"fused operators by {self.operators}"] if self.operators else []
+        lines += [f"extra memory for folded weights {self.memory.nbytes / 2**20:.1f} MiB"] if self.memory else []
+        reasons: dict[str, list[str]] = collections.defaultdict(list)
+        for name, why in self.left_out.items():
+            reasons[why].append(name)
+        lines += [f"left out: {shortened(names)}: {why}" for why, names in reasons.items()]
+        if self.verified is not None:
+            lines.append(
+                "error against float64 on example inputs: {:.2e}, before {:.2e}".format(*reversed(self.verified))
+            )
+        return lines or ["nothing to rewrite"]
+
+
+class Optimization:
+    """Handle of a module that `optimize` rewrote: lists what was done, and `remove` undoes it.
+
+    As a context manager it calls `remove` at the end. It can be dropped: the module stays as it is.
+
+    Attributes:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module, rewrites: _Rewrites) -> None:
+        self.module = module
+        self._rewrites = rewrites
+
+    @property
+    def changed(self) -> dict[str, list[str]]:
+        """The changed parts, by rewrite: layers and norms that were folded, weights in channels_last, fused layers."""
+        return {name: list(names) for name, names in self._rewrites.changed.items()}
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The reason for each rewrite that was left out, by the name of the rewrite or of the pair."""
+        return dict(self._rewrites.left_out)
+
+    @property
+    def extra_bytes(self) -> int:
+        """The memory that folded weights take, beside the module's own."""
+        return self._rewrites.memory.nbytes
+
+    @property
+    def errors(self) -> tuple[float, float] | None:
+        """Relative errors against float64 on the example inputs, before and after; None without such inputs."""
+        return self._rewrites.verified
+
+    def refresh(self) -> None:
+        """Fold again, into the same memory: after writes that torch does not count, such as those through ``.data``."""
+        self._rewrites.memory.refresh(everything=True)
+
+    def remove(self) -> None:
+        """Make the module what it was, with the weights that it has now; a second call does nothing."""
+        if vars(self.module).get(OPTIMIZED) is self._rewrites:
+            _restore(self.module)
+
+    def __str__(self) -> str:
+        return "\n  ".join([f"{type(self.module).__name__}, optimized for inference:", *self._rewrites.lines()])
+
+    __repr__ = __str__
+
+    def __enter__(self) -> Optimization:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+
+def optimize(module: nn.Module, example_inputs: Any = None, *, skip: Collection[str] = ()) -> Optimization:
+    """Rewrite a module in place so that inference takes fewer kernels; nothing is traced or compiled.
+
+        handle = sg.optimize(model.eval(), images)
+        print(handle)  # what was done, what was left out and why, the memory that it takes
+        handle.remove()
+
+    - ``"batch_norm"``: a batch norm is folded into the convolution or linear layer before it, where that layer's output
+      provably goes nowhere else: neighbours in an `nn.Sequential`, known blocks of torchvision, timm and transformers,
+      and what a run on `example_inputs` shows. Folded weights have memory of their own. They are folded again when the
+      module's weights are loaded, written or moved.
+    - ``"channels_last"``: weights of other 2-d convolutions are stored in that format, if all classes in the module are
+      known to take it, or the run on `example_inputs` succeeds.
+    - ``"rms_norm"``, ``"residual"`` (a sum together with the norm after it), ``"gated"``, ``"activation"`` and
+      ``"rotary"``: layers that are recognized by their text, mostly those of transformers, run on fused operators:
+      Triton's kernels, or torch's where these do not run. In half precision they round once where the text rounds two
+      or three times. ``"group_norm"``: so do group norms where channels_last is done, by Triton's kernels only.
+    - ``"epilogue"``: where channels_last is done, bias, sum and activation after a folded convolution are one, by
+      Triton's kernels only: in an `nn.Sequential` and in known blocks of torchvision.
+    - ``"adaptive_norm"``, ``"attention"``, ``"timesteps"``, ``"image_block"``: known layers of diffusers and
+      torchvision.
+    - ``"projections"``: queries, keys and values of known attentions of transformers and diffusers are one product.
+      Their weights come to lie one after the other in one memory.
+
+    Parameters, buffers and ``state_dict()`` keep their names and values. Training, and calls that want gradients of
+    the weights, run as before. Copies and pickles are of the module as it was. Graphs are captured again.
+
+    Args:
+        module: a module in evaluation mode, wrapped or not. One that was optimized before is optimized anew.
+        example_inputs: a tensor, a tuple of positional arguments or a mapping of keyword arguments. The module runs on
+            them twice, and a copy of it in float64 once; its error may be at most 1.5 times what it was, as it is or,
+            where channels_last is done, by torch's kernels for that format, for which it may run once more.
+        skip: names of rewrites to leave out.
+
+    Returns:
+        A handle with `changed`, `left_out`, `extra_bytes` and `remove`; as a context manager it calls `remove`.
+
+    Raises:
+        ConfigError: it is no module, is in training mode, or is part of an optimized one; a name in `skip` is unknown.
+        VerificationError: the error against float64 became too large or cannot be found. The module is as it was.
+    """
+    _check(module, skip)
+    with starting_triton(module):  # beside the search for what can be done
+        return _optimize(module, example_inputs, skip)
+
+
+def _optimize(module: nn.Module, example_inputs: Any, skip: Collection[str]) -> Optimization:
+    _restore_all(module)
+    if example_inputs is None:
+        pairs = known_pairs(module)
+        with _undone_by_errors(module):
+            return Optimization(module, _apply(module, pairs, skip, any_format=runs_any_format(module)))
+    examples, observed = Examples(module, unwrap(module), example_inputs), ObservedRun(module)
+    reference = examples.reference()
+    before = numbers(observed.run(examples.run))
+    pairs = list(dict.fromkeys([*known_pairs(module), *observed.pairs()]))
+    refuted = {
+        str(pair): "the example run used the layer's output otherwise" for pair in pairs if observed.contradicts(pair)
+    }
+    pairs = _once([pair for pair in pairs if str(pair) not in refuted])
+    with _undone_by_errors(module):
+        found = _apply_compared(module, pairs, skip, examples, reference, before)
+    found.left_out |= refuted
+    return Optimization(module, found)
+
+
+def _apply_compared(
+    module: nn.Module,
+    pairs: Sequence[Pair],
+    skip: Collection[str],
+    examples: Examples,
+    reference: Sequence[Tensor],
+    before: Sequence[Tensor],
+) -> _Rewrites:
+    """Rewrite the module, without channels_last if it does not run with that, and compare its answers.
+
+    Args:
+        module: in evaluation mode.
+        pairs: to be folded.
+        skip: names of rewrites to leave out.
+        examples: run the module.
+        reference: its answers in float64.
+        before: its answers as it was.
+
+    Raises:
+        VerificationError: the error against float64 became too large. What was rewritten stays.
+    """
+    found = _apply(module, pairs, skip, any_format=True)
+    try:
+        after = numbers(examples.run())
+    except Exception as error:
+        if not found.changed[CHANNELS_LAST] and not found.changed[BATCH_NORM]:
+            raise
+        _restore(module)
+        found = _apply(module, pairs, skip, any_format=False)
+        found.left_out[CHANNELS_LAST] = f"the module does not run with it ({type(error).__name__}: {error})"
+        after = numbers(examples.run())
+    try:
+        found.verified = compare(reference, before, after)
+    except VerificationError:
+        if not found.changed[CHANNELS_LAST]:
+            raise
+        # Convolutions have other kernels for images in channels_last: what is not theirs must not be the rewrites'.
+        other = _run_in_channels_last(module, examples)
+        found = _apply(module, pairs, skip, any_format=True)
+        found.verified = compare(reference, before, after, other)
+    return found
+
+
+@contextlib.contextmanager
+def _undone_by_errors(module: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        _restore(module)
+        raise
+
+
+def _run_in_channels_last(module: nn.Module, examples: Examples) -> list[Tensor]:
+    """Run the module as it was, with nothing but the format of its weights changed; leaves it as it was."""
+    _restore(module)
+    store_channels_last(module, ())
+    try:
+        return numbers(examples.run())
+    finally:
+        _restore(module)
+
+
+def _check(module: Any, skip: Collection[str]) -> None:
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(f"optimize got a {type(module).__name__}; expected an nn.Module that runs Python code.")
+    unknown = sorted({skip} if isinstance(skip, str) else {*skip} - REWRITES.keys())
+    if unknown:
+        raise ConfigError(
+            f"optimize(skip=...) got {', '.join(unknown)}{did_you_mean(unknown, REWRITES)}; expected a collection of "
+            f"{', '.join(REWRITES)}."
+        )
+    training = next((name for name, each in module.named_modules() if each.training), None)
+    if training is not None:
+        raise ConfigError(
+            f"optimize got a module in training mode ({training or type(module).__name__}); it is for inference only. "
+            "Call eval() on the whole module first."
+        )
+
+
+def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, any_format: bool) -> _Rewrites:
+    """Rewrite the module, and leave among its attributes what was done."""
+    left_out, shared = {}, shared_modules(module)
+    usable = []
+    for pair in () if BATCH_NORM in skip else pairs:
+        layer, norm = module.get_submodule(pair.layer), module.get_submodule(pair.norm)
+        why = "one of them has several places in the module" if {id(layer), id(norm)} & shared else ""
+        why = why or hindrance(layer, norm)
+        if why:
+            left_out[str(pair)] = why
+        else:
+            usable.append(pair)
+    channels_last = any_format and CHANNELS_LAST not in skip
+    layers = find_layers(module, skip, images=channels_last)
+    folds = {pair: _fold(module, pair, channels_last) for pair in usable}
+    owners: dict[nn.Module, list[Fold]] = collections.defaultdict(list)
+    for pair, fold in folds.items():
+        owners[module.get_submodule(pair.owner)].append(fold)
+    blocks = find_blocks(module, owners) if channels_last and EPILOGUE not in skip else []
+    operators = _operators(module, layers, block_trials(module, blocks))
+    blocks = blocks if operators.triton else []  # torch has no kernel for more than one of a block's steps
+    for block in blocks:
+        for fold in owners.get(block, ()):
+            fold.keeps_weight = keeps_weight(fold, block)
+    copied = {fold.layer for fold in folds.values() if not fold.keeps_weight}
+    stored = store_channels_last(module, copied) if channels_last else []
+    stored += [pair.layer for pair, fold in folds.items() if fold.in_channels_last() and pair.layer not in stored]
+    memory = FoldedMemory(list(folds.values()))  # of weights where they lie now
+    found = _Rewrites(usable, stored, memory)
+    found.left_out |= left_out
+    run = BlockRun(operators, uses_of)
+    install([(each, owners[each]) for each in {**owners, **dict.fromkeys(blocks)}], memory, dict.fromkeys(blocks, run))
+    _fuse(module, {each: layer for each, layer in layers.items() if not is_changed(each)}, operators, found)
+    joined = {} if PROJECTIONS in skip else dict(find_joined(module))
+    install_joined(joined)
+    if joined or blocks:
+        names = {each: name for name, each in module.named_modules()}
+    if joined:
+        found.changed[PROJECTIONS] = [f"{names[each]}.{'+'.join(parts)}" for each, parts in joined.items()]
+    if blocks:
+        found.changed[EPILOGUE] = [names[each] or type(each).__name__ for each in blocks]
+        found.operators = operators.name
+    if not any_format and CHANNELS_LAST not in skip and any(type(each) is nn.Conv2d for each in module.modules()):
+        found.left_out[CHANNELS_LAST] = _UNKNOWN_FORMAT
+    vars(module)[OPTIMIZED] = found
+    return found
+
+
+def _operators(module: nn.Module, layers: dict[nn.Module, Layer], trials: Sequence[KernelTrial]) -> Operators:
+    """Return the operators for the module's device and dtype, after the trials of what it will run."""
+    weight = next((each for each in module.parameters() if each.is_floating_point()), None)
+    if weight is None or not (layers or trials):
+        return Operators()
+    return operators_of(layers, weight.device, weight.dtype, *trials)
+
+
+def _fuse(module: nn.Module, layers: dict[nn.Module, Layer], operators: Operators, found: _Rewrites) -> None:
+    """Run recognized layers on fused operators."""
+    if not operators.triton:  # a group norm would be what it is
+        layers = {each: layer for each, layer in layers.items() if layer.kind not in IMAGE_KINDS}
+    if layers:
+        found.changed |= names_by_kind(module, layers)
+        found.operators = operators.name
+        install_fused(fused_forwards(layers, operators))
+
+
+def _fold(module: nn.Module, pair: Pair, channels_last: bool) -> Fold:
+    layer, norm = map(module.get_submodule, (pair.layer, pair.norm))
+    start = len(pair.owner) + 1 if pair.owner else 0
+    return Fold(layer, norm, (pair.layer[start:].split("."), pair.norm[start:].split(".")), channels_last)
+
+
+def _once(pairs: Sequence[Pair]) -> list[Pair]:
+    """Keep one pair of each layer: known ones come first, and their owner is the closest."""
+    return list({pair.layer: pair for pair in reversed(pairs)}.values())[::-1]
+
+
+def _restore(module: nn.Module) -> None:
+    vars(module).pop(OPTIMIZED, None)
+    uninstall(module)
+    restore_contiguous(module)
+
+
+def _restore_all(module: nn.Module) -> None:
+    """Undo what was done to the module, and to modules in it.
+
+    Raises:
+        ConfigError: it is part of a module that was optimized as a whole.
+    """
+    optimized = [each for each in module.modules() if vars(each).get(OPTIMIZED) is not None]
+    for each in optimized:
+        _restore(each)
+    if is_installed(module):
+        raise ConfigError(
+            f"optimize got a {type(module).__name__} that is part of an optimized module; remove() that one's handle "
+            "first, or leave this module to it."
+        )

@@ -1,0 +1,117 @@
+"""Finds norms that can be folded into the layer before them, and says why others cannot."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.fused.layers.written import hooked, plain_class
+from simplegraph.fused.optimizing.table import is_sequential, known_class
+
+# The norm that follows each kind of layer, and the dimensions of that layer's batched input.
+KINDS: dict[type, tuple[type, int]] = {
+    nn.Linear: (nn.BatchNorm1d, 2),
+    nn.Conv1d: (nn.BatchNorm1d, 3),
+    nn.Conv2d: (nn.BatchNorm2d, 4),
+    nn.Conv3d: (nn.BatchNorm3d, 5),
+}
+NORMS = frozenset(norm for norm, _ in KINDS.values())
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class Pair(NamedTuple):
+    """A layer and the norm after it, by their names in the whole module; `owner` is the module whose forward runs both.
+
+    Names are "" for the whole module itself.
+    """
+
+    owner: str
+    layer: str
+    norm: str
+
+    def __str__(self) -> str:
+        return f"{self.layer} + {self.norm}"
+
+
+def is_changed(module: nn.Module) -> bool:
+    """True if this room changed the module's class, and nobody gave it another since."""
+    return hasattr(type(module), "_simplegraph_plain")
+
+
+def known_pairs(root: nn.Module) -> list[Pair]:
+    """List the pairs that follow from classes alone: neighbours in an `nn.Sequential`, and rows of the table."""
+    return [
+        Pair(name, _dotted(name, layer), _dotted(name, norm))
+        for name, owner in root.named_modules()
+        for layer, norm in _neighbours(owner)
+        if isinstance(owner._modules[layer], tuple(KINDS)) and isinstance(owner._modules[norm], tuple(NORMS))
+    ]
+
+
+def _neighbours(owner: nn.Module) -> Iterator[tuple[str, str]]:
+    if is_sequential(owner):
+        yield from itertools.pairwise(owner._modules)
+    elif (known := known_class(owner)) is not None:
+        yield from ((layer, norm) for layer, norm in known.pairs if {layer, norm} <= owner._modules.keys())
+
+
+def _dotted(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def shared_modules(root: nn.Module) -> set[int]:
+    """Return the ids of modules that have several names below a module."""
+    counts = collections.Counter(id(module) for _, module in root.named_modules(remove_duplicate=False))
+    return {module for module, count in counts.items() if count > 1}
+
+
+def sources(layer: Any, norm: Any) -> list[Tensor]:
+    """List the tensors that a folded layer is computed from."""
+    found = (layer.weight, layer.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def watched(layer: Any, norm: Any) -> list[Tensor]:
+    """List the tensors whose versions tell of a change to a folded layer.
+
+    A training forward changes running statistics without a new version, and counts itself.
+    """
+    counter = norm.num_batches_tracked
+    return sources(layer, norm) + ([] if counter is None else [counter])
+
+
+def hindrance(layer: Any, norm: Any) -> str:
+    """Say why a norm cannot be folded into the layer before it; "" if it can."""
+    expected, _ = KINDS.get(plain_class(layer), (None, 0))
+    if expected is None or plain_class(norm) is not expected:
+        return f"{type(layer).__name__} and {type(norm).__name__} are no pair, or their class was changed"
+    for module in (layer, norm):
+        if hooked(module):
+            return f"the {type(module).__name__} has hooks, or a forward of its own"
+    if norm.running_mean is None or norm.running_var is None:
+        return "the norm has no running statistics"
+    if layer.weight is None:
+        return "the layer has no weight"
+    if norm.num_features != layer.weight.shape[0]:
+        return f"the norm has {norm.num_features} features, the layer {layer.weight.shape[0]} outputs"
+    tensors = sources(layer, norm)
+    if len({tensor.device for tensor in tensors}) > 1:
+        return "they are on several devices"
+    return next(filter(None, map(_odd, tensors)), "")
+
+
+def _odd(tensor: Tensor) -> str:
+    """Say why nothing can be folded into a tensor, or out of it."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return f"a weight is a {type(tensor).__name__}"
+    if tensor.dtype not in _DTYPES:
+        return f"a weight is of {tensor.dtype}"
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return "a weight has no memory of its own"
+    # A write to one leaves no trace, so what is folded could become old.
+    return "a weight was made in inference_mode" if tensor.is_inference() else ""

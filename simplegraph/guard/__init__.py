@@ -1,0 +1,1 @@
+"""Guards: what graphs read, and the comparison that all of it is still so."""

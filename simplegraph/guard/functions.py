@@ -1,0 +1,312 @@
+"""Make a module of a plain function, so that it gets graphs as modules do: it holds what the function reaches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from simplegraph.base.errors import ConfigError
+from simplegraph.base.nested import ATOMS, constant_key
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.guard.reach import CodePlace, Reach
+from simplegraph.program.places import ABSENT, is_library
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_HOLDING = ("builtins", "collections", "functools", "types", "torch")  # where classes of Python's are that hold things
+_OFTEN = 8  # new values in a row, each within as many looks after the last, from which on calls run eagerly
+_CHANGING = (
+    "takes new values all the time, and each needs a graph of its own: pass it as an argument, or rename it if the "
+    "code has its name for something else; of an optimizer, fused=True takes lr from the device"
+)
+
+# What a function that has graphs offers beside being called, of `CudaGraphWrapper`.
+_METHODS = frozenset(
+    {
+        *("configure_graphs", "use_graph_pool", "use_ranks", "static_inputs", "reset_graphs"),
+        *("graph_report", "graph_stats", "graph_manager"),
+    }
+)
+
+
+class FunctionModule(nn.Module):
+    """A module whose forward is a function. Its children are the modules that the function reaches.
+
+    Args:
+        function: a function, bound method, partial, or other callable.
+
+    Attributes:
+        reached: what else the function reaches, by name: tensors, containers, objects.
+        values: the plain values among it.
+        computes_gradients: True if the function calls backward itself.
+        proves_any_size: True if proofs copy all that it writes, however much that is.
+    """
+
+    computes_gradients = False
+    proves_any_size = False
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.training = False
+        self.values = ReachedValues(getattr(function, "__qualname__", None) or type(function).__qualname__)
+        self._function = function
+        self._reach = Reach()
+        self.reached: dict[str, Any] = {}
+
+        @functools.wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.values.watching():
+                return self._run(args, kwargs)
+
+        self.forward = forward
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._function(*args, **kwargs)
+
+    def _get_name(self) -> str:
+        return self.values.name
+
+    def resolve(self) -> None:
+        """Find again what the function reaches: globals and attributes may be bound to something else by now."""
+        places = self._find_places()
+        self.values.use(places)
+        fill(self._modules, {place.name: place.value for place in places if isinstance(place.value, nn.Module)})
+        fill(self.reached, {place.name: place.value for place in places if self._may_hold(place)})
+
+    def _find_places(self) -> list[CodePlace]:
+        return self._reach.find([self._function])
+
+    def _may_hold(self, place: CodePlace) -> bool:
+        """True for functions, tensors, containers, and objects of which no attribute is a place of its own."""
+        value, home = place.value, type(place.value).__module__
+        listed = isinstance(value, (*ATOMS, nn.Module)) or id(value) in self._reach.opened
+        return not listed and (home.partition(".")[0] in _HOLDING or not is_library(home))
+
+    def held(self) -> list[dict[str, Any]]:
+        """List dicts of what calls read, by name, beside modules and plain values."""
+        return [self.reached]
+
+    def state(self) -> Hashable:
+        """Return the plain values that the function may read, as a key. Raises CannotBind if it changes them itself."""
+        if self.values.moved():
+            self.resolve()
+        return self.values.state()
+
+    # What a function that does more than return a result lets graphs know.
+
+    def serve(self, binding: Any) -> None:
+        """Note which kind of calls is served next."""
+
+    def note_read(self, observers: Iterable[Any]) -> set[int]:
+        """Note what runs read; return the storage keys of memory that the last one found, and that no graph reads."""
+        return set()
+
+    def is_over(self, context: Any) -> bool:
+        """True if calls in the context of a signature are not expected to come again."""
+        return False
+
+    def with_effects(self, whole: Any) -> Any:
+        """Return what a captured run left, beside what it returned."""
+        return whole
+
+
+class ReachedValues:
+    """Holds the places that a function may read; apart from the module, whose attributes runs are seen to change.
+
+    Attributes:
+        places: they.
+        key: the plain values among what they hold.
+        counted: names of plain values that two runs in a row changed: by each, as far as can be told.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counted: set[str] = set()
+        self._changed: set[str] = set()  # by the latest run
+        self.key: tuple[Any, ...] = ()
+        self._seen: set[Hashable] = set()
+        self._since = self._changes = 0
+        self._often: list[str] = []  # what the latest change was of
+        self.use([])
+
+    def use(self, places: list[CodePlace]) -> None:
+        """Compare these places from now on."""
+        self.places = places
+        self._take([place.holder for place in places], [place.key for place in places], [each.value for each in places])
+
+    def moved(self) -> bool:
+        """True if anything but plain values was replaced or is gone, on the way to which there may be others."""
+        self._since += 1
+        holders, keys, before = self._last
+        try:
+            found = list(map(operator.getitem, holders, keys))
+        except (LookupError, AttributeError, ValueError, TypeError):
+            return True
+        if all(map(operator.is_, found, before)):
+            return False
+        for now, then in zip(found, before, strict=True):
+            if now is not then and not (isinstance(now, ATOMS) and isinstance(then, ATOMS)):
+                return True
+        self._take(holders, keys, found)
+        return False
+
+    def _take(self, holders: list[Any], keys: list[Any], found: list[Any]) -> None:
+        self._last = holders, keys, found
+        key = tuple((type(value), constant_key(value)) for value in found if isinstance(value, ATOMS))
+        if key == self.key:
+            return
+        is_often = self._since <= _OFTEN and key not in self._seen and len(key) == len(self.key)
+        self._changes = self._changes + 1 if is_often else 0
+        if self._changes < _OFTEN:
+            self._seen.add(key)
+        names = [place.name for place in self.places if isinstance(place.value, ATOMS)]
+        self._often = [name for name, now, then in zip(names, key, self.key, strict=False) if now != then]
+        self._since, self.key = 0, key
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Find out if the run in here changes the plain values, which a replay would not."""
+        before = self.now()
+        yield
+        changed = {place.name for place in _changed_since(before)}
+        self.counted |= changed & self._changed
+        self._changed = changed
+
+    def now(self) -> list[CodePlace]:
+        """List the places of plain values, with what they hold now."""
+        places = (place._replace(value=_item(place)) for place in self.places if isinstance(place.value, ATOMS))
+        return list(places)
+
+    def put_back(self, before: list[CodePlace]) -> set[str]:
+        """Let the plain values be as before a captured run; name those that it changed."""
+        changed = _changed_since(before)
+        for place in changed:
+            place.holder[place.key] = place.value
+        names = {place.name for place in changed}
+        self.counted -= names
+        self._changed = set()  # what a capture repeats of the run before it is no count
+        return names
+
+    def state(self) -> Hashable:
+        """Return the key: the very same object while no value is set again. Raises CannotBind."""
+        if self.counted:
+            raise CannotBind(Reason.PYTHON_STATE, ", ".join(sorted(self.counted)))
+        if self._changes >= _OFTEN >= self._since:
+            raise CannotBind(Reason.PYTHON_STATE, f"{', '.join(self._often)} {_CHANGING}")
+        return self.key
+
+
+class GraphedFunction(Generic[P, R]):
+    """A function that goes through graphs; it has the methods of `CudaGraphWrapper` that are about graphs.
+
+    Args:
+        function: what it stands for.
+        wrapped: the module made of it, wrapped.
+    """
+
+    def __init__(self, function: Callable[P, R], wrapped: Any) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._wrapped = wrapped
+        self._grad_mode = _decorated_mode(function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._grad_mode is None:
+            return self._serve(args, kwargs)
+        with self._grad_mode():
+            return self._serve(args, kwargs)
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        wrapped = self._wrapped
+        runner = wrapped._graph_runner
+        result: R = (
+            runner.call(wrapped, args, kwargs)
+            if runner.lengths is None
+            else runner.lengths.call(runner, wrapped, args, kwargs)
+        )
+        return result
+
+    def capture_graphs(self, *args: Any, **kwargs: Any) -> Any:
+        """Capture all sizes now, from example arguments; see `CudaGraphWrapper.capture_graphs`."""
+        with self._grad_mode() if self._grad_mode else contextlib.nullcontext():
+            return self._wrapped.capture_graphs(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _METHODS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._wrapped, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_METHODS})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._wrapped._get_name()})"
+
+
+def computes_gradients(module: nn.Module) -> bool:
+    """True if calls of a module call backward themselves."""
+    return isinstance(module, FunctionModule) and module.computes_gradients
+
+
+def note_read(module: nn.Module, observers: Iterable[Any]) -> set[int]:
+    """Let a function's module know what runs read; see `FunctionModule.note_read`."""
+    return module.note_read(observers) if isinstance(module, FunctionModule) else set()
+
+
+def check_function(function: Any, what: str) -> None:
+    """Refuse what is no function that a graph can stand for. Raises ConfigError."""
+    if isinstance(function, nn.Module):
+        expected = "expected a function that calls it, its backward and the optimizer"
+        instead = "For graphs of its forward and backward alone: wrap(module, training=True)"
+        raise ConfigError(f"{what} got a {type(function).__name__}, a module; {expected}. {instead}.")
+    if isinstance(function, type) or not callable(function):
+        raise ConfigError(f"{what} got {function!r}; expected a function, a bound method or another callable.")
+    if isinstance(function, torch.jit.ScriptFunction):
+        raise ConfigError(f"{what} got a TorchScript function; wrap the Python function it was made from.")
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    if any(kind(function) for kind in kinds):
+        raise ConfigError(f"{what} got {function!r}, whose body runs after the call returns; pass a plain function.")
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{what} got {function!r}, whose arguments Python does not know; put it into a function of your own."
+        ) from None
+
+
+def _decorated_mode(function: Any) -> Callable[[], Any] | None:
+    """Return what makes the mode of ``@torch.no_grad()`` or ``@torch.inference_mode()``, if a function has one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if "ctx_factory" not in names:  # the name in torch's decorator
+        return None
+    make: Callable[[], Any] = function.__closure__[names.index("ctx_factory")].cell_contents
+    return make if isinstance(getattr(make, "__self__", None), (torch.no_grad, torch.inference_mode)) else None
+
+
+def _changed_since(before: list[CodePlace]) -> list[CodePlace]:
+    """List the places of plain values that hold others than before."""
+    return [place for place in before if (now := _item(place)) is not place.value and now != place.value]
+
+
+def _item(place: CodePlace) -> Any:
+    try:
+        return place.holder[place.key]
+    except (LookupError, AttributeError, ValueError):
+        return ABSENT
+
+
+def fill(held: dict[str, Any], now: dict[str, Any]) -> None:
+    """Let a dict that others read hold something else."""
+    for name in held.keys() - now.keys():
+        held.pop(name, None)
+    held.update(now)

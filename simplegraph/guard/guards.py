@@ -1,0 +1,232 @@
+"""The state that captured graphs read of a module, and the check that all of it is still in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.base.constants import reader
+from simplegraph.base.errors import ReplayError
+from simplegraph.base.tensors import parts, storage_key
+from simplegraph.guard.functions import computes_gradients
+from simplegraph.guard.reading import Reading
+from simplegraph.guard.snapshot import has_address, place
+from simplegraph.guard.survey import SETTINGS, HeldTensor, Survey, code_of
+from simplegraph.program.observe import MemoryObserver
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+@dataclasses.dataclass(eq=False)
+class MemoryRead:
+    """The memory that runs of a module were seen to read, beside their inputs.
+
+    Attributes:
+        keys: its storage keys.
+        unseen: the kind of device on which captures recorded work that may read anything.
+        elsewhere: by key, tensors that the module does not hold: of a closure, a global, a cache. They have no
+            owner we know, so they are owned here. What the module holds is not: it may be replaced before any capture.
+        values: CPU tensors whose values captures took, by their place in memory.
+    """
+
+    keys: set[int] = dataclasses.field(default_factory=set)
+    elsewhere: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    values: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
+    unseen: str = ""
+
+    def add(self, survey: Survey, observers: Iterable[MemoryObserver], inputs: set[int]) -> None:
+        """Add what runs were seen to read; `inputs` are the keys of their inputs, `survey` is of their module."""
+        held = {key for each in survey.tensors.values() for key in each.memory}
+        for observer in observers:
+            self.unseen = self.unseen or observer.reads_anything
+            for key, tensor in (*observer.external.items(), *observer.passed.items()):
+                if key in inputs:
+                    continue
+                self.keys.add(key)
+                known = self.elsewhere.get(key)
+                # If it moved since, its key means another's memory.
+                if key not in held and (known is None or storage_key(known) != key):
+                    self.elsewhere[key] = tensor
+
+    def wants_grad(self, module: nn.Module, leaves: Iterable[Any]) -> bool:
+        """True if eager would build an autograd graph for a call with these leaves."""
+        if computes_gradients(module):
+            return any_requires_grad(leaves)
+        if any_requires_grad(leaves) or any_requires_grad(module.parameters()):
+            return True  # before looking any further: most often it is one of these
+        held = [each.tensor for each in Survey(module).tensors.values() if self.covers(each)]
+        return any_requires_grad((*held, *self.elsewhere.values()))
+
+    def covers(self, held: HeldTensor) -> bool:
+        """True if a tensor that a module holds matters to a graph."""
+        unseen = held.tensor.device.type == self.unseen
+        return held.registered or unseen or not self.keys.isdisjoint(held.memory)
+
+
+class CapturedState:
+    """Guards of the graphs that were captured from a module: what they read of it is where it was.
+
+    At each call a `Reading` compares all of it at once, and a little more; where that differs, a survey finds by name
+    what changed. The memory of tensors that nothing else is known to hold is owned here, and no other.
+
+    Args:
+        module: the module that is captured.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._own_gradients = computes_gradients(module)
+        self._read = MemoryRead()
+        self._reading: Reading | None = None
+        self._places: dict[str, tuple[Any, ...]] = {}
+        self._elsewhere: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        self._values: dict[tuple[Any, ...], CapturedValue] = {}
+        self._modules: dict[str, tuple[weakref.ref[nn.Module], list[Any]]] = {}
+        self._names: set[str] = set()
+        self._generators: dict[str, torch.Generator] = {}
+
+    def take(self, read: MemoryRead) -> None:
+        """Remember what more graphs read; where earlier ones read something else, that has moved.
+
+        Args:
+            read: all that graphs were seen to read.
+        """
+        survey = self._survey()
+        moved = bool(self._modules) and bool(self._differences(survey))
+        self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
+        self._values = {at: CapturedValue(tensor) for at, tensor in read.values.items()} | self._values
+        tensors = survey.tensors.values()
+        covered = [each for each in tensors if self._read.covers(each)]
+        for each in covered:
+            self._places.setdefault(each.name, _place(each.tensor))
+        for tensor in self._read.elsewhere.values():
+            self._elsewhere.setdefault(id(tensor), (tensor, _place(tensor)))
+        if not self._modules:
+            self._modules = {name: (weakref.ref(each), list(code_of(each))) for name, each in survey.modules.items()}
+            self._names = set(survey.tensors)
+            self._generators = survey.generators
+            self._empty = survey.attributes() - {each.attribute for each in tensors}
+        # A tensor that is added to one of these matters; what no graph reads, and a new attribute, may hold any.
+        self._watched_attributes = self._empty | {each.attribute for each in covered}
+        self._reading = None if moved else self._new_reading(survey)
+
+    def accept(self, survey: Survey) -> None:
+        """Accept the tensors that the forward itself has just added, as to a cache by size.
+
+        What was empty before, such as None, may have decided what earlier graphs do.
+        """
+        self._names |= {each.name for each in survey.tensors.values() if each.attribute not in self._empty}
+
+    def _new_reading(self, survey: Survey) -> Reading:
+        """Read what is there, to be compared at every call."""
+        held = [each.links for each in survey.tensors.values() if each.links and self._read.covers(each)]
+        owned = [part for tensor in self._read.elsewhere.values() for part in parts(tensor) if has_address(part)]
+        return Reading(list(survey.modules.values()), (*held, *survey.links), owned)
+
+    def moved(self) -> bool:
+        """True if anything is no longer where the graphs read it. Cheap enough for every call."""
+        module, reading = self._module(), self._reading
+        if (
+            reading is not None
+            and module is not None
+            and reading.same(vars(module))
+            and all(map(CapturedValue.is_same, self._values.values()))
+        ):
+            return False
+        self._reading = None
+        survey = self._survey()
+        if self._differences(survey):
+            return True
+        self._reading = self._new_reading(survey)  # another thing changed, or this one was changed and changed back
+        return False
+
+    def wants_grad(self) -> bool:
+        """True if anything that the graphs read requires grad, or if somebody has to look first."""
+        module, reading = self._module(), self._reading
+        if reading is None or module is None:
+            return True
+        return not self._own_gradients and any(map(_requires_grad, reading.live_tensors(vars(module))))
+
+    def what_moved(self) -> list[str]:
+        """Name everything that moved or was replaced."""
+        return self._differences(self._survey())
+
+    def _survey(self) -> Survey:
+        module = self._module()
+        if module is None:
+            raise ReplayError("the module of these graphs is gone.")
+        return Survey(module)
+
+    def _differences(self, survey: Survey) -> list[str]:
+        now = survey.tensors
+        names = []
+        for name, laid in self._places.items():
+            if name not in now:
+                names.append(f"{name} (removed)")
+            elif _place(now[name].tensor) != laid:
+                names.append(f"{name} (moved or replaced)")
+        added = [each for each in now.values() if each.name not in self._names]
+        names += [
+            f"{each.name} (added)" for each in added if each.registered or each.attribute in self._watched_attributes
+        ]
+        elsewhere = self._elsewhere.values()
+        names += [f"a {tuple(t.shape)} tensor from elsewhere (moved)" for t, laid in elsewhere if _place(t) != laid]
+        values = [value.tensor for value in self._values.values() if not value.is_same()]
+        names += [
+            f"{survey.name_of(tensor) or 'a CPU tensor from elsewhere'} (changed on the CPU)" for tensor in values
+        ]
+        before, after = self._generators, survey.generators
+        drawn = [name for name in before | after if before.get(name) is not after.get(name)]
+        names += [f"{name} (random generator, replaced)" for name in drawn]
+        return names + self._changed_modules(survey.modules)
+
+    def _changed_modules(self, now: dict[str, nn.Module]) -> list[str]:
+        before = self._modules
+        names = [f"submodule {name} (added)" for name in now if name not in before]
+        for name, (known, code) in before.items():
+            module = now.get(name)
+            if module is None or module is not known():
+                names.append(f"submodule {name} (replaced)")
+            elif not _same(list(code_of(module)), code):
+                names.append(f"{name or 'the module'} (class, forward, training mode, hooks, functions or settings)")
+        return names or ([] if list(now) == list(before) else ["submodules (another order)"])
+
+
+def any_requires_grad(leaves: Iterable[Any]) -> bool:
+    """True if eager would build an autograd graph for one of these."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    """True for the same objects, and equal settings, one by one."""
+    if len(now) != len(before):
+        return False
+    pairs = [pair for pair in zip(now, before, strict=True) if pair[0] is not pair[1]]
+    return all(type(a) is type(b) and type(a) in SETTINGS and a == b for a, b in pairs)
+
+
+class CapturedValue:
+    """A CPU tensor whose value a capture took: whatever writes to it, versions and hooks may miss it.
+
+    Args:
+        tensor: itself.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._read = reader(tensor)
+        self._before = self._read()
+
+    def is_same(self) -> bool:
+        """True if it has the value that it had."""
+        return self._read() == self._before
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(place(part) if has_address(part) else id(part) for part in parts(tensor))

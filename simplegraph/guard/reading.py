@@ -1,0 +1,246 @@
+"""Reads at each call what guards compare: addresses and layouts of tensors, which objects stand where, settings."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from simplegraph.base.modes import ANY_AUTOCAST
+from simplegraph.base.tensors import is_wrapper, parts
+from simplegraph.guard.snapshot import has_address
+
+Link = tuple[Any, Any, Any]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BY_VALUE = frozenset({type(None), bool, int, float, str})
+_CONTAINERS = frozenset({list, dict, collections.deque, collections.OrderedDict})
+_chain = itertools.chain.from_iterable
+_is_inference_mode = torch.is_inference_mode_enabled  # looked up once
+_training = operator.itemgetter("training")
+_layout: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "requires_grad")
+# Compares types, shapes, strides and dtypes of many tensors by one call. Private to torch, and an object of it holds
+# only in the dispatch state in which it was made; where it is absent, Python compares them.
+_TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+
+
+class _Level(NamedTuple):
+    """The slots that are read of containers which the level before opened.
+
+    Attributes:
+        parents: the index of each slot's container; keys: each slot's key.
+        opened: the index of each value that is a container, and if its attributes are what is read of it.
+    """
+
+    parents: list[int]
+    keys: list[Any]
+    opened: list[tuple[int, bool]]
+
+
+class Reading:
+    """Reads what a module holds, and compares that with what it held when this was made.
+
+    It holds dicts of submodules, but no tensor; once a submodule is gone it holds nothing, and reads as changed.
+
+    Args:
+        modules: the module first, then everything below it.
+        links: (holder, key, value) from a module's attributes, or from any other place, to what is compared beside
+            parameters, buffers, children and hooks.
+        owned: tensors that nothing else is known to hold.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        links: Iterable[Sequence[Link]],
+        owned: Sequence[Tensor] = (),
+    ) -> None:
+        root, *children = modules
+        registries = [held for module in modules for held in (module._parameters, module._buffers, module._modules)]
+        filled: list[dict[str, Any]] = [held for held in registries if held]
+        hooks: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in _HOOKS]
+        attributes = [vars(child) for child in children]
+        self._empty_registries = [held for held in registries if not held]
+        self._empty_hooks = [held for held in hooks if not held]
+        self._hooks = [held for held in hooks if held]
+        self._hooks_before = [dict(held) for held in self._hooks]
+        self._handles = RemovableHandle.next_id
+        self._owned = owned
+        self._kinds = list({type(module): None for module in modules})
+        self._forwards = [kind.forward for kind in self._kinds]
+        bases, self._levels = _levels(vars(root), attributes, links)
+        self._held = [(filled, attributes, bases)]
+        self._deaths = _clear_at_death(children, self._held)
+        values, self._lengths = self._read(vars(root)) or ([], [])
+        tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor) and _is_comparable(value)]
+        # Of containers their length and what is read of them is compared, whichever objects they are.
+        others = sorted(set(range(len(values))) - set(tensors) - self._opened(sum(map(len, filled))))
+        numbers = [at for at in others if type(values[at]) in _BY_VALUE]
+        others = sorted(set(others) - set(numbers))
+        self._tensors_at, self._others_at, self._numbers_at = map(_getter, (tensors, others, numbers))
+        self._numbers = self._numbers_at(values)
+        # A module's id is its own for as long as it lives, and it is noticed when it ends; others are owned.
+        self._anchors = [value for at in others if not isinstance(value := values[at], nn.Module)]
+        self._ids = list(map(id, self._others_at(values)))
+        self._modes = list(map(_training, attributes))
+        self._wraps = any(is_wrapper(values[at]) for at in tensors)
+        self._is_more = self._wraps or bool(owned)
+        live = self._of(values)
+        self._addresses = list(map(Tensor.data_ptr, live))
+        # Tied weights, and parameters that an optimizer holds, too: `_TensorGuards` takes no tensor twice.
+        first = {id(tensor): at for at, tensor in reversed(list(enumerate(live)))}
+        again = [at for at, tensor in enumerate(live) if first[id(tensor)] != at]
+        self._is_again = bool(again)
+        self._again, self._first = _getter(again), _getter([first[id(live[at])] for at in again])
+        self._once = _getter(sorted(first.values()))
+        self._layouts = _layouts_of(self._once(live))
+        self._checks: dict[tuple[bool, bool], Any] = {}
+
+    def _opened(self, start: int) -> set[int]:
+        """Return the indices of the containers among all values; those of slots begin at `start`."""
+        indices: set[int] = set()
+        for _, keys, opened in self._levels:
+            indices |= {start + at for at, _ in opened}
+            start += len(keys)
+        return indices
+
+    def _read(self, attributes: dict[str, Any]) -> tuple[list[Any], list[int]] | None:
+        """Read all values and the lengths of all containers; None once a submodule is gone."""
+        held = next(iter(self._held), None)
+        if held is None:
+            return None
+        filled, below, bases = held
+        values = list(_chain(map(dict.values, filled)))
+        lengths = list(map(len, below))
+        lengths += len(values), len(attributes)
+        if not self._levels:
+            return values, lengths
+        holders: Sequence[Any] = [attributes, *below, *bases]
+        for parents, keys, opened in self._levels:
+            found = list(map(operator.getitem, map(holders.__getitem__, parents), keys))
+            values += found
+            holders = [vars(found[at]) if by_attributes else found[at] for at, by_attributes in opened]
+            lengths += map(len, holders)
+        return values, lengths
+
+    def _of(self, values: list[Any]) -> Sequence[Tensor]:
+        tensors = self._tensors_at(values)
+        if self._wraps:
+            tensors = tuple(part for tensor in tensors for part in parts(tensor))
+        return (*tensors, *self._owned) if self._owned else tensors
+
+    def live_tensors(self, attributes: dict[str, Any]) -> Sequence[Tensor]:
+        """Return the tensors that are compared, as they are now; none once anything was removed."""
+        found = self._read(attributes)
+        return () if found is None or found[1] != self._lengths else self._of(found[0])
+
+    def same(self, attributes: dict[str, Any]) -> bool:
+        """True if all is as it was; `attributes` are the module's own. What cannot be read has changed."""
+        if any(self._empty_registries) or self._hooks != self._hooks_before:
+            return False
+        if RemovableHandle.next_id != self._handles:  # a hook was registered somewhere
+            if any(self._empty_hooks):
+                return False
+            self._handles = RemovableHandle.next_id
+        try:
+            found = self._read(attributes)
+            if found is None or found[1] != self._lengths:
+                return False
+            values = found[0]
+            if list(map(id, self._others_at(values))) != self._ids or self._numbers_at(values) != self._numbers:
+                return False
+            tensors = self._of(values) if self._is_more else self._tensors_at(values)
+            if list(map(Tensor.data_ptr, tensors)) != self._addresses:
+                return False
+        except (LookupError, TypeError, RuntimeError, ValueError):  # the last of an empty cell
+            return False
+        if self._is_again:
+            if not all(map(operator.is_, self._again(tensors), self._first(tensors))):
+                return False
+            tensors = self._once(tensors)
+        check = self._checks.get((_is_inference_mode(), ANY_AUTOCAST()))
+        return (
+            (check.check(*tensors) if check is not None else self._same_layouts(tensors))
+            and list(map(_training, self._held[0][1])) == self._modes
+            and [kind.forward for kind in self._kinds] == self._forwards
+        )
+
+    def _same_layouts(self, tensors: Sequence[Tensor]) -> bool:
+        """Compare the layouts in Python, and prepare a quicker comparison for the next time."""
+        if _layouts_of(tensors) != self._layouts:
+            return False
+        if _TensorGuards is not None and tensors:
+            check = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._checks[_is_inference_mode(), ANY_AUTOCAST()] = check
+        return True
+
+
+def _levels(
+    root: dict[str, Any], attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]]
+) -> tuple[list[Any], list[_Level]]:
+    """Order slots so that each is read of a container which was read before it, and each is read once.
+
+    Returns:
+        The containers that the first slots are read of, beside attributes of modules, and the levels.
+    """
+    first = {id(held): at for at, held in enumerate((root, *attributes))}
+    bases: list[Any] = []
+    levels: list[_Level] = []
+    slots: dict[tuple[int, int, Any], int] = {}  # (level, container, key) -> the index of what it holds
+    opened: dict[tuple[int, int, bool], int] = {}  # (level, that index, by attributes) -> the index of the container
+    for chain in links:
+        container = first.get(id(chain[0][0]))
+        if container is None:
+            container = first[id(chain[0][0])] = len(first)
+            bases.append(chain[0][0])
+        for depth, (_, key, value) in enumerate(chain):
+            if depth == len(levels):
+                levels.append(_Level([], [], []))
+            level = levels[depth]
+            at = slots.get((depth, container, _key(key)))
+            if at is None:
+                at = slots[depth, container, _key(key)] = len(level.keys)
+                level.parents.append(container)
+                level.keys.append(key)
+            is_last = depth + 1 == len(chain)
+            if not is_last or type(value) in _CONTAINERS:  # an empty one may be filled
+                step = at, not is_last and chain[depth + 1][0] is not value
+                container = opened.setdefault((depth, *step), len(level.opened))
+                if container == len(level.opened):
+                    level.opened.append(step)
+    return bases, levels
+
+
+def _layouts_of(tensors: Sequence[Tensor]) -> list[Any]:
+    return [(_layout(tensor), tensor.stride()) for tensor in tensors]
+
+
+def _key(key: Any) -> Any:
+    """Tell keys apart as dicts do, without asking tensors if they are equal."""
+    return id(key) if isinstance(key, Tensor) else (type(key), key)
+
+
+def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return (lambda values: (values[indices[0]],)) if indices else (lambda values: ())
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    return is_wrapper(tensor) or has_address(tensor)
+
+
+def _clear_at_death(modules: Iterable[nn.Module], held: list[Any]) -> list[Any]:
+    """Clear a list once one of the modules is gone; what is returned has to be kept until then."""
+
+    def clear(_: Any) -> None:
+        held.clear()
+
+    return [weakref.ref(module, clear) for module in modules]

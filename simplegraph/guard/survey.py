@@ -1,0 +1,222 @@
+"""Finds every module and tensor that a module holds, registered or not, and where."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from simplegraph.base.tensors import parts, storage_key
+from simplegraph.guard.functions import FunctionModule
+from simplegraph.guard.snapshot import has_address
+from simplegraph.program.places import by_class, is_library
+
+_DEPTH = 3  # containers inside each other that an attribute's tensors and modules are looked for in
+_REGISTERED = frozenset(vars(nn.Module())) | {"_simplegraph"}  # looked at by themselves
+_CODE = frozenset(
+    {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType, functools.partial}
+)
+_ATOMS = frozenset({type(None), bool, int, float, str})
+SETTINGS = _ATOMS  # types whose values are compared
+# Of torch's layers: their parameters' shapes tell these.
+_SIZES = frozenset(
+    {
+        *("in_features", "out_features", "num_features", "num_embeddings", "embedding_dim", "normalized_shape"),
+        *("elementwise_affine", "affine", "in_channels", "out_channels", "kernel_size", "num_channels"),
+    }
+)
+_CLOSED = (type, types.ModuleType, Tensor, torch.dtype, torch.device)
+
+Link = tuple[Any, Any, Any]
+
+
+class HeldTensor(NamedTuple):
+    """A tensor that a module holds.
+
+    Attributes:
+        name: dotted from the module; attribute: the name up to the attribute of a module that it hangs on.
+        links: every (holder, key, value) on the way that no module's own dicts tell of: ``holder[key] is value``.
+        registered: True for parameters and buffers.
+    """
+
+    name: str
+    attribute: str
+    tensor: Tensor
+    links: tuple[Link, ...] = ()
+    registered: bool = False
+
+    @property
+    def memory(self) -> set[int]:
+        """The keys of its storages."""
+        return {storage_key(part) for part in parts(self.tensor) if has_address(part)}
+
+
+class Survey:
+    """Lists everything that a module holds at the moment, by name.
+
+    Attributes:
+        modules: it, and all that it holds: children, and modules in lists, tuples, dicts and objects.
+        tensors: theirs: parameters, buffers, and tensors in ordinary attributes, alone or in containers.
+        generators: random generators in such attributes.
+        links: chains of links to modules that are no children, to generators, functions and settings, and to what may
+            become a tensor: None and empty containers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.tensors: dict[str, HeldTensor] = {}
+        self.generators: dict[str, torch.Generator] = {}
+        self.links: list[tuple[Link, ...]] = []
+        self._seen: set[int] = set()
+        self._opened: set[int] = set()
+        if isinstance(module, FunctionModule):
+            module.resolve()
+        self._add_tree("", module)
+        for name in list(self.modules):
+            self._look_at_attributes(name)
+
+    def _add_tree(self, name: str, module: nn.Module) -> list[str]:
+        """Add a module and its children; they are named before anything that attributes lead to."""
+        if id(module) in self._seen:
+            return []
+        self._seen.add(id(module))
+        self.modules[name] = module
+        for holder in (module._parameters, module._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    self._add(HeldTensor(_dotted(name, key), _dotted(name, key), tensor, registered=True))
+        children = [(key, child) for key, child in module._modules.items() if child is not None]
+        return [name, *(added for key, child in children for added in self._add_tree(_dotted(name, key), child))]
+
+    def _look_at_attributes(self, name: str) -> None:
+        module = self.modules[name]
+        attributes = vars(module)
+        for held in holders_of(module):
+            for key, value in list(held.items()):
+                if type(value) in _CODE:
+                    self.links.append(((held, key, value),))
+                elif held is not attributes or key not in _REGISTERED:
+                    self._look_inside(_dotted(name, key), _dotted(name, key), ((held, key, value),))
+        self.links += [((attributes, key, attributes[key]),) for key in _settings(module)]
+
+    def _look_inside(self, name: str, attribute: str, links: tuple[Link, ...]) -> None:
+        value = links[-1][-1]
+        if isinstance(value, Tensor):
+            self._add(HeldTensor(name, attribute, value, links))
+        elif value is None:
+            self.links.append(links)
+        elif type(value) in _ATOMS:
+            return
+        elif isinstance(value, torch.Generator):
+            self.links.append(links)
+            self.generators[name] = value
+        elif isinstance(value, nn.Module):
+            self.links.append(links)
+            for added in self._add_tree(name, value):
+                self._look_at_attributes(added)
+        elif len(links) <= _DEPTH and not isinstance(value, Optimizer):  # whose state has parameters for keys
+            inner, items = _contents(value)
+            if inner is None:
+                return
+            if not items or id(inner) in self._opened:  # what it holds is read by another way
+                self.links.append(links)
+                return
+            self._opened.add(id(inner))
+            for index, (key, item) in enumerate(items):
+                label = index if isinstance(key, Tensor) else key  # of an optimizer's state
+                self._look_inside(f"{name}.{label}", attribute, (*links, (inner, key, item)))
+
+    def _add(self, held: HeldTensor) -> None:
+        while held.name in self.tensors:  # {1: a, "1": b}
+            held = held._replace(name=f"{held.name}'")
+        self.tensors[held.name] = held
+
+    def attributes(self) -> set[str]:
+        """Name every parameter, buffer and other attribute of every module, whatever it holds, but for torch's own."""
+        holders = [(name, held) for name, module in self.modules.items() for held in holders_of(module)]
+        holders += [(name, held) for name, each in self.modules.items() for held in (each._parameters, each._buffers)]
+        return {_dotted(name, key) for name, holder in holders for key in holder if key not in _REGISTERED}
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Name the place that holds a tensor's memory; None if there is none."""
+        keys = {storage_key(part) for part in parts(tensor) if has_address(part)}
+        return next((each.name for each in self.tensors.values() if not keys.isdisjoint(each.memory)), None)
+
+
+def held_tensors(module: nn.Module) -> list[HeldTensor]:
+    """List every tensor that the module holds in parameters, buffers and ordinary attributes."""
+    return list(Survey(module).tensors.values())
+
+
+def device_of_state(module: nn.Module) -> torch.device:
+    """Return the device of the tensors that a module holds: the first one's that is not on the CPU, or else the CPU."""
+    devices = [parameter.device for parameter in module.parameters()]  # before looking any further
+    devices = devices or [held.tensor.device for held in held_tensors(module)]
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
+def _dotted(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _contents(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Open a container, or an object's attributes: it, and what it holds by index or key; None if it is neither."""
+    if isinstance(value, (list, tuple, collections.deque)):
+        return value, list(enumerate(value))
+    if not isinstance(value, dict):
+        try:
+            value = None if _is_closed(value) else object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            value = None
+    # A copy: the collector may take entries out of a weak dictionary while a list of them is made.
+    return value, list(dict(value).items()) if isinstance(value, dict) else []
+
+
+def _is_closed(value: Any) -> bool:
+    """True for what holds no tensors of the user's, or is looked at in other ways."""
+    kind = type(value)
+    return kind in _CODE or isinstance(value, _CLOSED) or (callable(value) and is_library(kind.__module__))
+
+
+def code_of(module: nn.Module) -> Iterator[Any]:
+    """Yield what else decides what a call of the module does: mode, hooks, functions, settings of torch's layers."""
+    kind = type(module)
+    yield from (kind, kind.forward, module.training)
+    backward: tuple[Any, ...] = (module._backward_pre_hooks, module._backward_hooks)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, *backward):
+        for item in hooks.items():
+            yield from item
+        yield len(hooks)
+    for held in holders_of(module):
+        for key, value in list(held.items()):
+            if type(value) in _CODE:
+                yield from (key, value)
+    for key in _settings(module):
+        yield from (key, vars(module)[key])
+
+
+def holders_of(module: nn.Module) -> list[dict[str, Any]]:
+    """List the dicts of what a module holds beside parameters, buffers and children, or what a function reaches."""
+    return module.held() if isinstance(module, FunctionModule) else [vars(module)]
+
+
+def _settings(module: nn.Module) -> list[str]:
+    """Name the settings of torch's own layers, such as `Dropout.p`, that parameters do not tell."""
+    attributes = vars(module)
+    names = _constants(type(module))
+    return [name for name in names if name in attributes and type(attributes[name]) in SETTINGS]
+
+
+@by_class
+def _constants(kind: type) -> tuple[str, ...]:
+    """List the numbers and flags that torch's own layers declare, of a class that may be derived from one."""
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules.")]
+    return tuple(
+        dict.fromkeys(name for base in bases for name in vars(base).get("__constants__", ()) if name not in _SIZES)
+    )

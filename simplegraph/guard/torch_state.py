@@ -1,0 +1,117 @@
+"""The state of torch around a call: settings that a graph freezes, and modes that no replay can stand for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.modules import module as _modules
+from torch.nn.utils import parametrize
+from torch.utils._device import DeviceContext
+
+from simplegraph.base.reasons import Reason
+
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+num_operator_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# Private to torch; where it is absent, a transformed tensor has no address and fails with torch's own message.
+transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", lambda: None)
+GLOBAL_HOOKS = _modules._global_forward_hooks
+GLOBAL_PRE_HOOKS = _modules._global_forward_pre_hooks
+GLOBAL_BACKWARD_HOOKS = _modules._global_backward_hooks
+GLOBAL_BACKWARD_PRE_HOOKS = _modules._global_backward_pre_hooks
+
+# What decides which kernel an operator runs, what it may round, or what a factory makes, by the name of its getter in
+# torch._C. A release that lacks one lacks the setting.
+_GETTERS = (
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_blas_preferred_backend",
+    "_get_linalg_preferred_backend",
+    "_get_cudnn_enabled",
+    "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic",
+    "_get_cudnn_depthwise_kernel",
+    "_get_deterministic_algorithms",
+    "_get_mkldnn_enabled",
+    "_get_mkldnn_deterministic",
+    "_get_flash_sdp_enabled",
+    "_get_fa3_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled",
+    "_get_cudnn_sdp_enabled",
+    "_get_overrideable_sdp_enabled",
+    "_get_sdp_priority_order",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+)
+# Precisions of float32 by backend and operator, however they were set: torch resolves what they follow.
+_PRECISIONS = tuple((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("matmul", "conv", "rnn"))
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+_READ: dict[str, Callable[[], Any]] = {
+    "default dtype": torch.get_default_dtype,
+    **{name.removeprefix("_get_"): getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)},
+    **{f"fp32_precision of {'.'.join(at)}": functools.partial(_precision, *at) for at in _PRECISIONS if _precision},
+}
+_ALL = tuple(_READ.values())
+
+
+class TorchSettings:
+    """The settings of the whole process, as one value.
+
+    Attributes:
+        values: one for each setting.
+    """
+
+    def __init__(self) -> None:
+        self._raw = [read() for read in _ALL]
+        self.values = tuple(map(_comparable, self._raw))
+
+    def hold(self) -> bool:
+        """True if every setting still has its value; quick, since it is asked at every call."""
+        return [read() for read in _ALL] == self._raw or TorchSettings() == self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TorchSettings) and self.values == other.values
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
+    def difference(self, other: TorchSettings | None = None) -> str:
+        """Say which settings are others in `other`, or now: "cudnn_enabled True became False"; empty if none."""
+        if other is None:
+            if self.hold():
+                return ""
+            other = TorchSettings()
+        triples = zip(_READ, self.values, other.values, strict=True)
+        return ", ".join(f"{name} {then} became {now}" for name, then, now in triples if then != now)
+
+
+def _comparable(value: Any) -> Any:
+    if value == "none":  # neither it was set, nor anything that it follows
+        return "ieee"
+    return tuple(value) if isinstance(value, list) else value
+
+
+def function_modes() -> tuple[Any, ...]:
+    """Return what functions of torch are under: the default devices, and other modes themselves."""
+    modes = map(torch._C._get_function_stack_at, range(num_function_modes()))
+    return tuple(mode.device if type(mode) is DeviceContext else mode for mode in modes)
+
+
+def hindrance() -> tuple[Reason, str] | None:
+    """Return why no replay can stand for a call now, if so: somebody looks at, or changes, what runs inside."""
+    if torch.jit.is_tracing() or forward_ad._current_level >= 0 or transform_level() is not None:  # type: ignore[attr-defined,no-untyped-call]
+        return Reason.TRANSFORMED, ""
+    if num_operator_modes():
+        return Reason.TRANSFORMED, "a TorchDispatchMode is active"
+    foreign = [type(mode).__name__ for mode in function_modes() if not isinstance(mode, torch.device)]
+    if foreign:
+        return Reason.TRANSFORMED, f"{', '.join(foreign)} is active"
+    if parametrize._cache_enabled:
+        return Reason.TRANSFORMED, "inside torch.nn.utils.parametrize.cached()"
+    if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS:
+        return Reason.HOOKS, "forward hooks on all modules"
+    return None

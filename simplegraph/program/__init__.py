@@ -1,0 +1,1 @@
+"""Captured runs: recording, breaks, observation of a forward, values on the host."""

@@ -1,0 +1,212 @@
+"""Breaks: calls of them in a warmup, and steps of a Program that call the function at every replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from simplegraph.base.errors import BreakError
+from simplegraph.base.modes import SavedModes
+from simplegraph.base.nested import TreeSpec, flatten
+
+Accept = Callable[[Any], str | None]
+
+
+@dataclasses.dataclass(eq=False)
+class Cell:
+    """Holds an object that a break replaces at each replay and later breaks read."""
+
+    value: Any
+
+
+class Place(NamedTuple):
+    """Describes a capture to the stand-ins for a break's results that enter it.
+
+    Attributes:
+        leaves: the arguments of the break, taken apart, as the forward passed them.
+        held: the same as every replay will pass them.
+        entered: what stands in for the results before this one, and what takes them at a replay.
+        keep: returns a captured tensor as steps may hold it.
+        watch: lets later breaks that are passed a cell's present value read the cell.
+    """
+
+    leaves: Sequence[Any]
+    held: Sequence[Any]
+    entered: list[tuple[Any, Accept]]
+    keep: Callable[[Tensor], Tensor]
+    watch: Callable[[Cell], None]
+
+
+class Result(NamedTuple):
+    """One leaf of what a break returns.
+
+    Attributes:
+        enter: returns what the forward goes on with, and what takes a replay's value and says what is wrong with it.
+        any_size: True if it is the same for every batch size.
+        form: all that decides it, in nested tuples, whose integers may follow the batch size.
+        of_form: makes `enter` for another form; None if only this size is known.
+    """
+
+    enter: Callable[[Place], tuple[Any, Accept]]
+    any_size: bool = False
+    form: Any = None
+    of_form: Callable[[Any], Callable[[Place], tuple[Any, Accept]]] | None = None
+
+
+class BreakCall(NamedTuple):
+    """Record what a warmup saw of one call of a break.
+
+    Attributes:
+        function: what was called.
+        made_here: for each leaf of the arguments, True if it is a tensor that the forward made.
+        spec, results: how the result nests, and what its leaves are.
+        problem: why no graph can have this break; None if it can.
+    """
+
+    function: Callable[..., Any]
+    made_here: tuple[bool, ...]
+    spec: TreeSpec
+    results: tuple[Result, ...]
+    problem: str | None = None
+
+    @property
+    def any_size(self) -> bool:
+        """True if it is known what the break returns at other batch sizes."""
+        return self.problem is None and all(result.any_size for result in self.results)
+
+
+@dataclasses.dataclass
+class BreakTrace:
+    """The breaks of a forward, as a warmup met them.
+
+    Attributes:
+        operators: operators that break by themselves.
+        calls: in the order of the forward.
+    """
+
+    operators: frozenset[Any]
+    calls: list[BreakCall] = dataclasses.field(default_factory=list)
+
+    @property
+    def any_size(self) -> bool:
+        """True if captures of other batch sizes can go by it."""
+        return all(call.any_size for call in self.calls)
+
+
+def trace_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace], rows: int) -> BreakTrace | None:
+    """Find what breaks return at a batch size from traces at two others, each given with its rows.
+
+    Returns:
+        None if the traces differ by more than sizes that are equal, or proportional to the rows.
+    """
+    (a, first), (b, second) = one, other
+    if a == b or len(first.calls) != len(second.calls):
+        return None
+    calls = []
+    for call, like in zip(first.calls, second.calls, strict=True):
+        alike = (call.function, call.spec, call.problem) == (like.function, like.spec, None)
+        if not alike or len(call.made_here) != len(like.made_here):
+            return None
+        results = []
+        for result, same in zip(call.results, like.results, strict=True):
+            form = _follow(result.form, same.form, (a, b), rows)
+            if not (result.any_size and same.any_size):
+                if form is None or result.of_form is None:
+                    return None
+                result = result._replace(enter=result.of_form(form))
+            results.append(result)
+        calls.append(call._replace(results=tuple(results)))
+    return BreakTrace(first.operators, calls)
+
+
+def _follow(one: Any, other: Any, sizes: tuple[int, int], rows: int) -> Any:
+    """Return a form at `rows` rows from the forms at two sizes; None if they differ otherwise."""
+    if type(one) is tuple and type(other) is tuple and len(one) == len(other):
+        parts = [_follow(*pair, sizes, rows) for pair in zip(one, other, strict=True)]
+        return None if None in parts else tuple(parts)
+    if type(one) is int and type(other) is int and one != other:
+        a, b = sizes
+        return one // a * rows if one * b == other * a and one % a == 0 else None
+    return one if one == other else None
+
+
+class RebuiltArgument(NamedTuple):
+    """An argument that every replay builds again: a container of graph memory, or of cells."""
+
+    place: int | str
+    spec: TreeSpec
+    leaves: Sequence[Any]
+
+    def value(self) -> Any:
+        """Build what this replay passes."""
+        return self.spec.unflatten([leaf.value if isinstance(leaf, Cell) else leaf for leaf in self.leaves])
+
+
+@dataclasses.dataclass(eq=False)
+class Break:
+    """A call that runs eagerly at every replay.
+
+    Attributes:
+        name: what reports call it.
+        function: what is called.
+        args, kwargs: what with; graph memory among them is borrowed.
+        rebuilt: arguments that replace those of `args` and `kwargs` in their place, made for each replay.
+        modes: grad mode, inference mode and autocast around the call, where the forward sets any.
+        spec, accepts: how the result nests, and what takes each of its leaves; set when the capture knows.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rebuilt: Sequence[RebuiltArgument]
+    modes: SavedModes | None
+    spec: TreeSpec | None = None
+    accepts: list[Accept] = dataclasses.field(default_factory=list)
+
+    def replay(self) -> None:
+        """Call the function, and put what it returns where the next segment reads it.
+
+        Raises:
+            BreakError: the result is not what the next segment was captured with.
+        """
+        args, kwargs = self._arguments() if self.rebuilt else (self.args, self.kwargs)
+        if self.modes is None:
+            self._take(self.function(*args, **kwargs))
+        else:
+            with self.modes.restored():
+                self._take(self.function(*args, **kwargs))
+
+    def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for argument in self.rebuilt:
+            if isinstance(argument.place, int):
+                args[argument.place] = argument.value()
+            else:
+                kwargs[argument.place] = argument.value()
+        return args, kwargs
+
+    def _take(self, result: Any) -> None:
+        leaves, spec = flatten(result)
+        if spec != self.spec:
+            raise self._refused(f"{_nesting(spec)} where it returned {_nesting(self.spec)} before")
+        for accept, leaf in zip(self.accepts, leaves, strict=True):
+            problem = accept(leaf)
+            if problem is not None:
+                raise self._refused(problem)
+
+    def _refused(self, problem: str) -> BreakError:
+        return BreakError(
+            f"eager break {self.name} returned {problem}.\n"
+            "  The segments after it were captured for results of one structure, shape and dtype, and did not run. "
+            "Return the same each time, or capture again with reset_graphs()."
+        )
+
+
+def _nesting(spec: TreeSpec | None) -> str:
+    if spec is None or spec.type is None:
+        return "one value"
+    return f"a {spec.type.__name__} of {len(spec.children)}"

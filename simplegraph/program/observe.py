@@ -1,0 +1,228 @@
+"""Observe the memory that a forward reads and writes and that is not its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.errors import HostError
+from simplegraph.base.failures import BREAK, current_user_location
+from simplegraph.base.operators import (
+    OperatorMode,
+    calls_eigensolver,
+    defined,
+    drops_in_cudnn,
+    is_composite,
+    is_uninitialised,
+    may_draw,
+    multiplies_groups,
+    strided_tensors,
+    written_args,
+)
+from simplegraph.base.tensors import storage_key
+from simplegraph.device.protocol import GraphDevice
+from simplegraph.program.launches import watch_launches
+from simplegraph.program.scalars import NumbersSeen
+
+_EIGENSOLVER = "cuSOLVER waits for the device ({}), and would fail from then on if that happened in a capture"
+_CUDNN_DROPOUT = (
+    "cuDNN drops between the layers of a recurrent module by random numbers of its own, for which it waits for the "
+    "device after every seeding (nn.Dropout between modules of one layer each draws torch's)"
+)
+_LIFTED = torch.ops.aten.lift_fresh.default
+
+
+class MemoryObserver(OperatorMode):
+    """Sees every operator while active, and collects the tensors that came from outside.
+
+    A CUDA graph keeps none of the memory it reads alive: the owner of the graph must, wherever the
+    forward found it (an attribute, a closure, a cache).
+
+    Args:
+        device: where a capture is under way, to see if it records more than operators; None for an eager run.
+        rows: the batch size of the run; 0 if it is not known.
+        after: of the run before, whose memory this one goes on with: it counts as its own.
+
+    Attributes:
+        external: storage key -> a tensor of that memory, for memory that existed before.
+        passed: the same for memory that only eager breaks were passed; no operator of a segment reads it.
+        written: storage keys of external memory that an operator wrote to.
+        blank: storage keys of memory that the run made, and that nothing has written yet.
+        given: storage keys of all memory that operators were passed, if the run goes on with that of another.
+        may_draw: True if an operator draws random numbers, or is one that torch knows nothing of.
+        rounds_by_group: True if an operator multiplies rows in groups, whose sizes decide how it rounds.
+        unseen: the kind of the device, if the capture recorded work of no operator, such as Triton's.
+        reads_anything: the same, if some of that work did not show which tensors it can touch.
+        refused: why the run cannot be captured, if it uses an operator that a capture would break for good.
+        left: storage key -> which eager break made that memory and did not return it.
+        found: that break -> what the forward did with such memory nevertheless.
+        numbers: what Python numbers operators are passed.
+        dtypes: of what operators return.
+    """
+
+    def __init__(self, device: GraphDevice | None = None, rows: int = 0, after: MemoryObserver | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._last: tuple[int, int] | None = None
+        self.unseen = self.reads_anything = ""
+        self.external: dict[int, Tensor] = {}
+        self.passed: dict[int, Tensor] = {}
+        self.written: set[int] = set()
+        self.blank: set[int] = set()
+        self.given: set[int] = set()
+        self.may_draw = self.rounds_by_group = False
+        self.refused: HostError | None = None
+        self.left: dict[int, int] = {}
+        self.found: dict[int, str] = {}
+        self.numbers = NumbersSeen(rows)
+        self.dtypes: set[torch.dtype] = set()
+        # Keys only: holding the memory would keep a capture from reusing it. Outside memory lives
+        # throughout, so a key that is freed and used again is again the forward's own.
+        self._own: set[int] = set() if after is None else set(after._own)
+        self._follows = after is not None
+        self._made_inside: set[int] | None = None  # by the break that is running, if one is
+
+    @property
+    def captures(self) -> bool:
+        """True if the observed run is a capture."""
+        return self._device is not None
+
+    def made(self, tensor: Tensor) -> bool:
+        """True if the observed run made this memory."""
+        return tensor.layout is torch.strided and storage_key(tensor) in self._own
+
+    def pass_on(self, tensors: Sequence[Any]) -> None:
+        """Note what a break is passed and the run did not make."""
+        for tensor in strided_tensors(tensors):
+            if not self.made(tensor):
+                self.passed[storage_key(tensor)] = tensor
+        self.find(tensors, "passes it to another break")
+
+    @contextlib.contextmanager
+    def inside_break(self) -> Iterator[set[int]]:
+        """Ignore what the run reads in here, since no graph will read it. What it writes still counts.
+
+        Yields:
+            The storage keys of what it makes.
+        """
+        made: set[int] = set()
+        self._made_inside = made
+        try:
+            yield made
+        finally:
+            self._made_inside = None
+
+    def find(self, tensors: Iterable[Any], use: str) -> None:
+        """Note which of these tensors, that the forward uses in this way, a break left behind."""
+        for tensor in strided_tensors(tensors) if self.left else ():
+            number = self.left.get(storage_key(tensor))
+            if number is not None:
+                self.found.setdefault(number, use)
+
+    def _refuse(self, cause: str) -> None:
+        """Note an operator that a capture may not come to, and raise it in a capture."""
+        if self._device is None:  # else the error's own traceback tells
+            cause += f"; it is called at {current_user_location()}"
+        self.refused = HostError(cause, f"{BREAK[0].upper()}{BREAK[1:]}.")
+        if self._device is not None:
+            raise self.refused
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and note what it reads, writes and makes."""
+        if calls_eigensolver(func) and self._made_inside is None:
+            if is_composite(func):  # under inference_mode it comes whole, and may not come to one
+                return self.take_apart(func, args, kwargs)
+            self._refuse(_EIGENSOLVER.format(func))
+        if drops_in_cudnn(func, args) and self._made_inside is None:
+            self._refuse(_CUDNN_DROPOUT)
+        self.may_draw = self.may_draw or may_draw(func)
+        self.rounds_by_group = self.rounds_by_group or multiplies_groups(func)
+        if self._device is not None:
+            self._look_for_unseen(self._device)
+        own, inside, external = self._own, self._made_inside, self.external
+        tensors = strided_tensors((*args, *kwargs.values()) if kwargs else args)
+        given = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        if func is _LIFTED:  # Python data, which became a tensor before any operator saw it
+            own.update(given)
+        self._note_given(given, func)
+        for value in written_args(func, args, kwargs):
+            keys = {storage_key(tensor) for tensor in strided_tensors((value,))}
+            self.written |= keys - own
+            self.blank -= keys
+        if inside is None:
+            self.numbers.note(func, args, kwargs, tensors)
+        result = self.leave(func, args, kwargs)
+        if self._device is not None:
+            self._last = self._device.recorded()
+        made = strided_tensors((result,))
+        if inside is None:
+            self.numbers.note_choice(func, tensors, made)
+        for tensor in made:
+            self.dtypes.add(tensor.dtype)
+            key = tensor.untyped_storage()._cdata
+            if key not in given and key not in external:  # new memory; its key may have been another's before
+                own.add(key)
+                (self.blank.add if is_uninitialised(func) else self.blank.discard)(key)
+                self.left.pop(key, None)
+                if inside is not None:
+                    inside.add(key)
+        return defined(result)
+
+    def _note_given(self, given: dict[int, Tensor], reader: Any) -> None:
+        """Note the tensors, by storage key, that something is passed."""
+        if self._follows:
+            self.given.update(given)
+        if self._made_inside is None:
+            if self.left:
+                self.find(list(given.values()), f"reads it ({reader})")
+            for key, tensor in given.items():
+                if key not in self._own and key not in self.external:
+                    self.external[key] = tensor
+
+    @contextlib.contextmanager
+    def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
+        """Surround a launch by Triton; see `watch_launches`. Which of the tensors it writes to is not known."""
+        device = self._device
+        if device is None:
+            yield
+            return
+        self._look_for_unseen(device)
+        self._note_given(
+            {storage_key(tensor): tensor for tensor in strided_tensors(tensors or ())}, "a kernel of Triton"
+        )
+        yield
+        if tensors is None:
+            self._look_for_unseen(device)
+        elif self._records_more(device):
+            self.unseen = device.torch_device.type
+        self._last = device.recorded()  # so that a launch in this one, by a hook of Triton's, has been looked at
+
+    def _look_for_unseen(self, device: GraphDevice) -> None:
+        if self._records_more(device):
+            self.unseen = self.reads_anything = device.torch_device.type
+
+    def _records_more(self, device: GraphDevice) -> bool:
+        """True if more was recorded since the last operator, or since the segment began."""
+        now, last = device.recorded(), self._last
+        return now is not None and now[1] > (last[1] if last is not None and last[0] == now[0] else 0)
+
+    def __enter__(self) -> MemoryObserver:
+        if self._device is not None:
+            watch_launches()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        if self._device is not None:
+            self._look_for_unseen(self._device)
+
+
+def observed_tensors(observers: Iterable[MemoryObserver]) -> Iterator[Tensor]:
+    """Yield the tensors that observers own."""
+    for observer in observers:
+        yield from (*observer.external.values(), *observer.passed.values())

@@ -1,0 +1,1 @@
+"""The wrapped module: eager, capture, proof, replay."""

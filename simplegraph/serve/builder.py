@@ -1,0 +1,419 @@
+"""The way from a call to its graph: eager runs that teach, warmups, captures one at a time or all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplegraph.base.config import CudaGraphMode
+from simplegraph.base.context import bypassed, described_batch
+from simplegraph.base.errors import CaptureError, CaptureSizeError, ReplayError
+from simplegraph.base.nested import flatten
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.tensors import storage_key
+from simplegraph.batch.descriptor import BatchDescriptor
+from simplegraph.call.arguments import invoke_watched
+from simplegraph.call.call import Call, CallLayout
+from simplegraph.call.inputs import InputSet
+from simplegraph.call.memory import ModuleMemory, held_generators
+from simplegraph.call.outside import MemoryInUse
+from simplegraph.call.padding import learn_numbers
+from simplegraph.call.plan import Plan, make_plan
+from simplegraph.call.signature import CallReader, differences, only_size
+from simplegraph.device.generators import drew, random_states
+from simplegraph.device.memory import copy_limit
+from simplegraph.device.protocol import CAPTURE_LOCK
+from simplegraph.guard.effects import ModuleState, warning_of_eager
+from simplegraph.guard.functions import FunctionModule, computes_gradients, note_read
+from simplegraph.guard.guards import CapturedState
+from simplegraph.guard.snapshot import has_address, tensors_in
+from simplegraph.guard.survey import Survey
+from simplegraph.manager.capture import GraphCapture, run_observed
+from simplegraph.manager.jobs import CaptureJob, CaptureSummary
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.touched import inspect_graphs
+from simplegraph.program.breaks.step import BreakTrace
+from simplegraph.program.escapes import KEPT_REMEDY, kept_by
+from simplegraph.program.observe import MemoryObserver
+from simplegraph.program.program import Program
+from simplegraph.serve.rehearsal import Rehearsal
+
+logger = logging.getLogger("simplegraph")
+
+_UNSETTLED = 3  # eager runs in a row that change a setting of torch; the first in a process may
+
+_COMPARE_REMEDY = "Set num_warmups=1, so that inputs are compared before and after a run; up to 1 GiB of them are."
+
+
+class SettingsChanged(Exception):
+    """A forward, or torch beneath it, changed settings of torch that are part of the key; internal."""
+
+
+@dataclasses.dataclass(eq=False)
+class GraphBuilder:
+    """Builds the graphs of one module on one device.
+
+    Args:
+        manager: keeps the programs.
+        reader: learns from calls that went well.
+
+    Attributes:
+        inputs_of: the static inputs that each program reads, by key.
+        state: what the programs read of the module; None before the first capture.
+        seen: memory that the forward was seen to use beside its arguments.
+        lessons: how often there was something to learn: an eager run that was observed, or a capture.
+        unsettled: settings that each of the latest eager runs changed.
+    """
+
+    manager: CudaGraphManager
+    reader: CallReader
+    inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
+    state: CapturedState | None = None
+    seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
+    lessons: int = 0
+    unsettled: list[str] = dataclasses.field(default_factory=list)
+
+    def drop(self) -> None:
+        """Drop the programs and what they own."""
+        self.inputs_of.clear()
+        self.seen = MemoryInUse()
+        self.state = None
+        self.manager.reset()
+
+    # Eager runs.
+
+    def run_to_learn(self, call: Call, reason: Reason) -> Any:
+        """Run as called if that teaches how such calls follow the batch size. Raises CannotBind if it did before."""
+        if (call.spec, call.batch) in call.binding.ran:
+            raise CannotBind(reason, only_size(self.reader, call.batch, call.spec))
+        return self.run_as_called(call, reason)
+
+    def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
+        """Run eagerly on the capture stream, with the caller's own tensors, and learn what calls look like."""
+        self.lessons += 1
+        self.manager.stats.ran_eagerly(reason, detail, size=call.batch)
+        memory = call.memory  # before the run, which may give an argument other memory
+        # A padded graph's own constants, if they follow the size, come from a warmup of that size.
+        key = (call.binding.signature, None) if call.padding else call.key
+        result, observer, trace = self._run_on_capture_stream(call, call.args, call.kwargs, key, rows=call.batch)
+        changed = call.layout.settings.difference()
+        self.unsettled = [*self.unsettled, changed] if changed else []
+        if trace is not None:
+            call.binding.note_trace(call.batch, trace)
+            if not call.padding:
+                self.manager.table.add_trace(call.key, trace)
+        # What eager breaks write, no capture sees: they do not run in one.
+        call.binding.note_written(observer, memory)
+        call.binding.refused = observer.refused
+        self.keep_external(call.module, [observer], set(memory.values()))
+        call.binding.learn_outputs(call.batch, *flatten(result))
+        learn_numbers(call.binding, self.manager.table, observer.numbers)
+        if call.binding.unsupported is None:  # else the run may have given arguments other shapes
+            self.reader.learn(call.batch, call.leaves, call.spec)
+        call.binding.called = True
+        call.binding.ran.add((call.spec, call.batch))
+        call.binding.warm[call.padded] += not call.padding or reason is Reason.WARMUP
+        return result
+
+    def check_settled(self) -> None:
+        """Refuse a forward that changes a setting of torch at every call. Raises CannotBind."""
+        if len(self.unsettled) >= _UNSETTLED:
+            raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {self.unsettled[-1]}")
+
+    def needs_warmup(self, call: Call) -> bool:
+        """True if the call's size must run eagerly once more before its capture, padded sizes as they are called."""
+        binding, table = call.binding, self.manager.table
+        untraced = not table.has_own_trace(call.key)
+        if call.padding:  # what breaks return there follows from two other sizes
+            untraced = untraced and binding.trace_at(call.padded) is None and call.batch not in binding.traces
+        unknown = not call.padding and table.constants.needs_warmup(call.key)
+        return (_breaks(call) and untraced) or unknown or binding.warm[call.padded] < self.manager.config.num_warmups
+
+    def _run_on_capture_stream(
+        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Hashable | None = None, *, rows: int
+    ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
+        """Run eagerly with these arguments, observed; trace a piecewise graph's breaks, keep constants by the key."""
+        generators = self.memory(call).generators()
+        before = random_states(generators)
+        counted = call.binding.counted.eager_run(call.module)
+        limit = copy_limit(self.manager.device.free_memory())
+        run = functools.partial(invoke_watched, call, self.reader, args, kwargs, limit)
+        with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED), counted:
+            result, observer, trace = run_observed(self.manager.table, run, key, traced=_breaks(call), rows=rows)
+        call.binding.draws |= observer.may_draw and drew(generators, before)
+        for leaf in flatten(result)[0]:
+            if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
+                leaf.record_stream(torch.cuda.current_stream(leaf.device))
+        return result, observer, trace
+
+    def keep_external(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
+        """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
+        survey = Survey(module)
+        self.seen.add(survey, observers, inputs | note_read(module, observers))
+        if self.state is not None:
+            self.state.accept(survey)
+
+    def memory(self, call: Call) -> ModuleMemory:
+        """Find the memory that a call's forward may write."""
+        return ModuleMemory(self.manager.table, call, self.seen.read.elsewhere, self.seen.written)
+
+    def _inputs(self, call: Call) -> InputSet:
+        known = self.inputs_of.get(call.key)
+        largest = max((d.num_tokens for _, d in self.manager.descriptors()), default=call.padded)
+        return known or call.binding.inputs_for(call.padded, largest, call.layout.args, call.leaves)
+
+    # What graphs there are.
+
+    def difference_to_captured(self, call: Call) -> str:
+        """Say what stands between a call and the most similar one that graphs were captured for; empty if none were."""
+        own = call.binding.signature
+        others = {key[0]: None for key in self.inputs_of if isinstance(key, tuple)}
+        if own in others:
+            return ""
+        found = sorted((differences(signature, own) for signature in others), key=len)
+        return "; ".join(found[0]) if found else ""
+
+    def plan(self, call: Call) -> Plan:
+        """Make the plan by which such calls are replayed, from now on if nothing of it is left to be proven."""
+        if self.state is None:
+            raise ReplayError("a program exists without the state it reads; call reset_graphs().")
+        table = self.manager.table
+        guards = self.seen.guards(call)
+        plan = make_plan(call, table, table.graphs[call.key], self.inputs_of[call.key], self.state, guards)
+        if not plan.unproven:
+            call.layout.plans[call.plan_key] = plan
+        return plan
+
+    def static_inputs(self, layout: CallLayout, size: int | None) -> dict[str, Tensor]:
+        """View a size's static inputs, the largest size's if None."""
+        if size is None:
+            size = self.manager.descriptors()[0][1].num_tokens
+        found = self.manager.dispatch(size, *described_batch())
+        inputs = self.inputs_of.get((layout.binding.signature, found.mode, found.descriptor))
+        if inputs is None:
+            said = f"{found.reason.text}.\n  See {found.reason.link}"
+            raise CaptureSizeError(f"no graph was captured that holds batch size {size}: {said}")
+        inputs.handed_out = True
+        return {name: static.part(found.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
+
+    # Captures.
+
+    def capture(self, call: Call) -> None:
+        """Capture the call's size; the static inputs are loaded first, since Python may look at shapes of them."""
+        if computes_gradients(call.module):  # what eager steps used, the graph has again in its own pool
+            self.manager.device.release_cached_memory()
+        inputs = self._inputs(call)
+        inputs.load(call.tensors, call.batch, call.padded)
+        trace = call.binding.trace_at(call.padded) if call.padding and _breaks(call) else None
+        if trace is not None and self.manager.table.trace(call.key) is None:
+            self.manager.table.add_trace(call.key, trace)
+        jobs = _capture_jobs(self, call, inputs, [call.dispatch[:2]])
+        failed = self._build(call, inputs, jobs, lazy=True).failed
+        if failed and call.binding.unsupported is None:
+            if self.manager.config.on_capture_failure == "raise":
+                self.manager.failures.pop(call.key, None)  # the next call tries again
+            self.manager.table.raise_failure(failed)
+            raise CannotBind(Reason.CAPTURE_FAILED, str(next(iter(failed.values()))).splitlines()[0])
+        call.check(pad_random=self.manager.config.pad_random)  # as was learnt meanwhile
+
+    def capture_sizes(self, call: Call) -> CaptureSummary:
+        """Capture every size that is not captured yet, from a call that is an example of the largest."""
+        binding, inputs, table = call.binding, self._inputs(call), self.manager.table
+        inputs.tile(call.tensors, call.batch, call.padded)
+        jobs = _capture_jobs(self, call, inputs, self.manager.descriptors())
+        jobs = [job for job in jobs if job.key not in table.graphs]
+        summary = self._build(call, inputs, jobs, lazy=False)
+        binding.called = True
+        self.reader.learn(call.batch, call.leaves, call.spec)
+        table.raise_failure(summary.failed)
+        return summary
+
+    def _build(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
+        """Capture, and take note of everything that the programs read; where that is not known, there are none."""
+        self.lessons += 1
+        try:
+            summary = self._capture(call, inputs, jobs, lazy=lazy)
+            if len(summary.failed) < len(jobs) or not jobs:
+                self._note_captured(call, inputs, jobs)
+        except BaseException:
+            self.manager.table.forget(jobs)
+            raise
+        return summary
+
+    def _capture(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool) -> CaptureSummary:
+        """Capture, and put back what Python, and runs beside the warmups, changed meanwhile, whatever happens.
+
+        A size that leaves tensors of its graph in Python objects runs eagerly: they mean nothing outside a replay.
+        All sizes do if the forward changes Python state at every run.
+        """
+        manager, binding = self.manager, call.binding
+        state = ModuleState((call.module, *call.trusted), manager.device, manager.pool, binding.counted)
+        rehearsal = Rehearsal(self.memory(call))
+        retry = not lazy or _is_unlike_warmups(call, manager)
+        capture = manager.new_capture(jobs, lazy=lazy, retry=retry, before_retry=rehearsal.begin, state=state)
+        kept: list[str] = []
+        # The last first, and each whatever becomes of the others; no other thread draws before random states are back.
+        with CAPTURE_LOCK, contextlib.ExitStack() as undo:
+            undo.callback(_note_seen, self, call, inputs, capture)
+            undo.callback(rehearsal.end)
+            undo.callback(lambda: kept.extend(state.put_back()))
+
+            def warmed_up() -> None:
+                if not lazy:
+                    _check_settings(call)
+                    self._observe_second_size(call, inputs, rehearsal)
+
+            summary = capture.run(0 if lazy else manager.config.num_warmups, warmed_up)
+            _check_settings(call)
+        summary = inspect_graphs(capture, summary)
+        for graph in (manager.table.graphs[job.key] for job in jobs if job.key in manager.table.graphs):
+            for observer in capture.observers:
+                binding.note_made(observer, graph.program.outputs)
+        limit, proven = copy_limit(manager.device.free_memory()), manager.config.verify > 0
+        unseen = any(observer.unseen for observer in capture.observers)
+        unknown = call.never_compared(limit, proven=proven) if unseen else []
+        refused = kept or unknown or (binding.counted.names and len(summary.failed) < len(jobs))
+        if not refused:
+            return summary
+        why = (kept_by(kept), KEPT_REMEDY) if kept else binding.counted.refusal
+        if unknown and not kept:
+            why = f"kernels that torch does not dispatch may write to {', '.join(unknown)}", _COMPARE_REMEDY
+        return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
+
+    def refuse(self, call: Call, cause: str, remedy: str) -> None:
+        """Give up the graph of the call's size: it runs eagerly from now on."""
+        jobs = _capture_jobs(self, call, self.inputs_of[call.key], [call.dispatch[:2]])
+        self.manager.table.refuse(jobs, cause, remedy)
+
+    def _note_captured(self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob]) -> None:
+        """Take note of new programs, and of everything they read."""
+        for job in jobs:
+            graph = self.manager.table.graphs.get(job.key)
+            if graph is not None:
+                self.inputs_of[job.key] = inputs
+                _learn_program(call, job, graph.program)
+        if self.state is None:
+            self.state = CapturedState(call.module)
+        self.state.take(self.seen.read)
+
+    def _observe_second_size(self, call: Call, inputs: InputSet, rehearsal: Rehearsal) -> None:
+        """Run other rows eagerly, unless batch dimensions are declared and outputs known; nothing stays of it.
+
+        Outputs can then be cut to their rows, and no batch dimension is a guess.
+        """
+        binding, confirmed = call.binding, call.confirmed(self.reader)
+        sliced = binding.outputs.known or len({kind.num_tokens for _, kind in self.manager.descriptors()}) > 1
+        if (sliced and confirmed) or binding.unsliceable or binding.unsupported or call.padded == 1:
+            return
+        other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
+        leaves = inputs.passed(call.layout.args, lambda static: static.part(call.padded, 0, other).clone())
+        args, kwargs = call.spec.unflatten(leaves)
+        rehearsal.begin()
+        try:
+            result, observer, trace = self._run_on_capture_stream(call, args, kwargs, rows=other)
+        except Exception as error:  # the forward takes no such batch: other ones than captured run eagerly, then
+            logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
+        else:
+            binding.learn_outputs(other, *flatten(result))
+            learn_numbers(binding, self.manager.table, observer.numbers)
+            self.reader.learn(other, leaves, call.spec)
+            if trace is not None:
+                binding.note_trace(other, trace)
+
+
+def _check_settings(call: Call) -> None:
+    """Refuse captures under other settings than the call was read under: no later call would find them."""
+    changed = call.layout.settings.difference()
+    if changed:
+        raise SettingsChanged(changed)
+
+
+def _is_unlike_warmups(call: Call, manager: CudaGraphManager) -> bool:
+    """True if calls so far ran with fewer rows, or in another way that an extra noted."""
+    return bool(call.padding or manager.table.constants.notes)
+
+
+def _note_seen(builder: GraphBuilder, call: Call, inputs: InputSet, capture: GraphCapture) -> None:
+    """Take note of what runs were seen to read and write."""
+    for observer in capture.observers:
+        call.binding.note_written(observer, inputs.memory)
+        learn_numbers(call.binding, builder.manager.table, observer.numbers)
+    own = inputs.storages | call.host_copies
+    builder.keep_external(call.module, capture.observers, own)
+    builder.seen.read.values |= {place: tensor for place, tensor in capture.reads.items() if place[0] not in own}
+    if builder.seen.read.unseen:  # which may read what the arguments hold, too
+        passed = (part for thing in call.trusted for part in tensors_in(thing) if has_address(part))
+        builder.seen.read.elsewhere |= {storage_key(part): part for part in passed}
+
+
+def _breaks(call: Call) -> bool:
+    """True if the call's graph honours breaks, so that its warmup must trace them."""
+    return call.dispatch.mode is CudaGraphMode.PIECEWISE
+
+
+def _capture_jobs(
+    builder: GraphBuilder, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
+) -> list[CaptureJob]:
+    generators, described = held_generators(call), call.layout.described_inputs()
+    return [
+        CaptureJob(
+            (call.binding.signature, *kind),
+            *kind,
+            _forward(builder.manager, call, inputs, kind, builder.reader),
+            generators,
+            described,
+            lambda tensor: Survey(call.module).name_of(tensor),
+            builder.manager.config.exact_shapes,
+            refused=call.binding.refused,
+        )
+        for kind in todo
+    ]
+
+
+def _forward(
+    manager: CudaGraphManager,
+    call: Call,
+    inputs: InputSet,
+    kind: tuple[CudaGraphMode, BatchDescriptor],
+    reader: CallReader,
+) -> Callable[[], Any]:
+    """Make the forward on the static inputs of a size."""
+    _, descriptor = kind
+    module, counted, state_key = call.module, call.binding.counted, manager.config.state_key
+
+    def refuse() -> None:
+        unsupported = call.binding.unsupported
+        if unsupported is not None and unsupported.reason is Reason.CHANGED_ARGUMENTS:
+            cause = f"{unsupported.reason.text} ({unsupported.detail})"
+            raise CaptureError(f"capturing batch size {descriptor.num_tokens} failed\n  {cause}.", cause=cause)
+
+    leaves = inputs.leaves(call.layout.args, descriptor.num_tokens)  # not in a capture, which would read them all
+
+    def run() -> Any:
+        refuse()  # the run before may have left the static inputs in another shape
+        args, kwargs = call.spec.unflatten(leaves)  # in new containers: a run before may have changed the last ones
+        is_captured = manager.device.is_capturing()
+        watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
+        warned = warning_of_eager(manager.stats.name) if is_captured else contextlib.nullcontext()
+        with warned, bypassed(Reason.NESTED), torch.no_grad(), watched:
+            limit = 0 if is_captured else copy_limit(manager.device.free_memory())
+            result = invoke_watched(call, reader, args, kwargs, limit)
+        refuse()
+        return module.with_effects(result) if is_captured and isinstance(module, FunctionModule) else result
+
+    return run
+
+
+def _learn_program(call: Call, job: CaptureJob, program: Program) -> None:
+    """Learn how the outputs of a new program follow the batch size."""
+    spec = program.spec
+    if hasattr(spec.type, "make_plan"):
+        spec = spec.children[0]
+    call.binding.learn_outputs(job.descriptor.num_tokens, program.outputs[: spec.num_leaves], spec)

@@ -1,0 +1,341 @@
+"""Serves calls of any length by graphs of a few: pads inputs to the next captured length, and cuts outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from simplegraph.base.config import CudaGraphConfig
+from simplegraph.base.context import CALLS
+from simplegraph.base.errors import CaptureError, InputError
+from simplegraph.base.nested import ATOMS, TreeSpec, flatten
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.call.call import invoke
+from simplegraph.call.outputs import unreturnable
+from simplegraph.call.signature import CallReader, device_of, prefixes
+from simplegraph.guard.guards import any_requires_grad
+from simplegraph.manager.differences import EXACT, difference, first_difference
+from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.manager.stats import GraphStats
+from simplegraph.serve.rehearsal import RunEffects, rehearse, run_as_it_is
+
+_COMPARED = 2  # calls of a kind, of different lengths, whose padded answer is compared before one is served
+_TRIED = 8  # sizes that are predicted from the others
+_MAX_KINDS, _MAX_LENGTHS, _MAX_STRIDE = 256, 512, 4096
+
+
+class Server(Protocol):
+    """Serves calls of one length."""
+
+    stats: GraphStats
+
+    def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve one call."""
+
+    def capture_all(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
+        """Capture every batch size."""
+
+
+class SizeRule:
+    """Predicts a size of an output from the length, as pairs that were seen tell: ``(length - a) // stride + 1``.
+
+    Whatever windows and strides follow each other, sizes are of this form; a size is known once all strides that fit
+    the pairs agree on it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+
+    def learn(self, length: int, size: int) -> None:
+        """Remember the size at a length."""
+        if length in self._seen or len(self._seen) < _MAX_LENGTHS:
+            self._seen[length] = size
+
+    def predict(self, length: int) -> int | None:
+        """Return the size at a length; None if it does not follow from what was seen."""
+        if length in self._seen or not self._seen:
+            return self._seen.get(length)
+        found: set[int] = set()
+        for stride in range(1, _MAX_STRIDE):
+            least = max(at - size * stride + 1 for at, size in self._seen.items())
+            most = min(at - (size - 1) * stride for at, size in self._seen.items())
+            if least <= most:
+                found |= {(length - least) // stride + 1, (length - most) // stride + 1}
+            if len(found) > 1:
+                return None
+        return found.pop() if found else None
+
+    @property
+    def follows(self) -> bool:
+        """True if a size that was seen follows from the others: the rule is more than what fits them all."""
+        seen = dict(list(self._seen.items())[:_TRIED])
+        for left_out, size in seen.items():
+            others = SizeRule()
+            others._seen = {length: known for length, known in seen.items() if length != left_out}
+            if others.predict(left_out) == size:
+                return True
+        return False
+
+
+class OutputLengths:
+    """Cuts the outputs of padded calls of one kind to what the caller's own length gives."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[int, int], SizeRule] = {}  # by output and dimension
+        self._regular: dict[tuple[int, int], bool] = {}  # True where a prediction was right, False where one was not
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of all outputs, by length
+        self._otherwise: set[str] = set()  # what the forward left below the module otherwise when padded
+        self._known: dict[int, dict[tuple[int, int], int]] = {}  # by length
+        self._compared: set[int] = set()
+        self._least: dict[int, int] = {}  # by captured length, the least length that was compared with it
+        self._refusal: CannotBind | None = None
+
+    def check(self) -> None:
+        """Refuse such calls if padding changes their answer. Raises CannotBind."""
+        if self._refusal is not None:
+            raise self._refusal.again()
+
+    def refuse(self, why: str) -> None:
+        """Let such calls run as they are from now on."""
+        self._refusal = self._refusal or CannotBind(Reason.LENGTH_PADDING, why)
+
+    def sizes(self, length: int, padded: int) -> dict[tuple[int, int], int] | None:
+        """Return the sizes that padding changes, by output and dimension; None if they are not known.
+
+        What did not grow between a shorter length and the captured one does not grow from this one on, either.
+        """
+        known = len(self._compared) >= _COMPARED or length in self._compared
+        if not known or length < self._least.get(padded, length + 1):
+            return None
+        if length not in self._known:
+            found = {at: self._predict(at, length) for at in self._sizes}
+            sizes = {at: size for at, size in found.items() if size is not None}
+            if len(sizes) < len(found):
+                return None
+            if len(self._known) >= _MAX_LENGTHS:
+                self._known.clear()
+            self._known[length] = sizes
+        return self._known[length]
+
+    def _predict(self, at: tuple[int, int], length: int) -> int | None:
+        """Return a size that was seen, or one of a rule that has told another before it was seen."""
+        known = length in self._shapes or self._regular.get(at, False)
+        return self._sizes[at].predict(length) if known else None
+
+    def learn(self, length: int, padded: int, run: RunEffects, padded_run: RunEffects) -> None:
+        """Learn from what one call as it is, and padded, returned and left."""
+        (leaves, spec), (others, other_spec) = (run.leaves, run.spec), (padded_run.leaves, padded_run.spec)
+        opaque = unreturnable(leaves)
+        if opaque is not None:
+            self._refusal = CannotBind(Reason.UNSUPPORTED_OUTPUT, opaque)
+            return
+        said = f"from {length} to {padded}"
+        if spec != other_spec:
+            self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, the structure of the outputs changes")
+            return
+        self._learn_sizes(length, padded, leaves, others)
+        self._least[padded] = min(length, self._least.get(padded, length))
+        cut = cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._sizes})
+        found = first_difference(cut, leaves)
+        otherwise = padded_run.left_otherwise(run)
+        found = found or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
+        self._otherwise |= otherwise
+        if found is not None:
+            self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, {found}")
+        if not otherwise:  # once may be a cache that grew
+            self._compared.add(length)
+
+    def _learn_sizes(self, length: int, padded: int, leaves: Sequence[Any], others: Sequence[Any]) -> None:
+        """Learn how sizes follow the length; what grows for the first time did not at lengths that were seen before."""
+        for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+            for dim in grown_dims(leaf, other):
+                if (index, dim) not in self._sizes:
+                    rule = self._sizes[index, dim] = SizeRule()
+                    for seen, shapes in self._shapes.items():
+                        rule.learn(seen, shapes[index][dim])
+        for at, rule in self._sizes.items():
+            index, dim = at
+            for seen, size in ((length, leaves[index].shape[dim]), (padded, others[index].shape[dim])):
+                if rule.predict(seen) not in (None, size):
+                    self._regular[at] = False
+                rule.learn(seen, size)
+            if at not in self._regular and rule.follows:
+                self._regular[at] = True
+        for seen, values in ((length, leaves), (padded, others)):
+            if seen in self._shapes or len(self._shapes) < _MAX_LENGTHS:
+                self._shapes[seen] = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in values]
+        self._known.clear()
+
+
+class PaddedCall:
+    """A call, read: its leaves, its length and the captured length that it is padded to.
+
+    Args:
+        leaves, names, spec: of the call.
+        config: which dimensions are lengths, and how they are padded.
+
+    Raises:
+        CannotBind: it has no length, several, or one above all captured ones.
+    """
+
+    def __init__(self, leaves: list[Any], names: list[str], spec: TreeSpec, config: CudaGraphConfig) -> None:
+        self.leaves, self.spec = leaves, spec
+        named = [(index, leaf, _declared(config.length_dims, names[index])) for index, leaf in enumerate(leaves)]
+        self.dims = {index: dim for index, leaf, dim in named if dim is not None and isinstance(leaf, Tensor)}
+        for index, dim in self.dims.items():
+            if not -leaves[index].dim() <= dim < leaves[index].dim():
+                shape = tuple(leaves[index].shape)
+                raise InputError(f"length_dims[{names[index]!r}] is {dim}, but {names[index]} has shape {shape}.")
+        self._pads = {index: _declared(config.pad_values, names[index]) for index in self.dims}
+        lengths = {leaves[index].shape[dim]: names[index] for index, dim in self.dims.items()}
+        if len(lengths) != 1:
+            said = ", ".join(f"{name} of {length}" for length, name in lengths.items())
+            given = f"length_dims names {', '.join(config.length_dims or ())}; the arguments are {', '.join(names)}"
+            said = said or given
+            raise CannotBind(Reason.LENGTH_MISMATCH, said)
+        self.length = next(iter(lengths))
+        captured = config.lengths or ()
+        if self.length > captured[-1]:
+            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"{self.length}, the largest is {captured[-1]}")
+        self.padded = next(length for length in captured if length >= self.length)
+
+    @property
+    def kind(self) -> Hashable:
+        """Return what tells such calls from others, but for their sizes."""
+        plain = (
+            leaf if isinstance(leaf, ATOMS) and type(leaf) not in (int, float) else type(leaf) for leaf in self.leaves
+        )
+        tensors = (
+            (leaf.dtype, leaf.device, self._one_of(index, leaf)) if isinstance(leaf, Tensor) else None
+            for index, leaf in enumerate(self.leaves)
+        )
+        return self.spec, tuple(map(repr, plain)), tuple(tensors)
+
+    def _one_of(self, index: int, leaf: Tensor) -> tuple[bool, ...]:
+        """Tell which dimensions have one item: what mixes rows and length is right for one row."""
+        length = self.dims[index] % leaf.dim() if index in self.dims else -1
+        return tuple(size == 1 and dim != length for dim, size in enumerate(leaf.shape))
+
+    def at(self, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with another length: padded, or cut."""
+        leaves = list(self.leaves)
+        for index, dim in self.dims.items():
+            leaf, pad = leaves[index], self._pads[index]
+            more = length - self.length
+            if more < 0:
+                leaves[index] = leaf.narrow(dim, 0, length)
+            elif more:
+                pads = [0, 0] * (leaf.dim() - 1 - dim % leaf.dim()) + [0, more]
+                leaves[index] = F.pad(leaf, pads, value=pad if isinstance(pad, (int, float)) else 0)
+        args, kwargs = self.spec.unflatten(leaves)
+        return args, kwargs
+
+
+@dataclasses.dataclass(eq=False)
+class LengthBuckets:
+    """Pads calls of one module to captured lengths.
+
+    The first calls of each kind run as they are; before, the padded call is rehearsed, and nothing of that stays. If
+    their answers differ, such calls run eagerly.
+
+    Args:
+        config: the lengths, and which dimensions they are.
+    """
+
+    config: CudaGraphConfig
+    _rules: dict[Hashable, OutputLengths] = dataclasses.field(default_factory=dict)
+    _reader: CallReader | None = None
+
+    def call(self, server: Server, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call."""
+        context = CALLS.context
+        wants_grad = torch.is_grad_enabled() and any_requires_grad(module.parameters())
+        if module.training or wants_grad or (context is not None and context.bypass is not None):
+            return server.call(module, args, kwargs)  # which says why it runs eagerly
+        try:
+            call = self._read(module, args, kwargs)
+            if call.length == call.padded:
+                return server.call(module, args, kwargs)
+            rule = self._rule(call.kind)
+            rule.check()
+        except CannotBind as error:
+            server.stats.name = module._get_name()
+            server.stats.ran_eagerly(error.reason, error.detail)
+            return invoke(module, args, kwargs)
+        sizes = rule.sizes(call.length, call.padded)
+        if sizes is None:
+            return self._learn(server, rule, call, module)
+        leaves, spec = flatten(server.call(module, *call.at(call.padded)))
+        return spec.unflatten(cut_outputs(leaves, sizes, dense=self.config.outputs == "clone"))
+
+    def capture_all(self, server: Server, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
+        """Capture every batch size at every length, the longest first. Raises InputError."""
+        try:
+            call = self._read(module, args, kwargs)
+        except CannotBind as error:
+            raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
+        failed: dict[str, CaptureError] = {}
+        captured, seconds, taken = 0, 0.0, 0
+        for length in reversed(self.config.lengths or ()):
+            summary = server.capture_all(module, *call.at(length))
+            failed |= {f"{label}, length {length}": error for label, error in summary.failed.items()}
+            captured += summary.captured
+            seconds, taken = seconds + summary.seconds, taken + summary.bytes
+        return CaptureSummary(captured, failed, seconds, taken)
+
+    def _read(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PaddedCall:
+        if self._reader is None:
+            self._reader = CallReader(module.forward, self.config)
+        return PaddedCall(*self._reader.leaves(args, kwargs), self.config)
+
+    def _rule(self, kind: Hashable) -> OutputLengths:
+        if kind not in self._rules and len(self._rules) >= _MAX_KINDS:
+            self._rules.clear()
+        return self._rules.setdefault(kind, OutputLengths())
+
+    def _learn(self, server: Server, rule: OutputLengths, call: PaddedCall, module: Any) -> Any:
+        """Run a call eagerly as it is, and compare it with what its padded form gave."""
+        device, at = device_of(call.leaves), call.at(call.padded)
+        server.stats.name = module._get_name()
+        server.stats.ran_eagerly(Reason.LENGTH_LEARNT)
+        try:
+            padded = rehearse(module, *at, device)
+        except Exception as error:
+            rule.refuse(f"from {call.length} to {call.padded}, it fails with {type(error).__name__}: {error}")
+            return invoke(module, *call.at(call.length))
+        again = flatten(call.at(call.padded))[0]
+        written = [index for index in call.dims if difference(padded.arguments[index], again[index], tolerance=EXACT)]
+        run = run_as_it_is(module, *call.at(call.length), device)
+        rule.learn(call.length, call.padded, run, padded)
+        if written:
+            rule.refuse("it writes to an argument that has the length")
+        elif not self.config.pad_random and not padded.drew_as(run):
+            rule.refuse("it draws more random numbers; see pad_random")
+        return run.outputs
+
+
+def _declared(declared: Mapping[str, Any], name: str) -> Any:
+    return next((declared[prefix] for prefix in prefixes(name) if prefix in declared), None)
+
+
+def grown_dims(leaf: Any, other: Any) -> Sequence[int]:
+    """List the dimensions in which another output is larger; none if one of the two is no tensor."""
+    if not isinstance(leaf, Tensor) or not isinstance(other, Tensor) or leaf.dim() != other.dim():
+        return ()
+    return [dim for dim in range(leaf.dim()) if leaf.shape[dim] < other.shape[dim]]
+
+
+def cut_outputs(leaves: Sequence[Any], sizes: Mapping[tuple[int, int], int], *, dense: bool = False) -> list[Any]:
+    """Cut outputs; `dense` copies those that have gaps then, which eager's have not."""
+    cut = list(leaves)
+    for (index, dim), size in sizes.items():
+        cut[index] = cut[index].narrow(dim, 0, size)
+    for index in {index for index, _ in sizes} if dense else ():
+        if not cut[index].is_contiguous():
+            cut[index] = cut[index].clone()
+    return cut

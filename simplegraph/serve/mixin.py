@@ -1,0 +1,395 @@
+"""The three ways to give a module graphs: mixin, class decorator, wrapper around an instance."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from simplegraph.base.config import CudaGraphConfig, check_settings
+from simplegraph.base.errors import ConfigError
+from simplegraph.base.extras import runner_kinds
+from simplegraph.base.subclass import subclass
+from simplegraph.call.call import Graphed, invoke
+from simplegraph.call.memory import named_memory
+from simplegraph.device.protocol import GraphPool
+from simplegraph.device.select import graph_device
+from simplegraph.distributed import RankGroup
+from simplegraph.guard.functions import FunctionModule, GraphedFunction, P, R, check_function
+from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.report import GraphReport
+from simplegraph.manager.settings import CudaGraphSettings, Unpack
+from simplegraph.manager.stats import GraphStats
+from simplegraph.manager.touched import read_touches
+from simplegraph.serve.runner import GraphRunner
+
+# The attribute under which a module keeps what rewrote it, which lists that by `lines`.
+OPTIMIZED = "_simplegraph_optimized"
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+ClassType = TypeVar("ClassType", bound=type[nn.Module])
+
+
+class CudaGraphWrapper(Graphed):
+    """Mixin that gives an `nn.Module` CUDA graphs: ``class M(CudaGraphWrapper, nn.Module)``.
+
+    A call runs eagerly, is captured, or replays a graph, whichever is right for its batch; the caller
+    sees eager's results. Settings come from the class attribute `cuda_graph_config`, from
+    ``class M(CudaGraphWrapper, nn.Module, capture_sizes=[1, 2, 4])``, or from `configure_graphs`.
+    """
+
+    cuda_graph_config: ClassVar[CudaGraphConfig] = CudaGraphConfig()
+
+    def __init_subclass__(cls, **settings: Unpack[CudaGraphSettings]) -> None:
+        others: dict[str, Any] = {**settings}  # of another base
+        known = {name: others.pop(name) for name in settings if name in _SETTINGS}
+        try:
+            super().__init_subclass__(**others)
+        except TypeError:
+            check_settings(others, f"class {cls.__name__}: ")
+            raise
+        if nn.Module in cls.__mro__ and cls.__mro__.index(nn.Module) < cls.__mro__.index(CudaGraphWrapper):
+            raise ConfigError(
+                f"class {cls.__name__} lists CudaGraphWrapper after nn.Module, whose call would win and never use a "
+                f"graph. Put it before: class {cls.__name__}(CudaGraphWrapper, ...)."
+            )
+        if known:
+            cls.cuda_graph_config = cls.cuda_graph_config.replace(**known)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return invoke(self, args, kwargs)  # the compiler sees the module itself, not this machinery
+        runner = self._graph_runner
+        if runner.lengths is not None:
+            return runner.lengths.call(runner, self, args, kwargs)
+        return runner.call(self, args, kwargs)
+
+    @property
+    def _graph_runner(self) -> GraphRunner:
+        runner: GraphRunner | None = self.__dict__.get("_simplegraph")
+        if runner is None:
+            runner = self.__dict__["_simplegraph"] = _new_runner(type(self).cuda_graph_config)
+        return runner
+
+    def configure_graphs(self, **settings: Unpack[CudaGraphSettings]) -> None:
+        """Change settings of this instance; its graphs are dropped and captured again as calls come.
+
+        Raises:
+            ConfigError: a setting is unknown or invalid; nothing is changed.
+        """
+        config = self._graph_runner.settings.replace(**settings)
+        if config.training is not self._graph_runner.settings.training:
+            raise ConfigError("training cannot be changed later; wrap the module with training=True.")
+        self._graph_runner.configure(config)
+
+    def use_graph_pool(self, pool: GraphPool) -> None:
+        """Share graph memory with other wrappers; this one's graphs are dropped and captured again.
+
+        Graphs that share a pool never run at the same time, and a replay of any overwrites static outputs of all.
+        """
+        self._graph_runner.configure(self._graph_runner.settings, pool)
+
+    def use_ranks(self, ranks: RankGroup) -> None:
+        """Capture together with other ranks from now on; this one's graphs are dropped and captured again."""
+        self._graph_runner.configure(self._graph_runner.settings, ranks=ranks)
+
+    def capture_graphs(self, *args: Any, **kwargs: Any) -> CaptureSummary:
+        """Capture all sizes now, largest first, from example inputs of any batch size.
+
+        The forward runs `num_warmups` times for real on the largest size, filled with the examples'
+        rows over and over; a module that keeps state sees these runs. Others, on half as many rows so
+        that no batch dimension is a guess, and of sizes that failed, have no effect: memory up to
+        1 GiB, Python state and random numbers are put back.
+
+        Returns:
+            What was captured, how long it took, and what failed.
+
+        Raises:
+            InputError: these inputs cannot be bound to a graph; the message says which, and why.
+            CaptureError: a size failed and ``on_capture_failure`` is "raise".
+            Exception: the module's own, if it cannot run such inputs at any size, graphs or not.
+        """
+        runner = self._graph_runner
+        return (runner.lengths.capture_all if runner.lengths else _capture_all)(runner, self, args, kwargs)
+
+    def static_inputs(self, batch_size: int | None = None) -> dict[str, Tensor]:
+        """Return the static input buffers by argument name: write into them and pass them on, and nothing is copied.
+
+        Args:
+            batch_size: rows of the views; the largest size if None.
+
+        Raises:
+            ReplayError: nothing was captured yet, so there are no buffers.
+            CaptureSizeError: no captured size holds so many rows.
+        """
+        return self._graph_runner.static_inputs(batch_size)
+
+    def reset_graphs(self) -> None:
+        """Drop all graphs and their memory; later calls capture again."""
+        self._graph_runner.reset()
+
+    def graph_report(self, *, pointers: bool = False) -> GraphReport:
+        """Report captures, replays and eager calls with their reasons; print it, or ask it for ``to_json()``.
+
+        Args:
+            pointers: show what the kernels of graphs read and write, by module, as the CUDA driver tells it now: of the
+                largest and the smallest graph of each capture, and of others that were replayed.
+        """
+        modules: Any = self
+        kept = [vars(module).get(OPTIMIZED) for module in modules.modules()]
+        lines = tuple(line for each in kept if each is not None for line in each.lines())
+        names = named_memory(modules) if pointers else ()
+        if pointers and self.graph_manager is not None:
+            read_touches(self.graph_manager.table)
+        report = self._graph_runner.report()
+        return dataclasses.replace(report, optimizations=lines, pointers=pointers, names=names)
+
+    @property
+    def graph_stats(self) -> GraphStats:
+        """The counters behind `graph_report`."""
+        return self._graph_runner.stats
+
+    @property
+    def graph_manager(self) -> CudaGraphManager | None:
+        """The manager that holds the graphs; None before the first call tells the device."""
+        return self._graph_runner.manager
+
+
+_capture_all = GraphRunner.capture_all
+_SETTINGS = frozenset(CudaGraphConfig.__dataclass_fields__)
+
+
+if TYPE_CHECKING:
+
+    class WrappedModule(CudaGraphWrapper, nn.Module, Any, Generic[ModuleType]):  # type: ignore[misc]
+        """A module that `wrap` returned, for type checkers: a wrapper that is also accepted as the module's class.
+
+        Attributes of that class cannot be expressed in types, and are Any.
+        """
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+@overload
+def cuda_graph(target: ClassType) -> ClassType: ...
+@overload
+def cuda_graph(target: None = None, **settings: Unpack[CudaGraphSettings]) -> Callable[[ClassType], ClassType]: ...
+def cuda_graph(target: Any = None, **settings: Any) -> Any:
+    """Class decorator that makes an `nn.Module` class a `CudaGraphWrapper`, with or without settings.
+
+        @cuda_graph
+        class Decoder(nn.Module): ...
+
+        @cuda_graph(capture_sizes=[1, 2, 4, 8])
+        class Decoder(nn.Module): ...
+
+    The class itself is changed and returned, so that ``super()``, pickling and subclasses work as
+    before. Decorating twice, or a subclass of a decorated class, does no harm: settings add up.
+
+    Raises:
+        ConfigError: the target is no module class, or a setting is invalid.
+    """
+    if target is None:
+        return functools.partial(cuda_graph, **settings)
+    if not isinstance(target, type) or not issubclass(target, nn.Module):
+        raise ConfigError(
+            f"@cuda_graph got {target!r}; expected a subclass of torch.nn.Module. "
+            "For a module that exists already, or a function, use simplegraph.wrap."
+        )
+    if not issubclass(target, CudaGraphWrapper):
+        if "__call__" in vars(target):
+            raise ConfigError(
+                f"{target.__name__} defines __call__ itself; rename it to forward, or use simplegraph.wrap."
+            )
+        config = CudaGraphConfig().replace(**settings)  # which names unknown settings, and the known ones
+        _insert_base(target)
+        target.cuda_graph_config = config  # type: ignore[attr-defined]
+    elif settings:
+        target.cuda_graph_config = target.cuda_graph_config.replace(**settings)
+    return target
+
+
+@overload
+def wrap(
+    module: ModuleType,
+    config: CudaGraphConfig | None = None,
+    *,
+    pool: GraphPool | None = None,
+    ranks: RankGroup | None = None,
+    **settings: Unpack[CudaGraphSettings],
+) -> WrappedModule[ModuleType]: ...
+@overload
+def wrap(
+    module: Callable[P, R],
+    config: CudaGraphConfig | None = None,
+    *,
+    pool: GraphPool | None = None,
+    ranks: RankGroup | None = None,
+    **settings: Unpack[CudaGraphSettings],
+) -> GraphedFunction[P, R]: ...
+def wrap(
+    module: Any,
+    config: CudaGraphConfig | None = None,
+    *,
+    pool: GraphPool | None = None,
+    ranks: RankGroup | None = None,
+    **settings: Any,
+) -> Any:
+    """Put graphs around an existing module or function, which itself stays as it is.
+
+    The result shares everything with the module (parameters, buffers, children, attributes, mode), is
+    an instance of its class and of `CudaGraphWrapper`, has the same ``state_dict`` keys, and can be
+    moved, copied and pickled; calls to it go through graphs, calls to `module` do not.
+
+    A function, bound method or other callable is served the same way. The modules and tensors that it reaches through
+    globals, its closure, defaults and the object that it belongs to are watched as a module's own are, and the plain
+    values there (numbers, strings, flags) are part of the key, as arguments are. The result is a `GraphedFunction`.
+
+    Args:
+        module: any `nn.Module` instance, or a function.
+        config: settings.
+        pool: graph memory to share with other wrappers (see `graph_pool`); None for its own. Graphs for training always
+            have their own: what a forward leaves there must last until its backward.
+        ranks: the ranks whose graphs hold collectives with this one's; see `RankGroup`. Not carried by copies.
+        **settings: fields of `CudaGraphConfig`, which win over `config`.
+
+    Raises:
+        ConfigError: it is no module or function, a TorchScript module, or a setting is invalid.
+    """
+    if isinstance(module, type) or not callable(module):
+        expected = "expected a torch.nn.Module instance (use @cuda_graph for a class) or a function"
+        raise ConfigError(f"wrap got {module!r}; {expected}.")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError("wrap got a TorchScript module; wrap the Python module it was made from.")
+    if config is not None and not isinstance(config, CudaGraphConfig):
+        raise ConfigError(
+            f"wrap got {config!r} as its config; expected a CudaGraphConfig. Give settings by name: "
+            "wrap(module, capture_sizes=[1, 2, 4])."
+        )
+    if not isinstance(module, nn.Module):
+        if isinstance(module, GraphedFunction):
+            config, module = config or module._wrapped._graph_runner.settings, module.__wrapped__
+        check_function(module, "wrap")
+        if settings.get("training"):
+            raise ConfigError("wrap got a function and training=True, which is for modules; a step is for train_step.")
+        made = wrap(FunctionModule(module), config or CudaGraphConfig(), pool=pool, ranks=ranks, **settings)
+        return GraphedFunction(module, made)
+    if config is None:
+        config = module._graph_runner.settings if isinstance(module, CudaGraphWrapper) else CudaGraphConfig()
+    runner = _new_runner(config.replace(**settings), pool, ranks)
+    module = unwrap(module)
+    kind: Any = type(module)
+    wrapped = _share(module, _graphed(kind))
+    wrapped._graph_runner = runner
+    object.__setattr__(wrapped, "_graph_original", module)  # past `nn.Module`, which would make it a child
+    return wrapped
+
+
+@overload
+def unwrap(module: WrappedModule[ModuleType]) -> ModuleType: ...
+@overload
+def unwrap(module: ModuleType) -> ModuleType: ...
+def unwrap(module: Any) -> Any:
+    """Return the module that `wrap` was given; other modules as they are."""
+    if hasattr(type(module), "_graph_original"):
+        return module._graph_original
+    original = getattr(type(module), "_simplegraph_original", None)
+    return module if original is None else _share(module, original)
+
+
+def check_unwrapped(model: Any, function: str) -> None:
+    """Refuse a model that has graphs of its own.
+
+    Raises:
+        ConfigError: it is wrapped, or its class is.
+    """
+    if isinstance(unwrap(model), CudaGraphWrapper):
+        kind = next(kind for kind in type(model).__mro__ if CudaGraphWrapper in kind.__bases__)
+        raise ConfigError(
+            f"{function} got a {type(model).__name__}, whose class {kind.__name__} has graphs itself, by "
+            f"@simplegraph.cuda_graph or CudaGraphWrapper: leave that away, and {function} serves its models."
+        )
+    if isinstance(model, CudaGraphWrapper):
+        raise ConfigError(f"{function} got a wrapped model; pass simplegraph.unwrap(model).")
+
+
+def _share(module: Any, kind: type[Any]) -> Any:
+    """Make an instance of another class with the very same attributes: whatever is set on one, both have."""
+    other = object.__new__(kind)
+    object.__setattr__(other, "__dict__", vars(module))
+    return other
+
+
+@functools.cache
+def _graphed(original: Any) -> type[nn.Module]:
+    """Make a subclass that calls through graphs. Its runner and the module are in slots, not shared."""
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # ``type(self)(...)``, as slicing a Sequential does, makes another module, which is not wrapped.
+        return original(*args, **kwargs)
+
+    def reduce(self: Any, protocol: Any = None) -> tuple[Any, ...]:
+        return wrap, (unwrap(self), self._graph_runner.settings)
+
+    def shallow_copy(self: Any) -> Any:
+        return wrap(copy.copy(unwrap(self)), self._graph_runner.settings)
+
+    members: dict[str, Any] = {
+        "__slots__": ("_graph_original", "_graph_runner"),
+        "__new__": new,
+        "__copy__": shallow_copy,
+        "__reduce_ex__": reduce,
+        "_simplegraph_original": original,
+    }
+    if issubclass(original, LazyModuleMixin):
+        members["__class__"] = property(type, _become)
+    mixins = () if issubclass(original, CudaGraphWrapper) else (CudaGraphWrapper,)
+    graphed: type[nn.Module] = subclass(original, members, *mixins)
+    return graphed
+
+
+def _become(lazy: Any, kind: type) -> None:
+    """Set the class of a wrapped lazy module, but not to the plain one that torch gives it once it is initialised.
+
+    That one has no place for the runner, and does what the lazy one does by then.
+    """
+    if kind is not lazy.cls_to_become:
+        _CLASS.__set__(lazy, kind)
+
+
+_CLASS: Any = vars(object)["__class__"]
+
+
+def _insert_base(target: Any) -> None:
+    # A subclass decorated earlier lists CudaGraphWrapper before this class, which it could not inherit from then.
+    children = target.__subclasses__()
+    for child in children:
+        children += child.__subclasses__()  # seen by this very loop, later
+        if CudaGraphWrapper in child.__bases__:
+            child.__bases__ = tuple(base for base in child.__bases__ if base is not CudaGraphWrapper)
+    target.__bases__ = (CudaGraphWrapper, *target.__bases__)
+
+
+def _new_runner(config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> GraphRunner:
+    """Make the runner that the settings ask for."""
+    known = config.from_env()
+    kind = next(filter(None, (find(known) for find in runner_kinds)), GraphRunner)
+    return kind(config, pool, ranks)
+
+
+def graph_pool(device: torch.device | str = "cuda") -> GraphPool:
+    """Make graph memory for several wrappers or managers to share: their graphs then reuse each other's.
+
+    Right where they never run at the same time and none needs another's static output after it ran.
+
+    Args:
+        device: "cuda", a device with an index, or "cpu" for the emulator.
+    """
+    return graph_device(device).new_pool()

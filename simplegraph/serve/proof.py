@@ -1,0 +1,272 @@
+"""Proves the graphs of a wrapped module on its calls: the first of each batch size, and one now and then."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from simplegraph.base.context import bypassed
+from simplegraph.base.errors import VerificationError
+from simplegraph.base.nested import flatten
+from simplegraph.base.reasons import Reason
+from simplegraph.base.tensors import wait_collectives
+from simplegraph.call.call import Call, invoke
+from simplegraph.call.memory import ModuleMemory
+from simplegraph.call.padding import learn_numbers, refuse_padding
+from simplegraph.call.plan import Plan
+from simplegraph.call.signature import CallReader
+from simplegraph.device.memory import remember
+from simplegraph.device.protocol import CAPTURE_LOCK
+from simplegraph.guard.snapshot import Snapshot
+from simplegraph.manager.differences import first_difference
+from simplegraph.manager.proof import Effects, ReplayProof
+from simplegraph.manager.touched import freed_since
+from simplegraph.program.observe import MemoryObserver
+from simplegraph.serve.rehearsal import WriteSaver
+
+logger = logging.getLogger("simplegraph")
+
+_REMEDY = (
+    "simplegraph.check(module, inputs) says more. A forward that mixes rows is wrong under padding (padding=False), "
+    "and Python state is frozen (state_key)."
+)
+
+
+_SHARE = 0.01  # of the time that replays take: what comparing some of them again may add, for verify=1
+_COST_WITH_RANKS = 100.0  # replays that are taken to last as long as a proof
+
+
+class Owner(Protocol):
+    """Owns the graphs that are proven.
+
+    Attributes:
+        reader: of calls.
+    """
+
+    reader: CallReader
+
+    def memory(self, call: Call) -> ModuleMemory:
+        """Find the memory that a call's forward may write."""
+
+    def keep_external(self, module: nn.Module, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
+        """Own what runs were seen to read, beside their inputs and what the module holds; note what they wrote."""
+
+    def refuse(self, call: Call, cause: str, remedy: str) -> None:
+        """Give up the graph of the call's size: it runs eagerly from now on."""
+
+
+def prove(owner: Owner, call: Call, plan: Plan) -> Any:
+    """Serve a call eagerly, and prove its graph by replays that start where eager did.
+
+    A graph whose effects differ serves no call: its size runs eagerly from now on or, if padding made the difference,
+    every padded batch of such calls does.
+
+    Raises:
+        VerificationError: they differ, and ``on_capture_failure`` is "raise".
+    """
+    # Alone: a capture in another thread has the random generators for itself.
+    with plan.table.ranks.together(), CAPTURE_LOCK, plan.proving():
+        return _CallProof(owner, call, plan).run()
+
+
+def first_distance(cost: float, verify: int) -> int:
+    """Return after how many replays a call is compared again, if that takes as long as `cost` replays."""
+    return math.ceil(cost / (_SHARE * verify))
+
+
+class _CallProof:
+    def __init__(self, owner: Owner, call: Call, plan: Plan) -> None:
+        self._owner = owner
+        self._call = call
+        self._plan = plan
+        self._table = plan.table
+        self._ranks = self._table.ranks
+        self._label = plan.graph.counters.label
+        self._where = owner.memory(call)
+        self._memory = self._where.save()
+
+    def run(self) -> Any:
+        """Run eagerly, replay, compare, and let everything be as eager left it."""
+        plan, memory, unsaved = self._plan, self._memory, self._memory is None
+        if self._ranks.any(f"memory that a proof of {self._label} cannot copy", unsaved) or memory is None:
+            self._leave_unverified("it writes more memory than a proof copies")
+            return plan.replay(self._call.leaves, plan.copies(self._call.leaves))
+        started = time.perf_counter()
+        self._table.stats.ran_eagerly(Reason.PROOF, size=self._call.batch)
+        proof = ReplayProof(self._table, plan.graph, memory, self._where.generators())
+        found, freed = None, False
+        try:
+            _, observer = proof.run_eager(self._run, self._call.batch)
+            number = learn_numbers(self._call.binding, self._table, observer.numbers)
+            unknown = self._ranks.any(f"unknown memory that {self._label} writes", self._learn(proof, observer))
+            gone = freed_since(self._table, plan.graph)
+            if self._ranks.any(f"freed memory that {self._label} touches", gone is not None):
+                unknown, found, freed = False, gone, True  # it may not be replayed at all
+            elif not unknown:
+                found = self._compare(proof, observer)
+                found = (number if plan.padding else None) or found
+        finally:
+            proof.close()
+            plan.inputs.dirty = plan.inputs.rows
+        seconds = time.perf_counter() - started
+        plan.graph.counters.proof_seconds += seconds
+        if unknown:
+            if plan.graph.keeps_writing_elsewhere():
+                self._leave_unverified("it keeps writing to other memory")
+            return self._result
+        self._note(found, seconds / proof.replay_seconds, freed=freed)
+        return self._result if found is not None else plan.handed_out(self._result)
+
+    def _run(self) -> Any:
+        with bypassed(Reason.NESTED):
+            self._result = invoke(self._call.module, self._call.args, self._call.kwargs)
+        return self._plan.whole(self._result)
+
+    def _learn(self, proof: ReplayProof, observer: MemoryObserver) -> bool:
+        """Note what the forward wrote; True if it is more than was known, so that a replay could not be undone."""
+        binding, memory, inputs = self._call.binding, self._call.memory, self._memory
+        unknown = not proof.written_inputs <= binding.written
+        binding.written |= proof.written_inputs
+        binding.note_written(observer, memory)
+        self._owner.keep_external(self._call.module, [observer], set(memory.values()))
+        return unknown or inputs is None or any(key not in inputs for key in observer.written)
+
+    # The comparison.
+
+    def _compare(self, proof: ReplayProof, observer: MemoryObserver) -> str | None:
+        """Say how replays differ from eager, or from each other under other padding; None if they do not."""
+        if proof.nested_otherwise:
+            return "eager nests its outputs otherwise"
+        try:
+            again = functools.partial(self._replay, proof)
+            first = again()
+            if not self._plan.padding:
+                found = proof.beyond_noise(first, proof.expected, again)
+                # Kernels are chosen by alignment and strides, too: another one may round otherwise.
+                alike = self._plan.laid_alike(self._call.leaves)
+                return found if alike or found is None else proof.difference(first, proof.expected, rounded=True)
+            # What was declared as padding may be written somewhere: then only real rows count.
+            declared = any(static.arg.pad_declared for static in self._plan.inputs.inputs.values())
+            memory = not (declared or getattr(self._call.module, "writes_padding_rows", False))
+            other = self._replay(proof, repeat_rows=True)
+            found = proof.beyond_noise(first, other, again, memory=memory)
+            if found is not None and observer.rounds_by_group:  # padding rows are in some group, too
+                found = proof.difference(first, other, rounded=True, memory=memory)
+            found = found or (proof.wrong_write(self._load) if memory else None)
+            if proof.draws and not self._table.config.pad_random:
+                found = found or "it draws random numbers, and other ones for padding rows, too; see pad_random"
+            found = found or proof.difference(first, proof.expected, rounded=True, memory=memory)
+            return found or self._compare_parts(proof, first, again, memory=memory)
+        except Exception as error:
+            logger.debug("a run of %s failed in its proof", self._label, exc_info=True)
+            return f"a replay fails with {type(error).__name__}: {error}"
+
+    def _compare_parts(
+        self, proof: ReplayProof, first: Effects, again: Callable[[], Effects], *, memory: bool
+    ) -> str | None:
+        """Say how a graph's first padded replay differs from eager on the padded rows, or eager's half from its whole.
+
+        Rounding differs between batch sizes, and hides what depends on a number of rows that is nearly the same. Half
+        of the rows change that twofold.
+        """
+        plan, graph = self._plan, self._plan.graph
+        known = graph.rows is None or any(rows < plan.padded for rows in graph.rows)
+        # Ranks may have other batch sizes. Breaks run once a call, and a draw of fewer numbers draws others.
+        if known or graph.program.breaks or proof.draws or self._ranks.size > 1:
+            return None
+        found, half, snapshot = None, plan.rows // 2, Snapshot(self._call.module)
+        try:
+            if not graph.rows:
+                eager, found = self._run_part(proof, plan.padded)
+                found = found or proof.beyond_noise(first._replace(inputs=()), eager, again, memory=memory)
+            # The replay had twice the rows, or rows beside the real ones are what somebody declared.
+            if found is not None or plan.padded >= 2 * plan.rows or not memory:
+                return found
+            expected = self._call.binding.outputs.cut(proof.expected.outputs, half, plan.rows)
+            try:
+                eager, found = self._run_part(proof, half)
+            except Exception:  # where no half can be told from a whole
+                logger.debug("%s fails with %d rows", self._label, half, exc_info=True)
+                return None
+            found = found or first_difference(eager.outputs, expected, tolerance=proof.rounding)
+            return found and f"with {half} of {plan.rows} rows {found}"
+        finally:
+            snapshot.put_back(snapshot.changed_names())
+
+    def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
+        """Run eagerly on the first rows of the static inputs; say if a number follows the batch size."""
+        plan, call = self._plan, self._call
+        proof.rewind()
+        self._load(None)
+        leaves = plan.inputs.passed(call.layout.args, lambda static: static.copied_part(plan.padded, rows))
+        args, kwargs = call.spec.unflatten(leaves)
+        with remember(None, self._where.generators()) as undo, bypassed(Reason.NESTED):
+            with WriteSaver(self._memory or (), undo, rows) as observer:
+                leaves, _ = flatten(wait_collectives(invoke(call.module, args, kwargs)))
+            effects = proof.effects(call.binding.outputs.cut(leaves, min(rows, plan.rows), rows))
+        return effects, learn_numbers(call.binding, self._table, observer.numbers)
+
+    def _replay(self, proof: ReplayProof, *, repeat_rows: bool = False) -> Effects:
+        """Replay the caller's rows; `repeat_rows` pads with these over and over, where no rule is declared."""
+        plan = self._plan
+        names = [name for name, _ in self._memory.inputs] if self._memory is not None else []
+
+        def load(_: Any) -> None:
+            self._load(_)
+            for static in plan.inputs.inputs.values() if repeat_rows else ():
+                if not static.arg.pad_declared:
+                    static.repeat(plan.rows, plan.padded)
+
+        statics = [plan.inputs.inputs[name].part(plan.padded, 0, plan.rows) for name in names]
+        return proof.replay(plan.compared, statics, load)
+
+    def _load(self, _: Any) -> None:
+        self._plan.inputs.dirty = self._plan.inputs.rows
+        self._plan.load(self._plan.copies(self._call.leaves))
+
+    # The verdict.
+
+    def _note(self, found: str | None, cost: float, *, freed: bool = False) -> None:
+        """Remember the verdict of all ranks.
+
+        Args:
+            found: the difference.
+            cost: how many replays take as long as the proof.
+            freed: True if the graph touches memory that was given back, whatever the padding.
+        """
+        plan, call, table, graph = self._plan, self._call, self._table, self._plan.graph
+        if found is not None and not graph.left:
+            total = graph.counters.replays
+            found += (
+                f"; the graph equalled eager after {total - graph.distance:,} replays, and now, after {total:,}, it "
+                "does not: answers since then may be wrong"
+            )
+        error = None if found is None else VerificationError(found)
+        failure = self._ranks.failure(f"the proof of {self._label}", error)
+        if failure is None:
+            # Batch sizes of ranks may differ, and their clocks do.
+            alone = self._ranks.size == 1
+            known = call.binding.proven.setdefault(call.dispatch[:2], set()) if alone else None
+            graph.prove(call.batch, known, first_distance(cost if alone else _COST_WITH_RANKS, table.config.verify))
+            return
+        rank, said = failure
+        where = f" on rank {rank}" if self._ranks.size > 1 else ""
+        if plan.padding and not freed:
+            text = f"padding {call.batch} rows to {call.padded} changes the answer{where}"
+            if call.binding.unsliceable is None:  # else a number of the batch size was found, and warned of
+                warn = table.config.on_capture_failure != "raise"
+                refuse_padding(call.binding, table, text, said, _REMEDY, warn=warn)
+        else:
+            text = f"a replay of {self._label} does not equal eager{where}"
+            self._owner.refuse(call, f"{text}: {said}", _REMEDY)
+        if table.config.on_capture_failure == "raise":
+            raise VerificationError(f"{text}: {said}.\n  {_REMEDY}")
+
+    def _leave_unverified(self, why: str) -> None:
+        self._plan.graph.leave_unverified(why)

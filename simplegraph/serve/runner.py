@@ -1,0 +1,367 @@
+"""Serves the calls of a wrapped module: eager, warmup, capture or replay."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
+from simplegraph.base.context import CALLS, CallContext, described_batch
+from simplegraph.base.errors import CaptureError, ConfigError, InputError, ReplayError, StaleGraphError
+from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.batch.dispatch import Dispatch
+from simplegraph.call.call import Call, invoke
+from simplegraph.call.known import KnownCalls
+from simplegraph.call.refusal import LASTING, Refusal, RefusedForms
+from simplegraph.call.signature import device_of
+from simplegraph.device.protocol import GraphPool
+from simplegraph.device.select import graph_device
+from simplegraph.distributed.ranks import RankGroup
+from simplegraph.guard.functions import computes_gradients
+from simplegraph.guard.guards import any_requires_grad
+from simplegraph.guard.survey import device_of_state
+from simplegraph.guard.torch_state import hindrance
+from simplegraph.manager.jobs import CaptureSummary
+from simplegraph.manager.manager import CudaGraphManager
+from simplegraph.manager.report import GraphReport
+from simplegraph.manager.stats import GraphStats
+from simplegraph.serve.builder import GraphBuilder, SettingsChanged
+from simplegraph.serve.lengths import LengthBuckets
+from simplegraph.serve.proof import prove
+from simplegraph.serve.replay import MISS, replay_checked, try_replay
+
+logger = logging.getLogger("simplegraph")
+
+# Generations in a row that went stale before serving a single replay; after that, capturing is a waste.
+_STALE_LIMIT = 3
+_RUNS_TO_SETTLE = 3  # of a capture whose first runs change settings of torch
+
+
+class GraphRunner:
+    """The graphs of one wrapped module. Copies and pickles carry the settings, not the graphs.
+
+    Args:
+        config: settings; ``SIMPLEGRAPH_*`` environment variables win over them.
+        pool: memory to share with other wrappers; None for a pool of its own.
+        ranks: those that capture together with this one.
+    """
+
+    def __init__(self, config: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None) -> None:
+        self.stats = GraphStats(unit="calls" if config.exact_shapes else "rows")
+        self._lock = threading.RLock()
+        self._strikes = 0
+        self._served_before = 0
+        self._use(config, config.from_env(), pool, ranks)
+
+    def _use(
+        self, settings: CudaGraphConfig, config: CudaGraphConfig, pool: GraphPool | None, ranks: RankGroup | None
+    ) -> None:
+        self.settings, self.config, self._pool, self._ranks = settings, config, pool, ranks
+        self.builder: GraphBuilder | None = None
+        self.lengths = LengthBuckets(config) if config.lengths else None
+        self._known = KnownCalls(config)
+        self._refused = RefusedForms()
+        self._disabled = Reason.MODE_NONE if config.mode is CudaGraphMode.NONE else None
+
+    def __reduce__(self) -> tuple[type[GraphRunner], tuple[CudaGraphConfig]]:
+        return type(self), (self.settings,)
+
+    @property
+    def manager(self) -> CudaGraphManager | None:
+        """The manager that keeps the programs; None until a call told the device."""
+        return self.builder.manager if self.builder is not None else None
+
+    def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve one call."""
+        context = CALLS.context
+        if context is not None and context.bypass is not None:
+            return self.run_eagerly(module, args, kwargs, context.bypass)
+        known = self._known
+        try:
+            if (layout := known.last) is not None:
+                result = try_replay(module, layout, known.state_key, args, kwargs, context)
+                if result is not MISS:
+                    return result
+            return self._call_slowly(module, args, kwargs, context)
+        except CannotBind as error:
+            why = error.reason, error.detail, error.size
+            if error.reason is Reason.ALLOCATOR:
+                self._disabled = error.reason  # for the life of the process
+        return self.run_eagerly(module, args, kwargs, *why)
+
+    def run_eagerly(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *why: Any) -> Any:
+        """Run eagerly, and count why, as `GraphStats.ran_eagerly` takes it."""
+        self.stats.name = module._get_name()
+        self.stats.ran_eagerly(*why)
+        return invoke(module, args, kwargs)
+
+    def _call_slowly(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: CallContext | None
+    ) -> Any:
+        known = self._known
+        for layout in list(known.layouts.values()):
+            if layout is not known.last:
+                result = try_replay(module, layout, known.state_key, args, kwargs, context)
+                if result is not MISS:
+                    known.last = layout
+                    return result
+        if context is None:
+            self._refused.check(args, kwargs, self._lessons)
+        with self._lock:
+            try:
+                builder, call = self._read(module, args, kwargs)
+            except CannotBind as error:
+                if context is None:
+                    self._refused.learn(module, args, kwargs, error, self._lessons)
+                raise
+            with builder.manager.pool.lock:
+                try:
+                    return self._serve(builder, call)
+                except CannotBind as error:
+                    error.size = call.batch
+                    if error.reason in LASTING:
+                        call.layout.refusals[call.plan_key] = Refusal(call, error, builder)
+                    raise
+
+    @property
+    def _lessons(self) -> int:
+        return self.builder.lessons if self.builder is not None else 0
+
+    def _read(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, largest: bool = False
+    ) -> tuple[GraphBuilder, Call]:
+        """Read everything about a call; `largest` takes it as an example of the largest size. Raises CannotBind."""
+        if self._disabled is not None:
+            raise CannotBind(self._disabled, "")
+        if module.training:
+            raise CannotBind(Reason.TRAINING, "")
+        known = self._known
+        leaves, names, spec = known.reader(module).leaves(args, kwargs)
+        builder = self._builder_for(module, leaves)
+        manager = builder.manager
+        if manager.device.is_capturing():
+            raise CannotBind(Reason.CAPTURING_ELSEWHERE, "")
+        hindered = hindrance()
+        if hindered is not None:
+            raise CannotBind(*hindered)
+        size, layout = known.read(module, leaves, names, spec, manager.device.torch_device)
+        if torch.is_grad_enabled() and builder.seen.read.wants_grad(module, leaves):
+            raise CannotBind(Reason.GRAD, _argument_of(module) if any_requires_grad(leaves) else "")
+        if largest:
+            dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
+        else:
+            dispatch = manager.dispatcher.dispatch(size, *described_batch())
+        if dispatch.mode is CudaGraphMode.NONE:
+            raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch), size)
+        if known.is_full(layout):
+            self._make_room(builder, size)
+        known.use(layout)
+        return builder, Call(module, args, kwargs, leaves, names, size, layout, dispatch)
+
+    def _make_room(self, builder: GraphBuilder, size: int) -> None:
+        """Drop all graphs for one signature more than `max_signatures`, or refuse it."""
+        count = len(self._known.bindings)
+        if self.config.on_too_many_signatures == "eager" and not self._known.outdated:
+            raise CannotBind(Reason.TOO_MANY_SIGNATURES, f"{count} are known", size)
+        builder.manager.ranks.any("dropping graphs, since there are more signatures than max_signatures", True)
+        logger.info("%s: dropping all graphs, since %d signatures are known", self.stats.name, count)
+        self.stats.flushes += 1
+        self._forget()
+
+    def _builder_for(self, module: Any, leaves: Sequence[Any]) -> GraphBuilder:
+        device = device_of(leaves, device_of_state(module) if self.config.exact_shapes else None)
+        if device.type not in ("cuda", "cpu"):
+            raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on {device}")
+        known = self.builder
+        if known is not None and known.manager.device.torch_device != device:
+            if known.state is not None and not known.state.moved():
+                graphs = known.manager.device.torch_device
+                raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on {device}, graphs on {graphs}")
+            self.reset()  # the module itself was moved
+            known = self.builder = None
+        if known is None:
+            _check_device(device)
+            self.stats.name = module._get_name()
+            manager = CudaGraphManager(
+                self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
+            )
+            if manager.device.emulated:
+                _warn_of_emulation()
+            known = self.builder = GraphBuilder(manager, self._known.reader(module))
+        return known
+
+    def _serve(self, builder: GraphBuilder, call: Call) -> Any:
+        """Run a call that a graph could serve, taking the next step towards that graph where there is none."""
+        self._drop_if_stale(builder)
+        table, binding = builder.manager.table, call.binding
+        table.order_streams()
+        call.check(pad_random=self.config.pad_random)
+        builder.seen.check(call)
+        if self._is_constant(builder, call):
+            call = call.at_exact_size()
+        if call.key not in table.graphs:
+            if call.key in table.failures:
+                raise CannotBind(Reason.CAPTURE_FAILED, table.failures[call.key].args[0].splitlines()[0])
+            unlike = "" if binding.called else builder.difference_to_captured(call)
+            if self.config.capture == "upfront":
+                if unlike:
+                    raise CannotBind(Reason.CAPTURED_OTHERWISE, unlike)
+                raise CannotBind(Reason.NOT_CAPTURED_UPFRONT, f"batch size {call.batch}")
+            builder.check_settled()
+            if not binding.called:
+                return builder.run_as_called(call, Reason.FIRST_CALL, unlike and f"captured otherwise: {unlike}")
+            if call.padding and not binding.outputs.can_cut(call.padded):
+                return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
+            if call.padding and not call.confirmed(builder.reader):
+                return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
+            if builder.needs_warmup(call) or _lets_larger_go_first(self._known, table, call):
+                return builder.run_as_called(call, Reason.WARMUP)
+            builder.capture(call)
+            self._served_before = self.stats.replays + 1  # the replay of this very call does not pay for the capture
+        if call.padding and not binding.outputs.known:
+            return builder.run_to_learn(call, Reason.OUTPUT_SHAPE_UNKNOWN)
+        if call.padding and not call.confirmed(builder.reader):
+            return builder.run_to_learn(call, Reason.BATCH_DIM_UNCONFIRMED)
+        plan = builder.plan(call)
+        copies = plan.copies(call.leaves)
+        if plan.unproven:
+            return prove(builder, call, plan)
+        if plan.debug:
+            return replay_checked(call.module, plan, call.leaves, copies)
+        return plan.replay(call.leaves, copies)
+
+    def _is_constant(self, builder: GraphBuilder, call: Call) -> bool:
+        """True if one batch size came, and came again: batch dimensions are a guess, and an exact graph needs none."""
+        again = call.padding > 0 and (call.spec, call.batch) in call.binding.ran
+        return again and self.config.capture == "lazy" and not call.confirmed(builder.reader)
+
+    def _drop_if_stale(self, builder: GraphBuilder) -> None:
+        if builder.state is None or not builder.state.moved():
+            return
+        moved = ", ".join(builder.state.what_moved()[:5]) or "something captured"
+        if self.config.on_stale == "raise":
+            raise StaleGraphError(
+                f"moved or replaced since capture: {moved}. A replay would use the old values. "
+                "Call reset_graphs() to capture again, or set on_stale='recapture'."
+            )
+        # Where it moved on this rank alone, the others replay on: then this waits in vain, and says so.
+        builder.manager.ranks.any("dropping graphs, since what they read was moved or replaced", True)
+        logger.info("%s: dropping all graphs, since these moved or were replaced: %s", self.stats.name, moved)
+        self._strikes = 0 if self.stats.replays > self._served_before else self._strikes + 1
+        self.stats.recaptures += 1
+        self._drop_graphs()
+        if self._strikes >= _STALE_LIMIT:
+            self._disabled = Reason.STALE_TOO_OFTEN
+            raise CannotBind(Reason.STALE_TOO_OFTEN, moved)
+
+    # For the wrapper's other methods.
+
+    def configure(
+        self, settings: CudaGraphConfig, pool: GraphPool | None = None, ranks: RankGroup | None = None
+    ) -> None:
+        """Drop the graphs and start over with other settings, in another pool, or with other ranks."""
+        config = settings.from_env()  # refuses before anything is dropped
+        with self._lock:
+            self.reset("configuring graphs")
+            self.stats.failures.clear()
+            self._use(settings, config, pool or self._pool, ranks or self._ranks)
+
+    def capture_all(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureSummary:
+        """Capture every size; see `CudaGraphWrapper.capture_graphs`."""
+        _refuse_inside_forward("capture_graphs")
+        if self._disabled is Reason.MODE_NONE:
+            return CaptureSummary(0, {}, 0.0, 0)  # a program switched off from the environment goes on
+        with self._lock, torch.no_grad():
+            summary = self._capture_all(module, args, kwargs, _RUNS_TO_SETTLE)
+            self._served_before = self.stats.replays
+            return summary
+
+    def _capture_all(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], runs: int) -> CaptureSummary:
+        try:
+            builder, call = self._read(module, args, kwargs, largest=True)
+            self._drop_if_stale(builder)
+        except CannotBind as error:
+            raise InputError(f"capture_graphs cannot use this call: {error.explained}") from None
+        try:
+            with builder.manager.pool.lock:
+                return builder.capture_sizes(call)
+        except SettingsChanged as error:  # by the first run of a process, such as the order of attention kernels
+            if runs == 1:
+                cause = f"the forward changes settings of torch whenever it runs: {error}"
+                raise InputError(f"capture_graphs cannot use this call: {cause}. Set them before the call.") from None
+        return self._capture_all(module, args, kwargs, runs - 1)
+
+    def static_inputs(self, size: int | None) -> dict[str, Tensor]:
+        """View the static inputs of the last signature used; see `CudaGraphWrapper.static_inputs`."""
+        layout = self._known.last
+        if layout is None or self.builder is None or not self.builder.inputs_of:
+            raise ReplayError("no graph was captured yet, so there are no static inputs; call capture_graphs first.")
+        return self.builder.static_inputs(layout, size)
+
+    def report(self) -> GraphReport:
+        """See `CudaGraphWrapper.graph_report`."""
+        return GraphReport(self.stats, "no device yet") if self.manager is None else self.manager.report()
+
+    def reset(self, what: str = "reset_graphs") -> None:
+        """Drop all graphs, static inputs and what was learnt; `what` asks for it, in messages."""
+        _refuse_inside_forward(what)
+        with self._lock:
+            self._forget()
+            self._strikes = 0
+            if self._disabled is Reason.STALE_TOO_OFTEN:
+                self._disabled = None
+
+    def _forget(self) -> None:
+        """Drop the programs, static inputs and what calls look like."""
+        self._drop_graphs()
+        self._known.clear()
+
+    def _drop_graphs(self) -> None:
+        """Drop the programs; static inputs and what calls look like are kept."""
+        self._known.drop_plans()
+        if self.builder is not None:
+            self.builder.drop()
+
+
+def _lets_larger_go_first(known: KnownCalls, table: Any, call: Call) -> bool:
+    """True once for a shape of a training step, before anything is captured, if a larger one was called already.
+
+    All shapes share a pool: what the largest takes serves the others, while blocks of smaller ones are of no use to it.
+    """
+    binding = call.binding
+    if binding.postponed or table.graphs or not computes_gradients(call.module):
+        return False
+    binding.postponed = known.has_larger(binding)
+    return binding.postponed
+
+
+def _argument_of(module: Any) -> str:
+    return "an argument of a training step: detach it" if computes_gradients(module) else "an argument"
+
+
+def _check_device(device: torch.device) -> None:
+    """Refuse a device on which a manager cannot be made now. Raises CannotBind."""
+    try:
+        graphs = graph_device(device)
+    except ConfigError as error:
+        raise CannotBind(Reason.ALLOCATOR, str(error)) from None
+    if graphs.is_capturing():  # a manager begins with a capture of its own
+        raise CannotBind(Reason.CAPTURING_ELSEWHERE, "")
+
+
+@functools.cache
+def _warn_of_emulation() -> None:
+    """Warn once a process: every wrapper of a model would say the same."""
+    logger.warning("simplegraph: on the CPU graphs are emulated, which checks CUDA's rules and gives no speed.")
+
+
+def _refuse_inside_forward(what: str) -> None:
+    """Refuse to replace the graphs of a forward that is running."""
+    if CALLS.context is not None and CALLS.context.bypass is Reason.NESTED:
+        raise CaptureError(f"{what} was called inside the forward of a wrapped module; call it before or after.")
