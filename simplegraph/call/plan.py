@@ -129,42 +129,47 @@ class Plan:
     def copies(self, leaves: Sequence[Any]) -> Copies:
         """Find what has to be copied for a call that was read as one of these. Raises CannotBind."""
         copies = self.bind(leaves)
-        refusal = self.refusal(leaves) if self.guarded else None
-        if copies is None or refusal is not None:
+        if copies is None:
+            refusal = self.refusal(leaves) if self.guarded else None
             raise refusal or CannotBind(Reason.OPAQUE_ARGUMENT, "an argument does not equal itself")
         return copies
 
     def bind(self, leaves: Sequence[Any]) -> Copies | None:
-        """Find what has to be copied for this call; None if a leaf is not what was captured."""
+        """Find what has to be copied for this call; None if a leaf is not what was captured, or by a `refusal`."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        # Unpacking is cheaper than attributes, and as long as each other they are: the layout saw to it.
-        for leaf, (view, arg, shape, dtype, index, start, end, stride, reference, image) in zip(  # noqa: B905
-            leaves, self._bindings
-        ):
-            if leaf is view:
-                continue  # a tensor of static_inputs(), written in place
-            if shape is None:
-                if not arg.holds(leaf):
-                    return None
-                continue
-            if (
-                leaf.__class__ not in PLAIN_TENSORS
-                or leaf.dtype is not dtype
-                or leaf.shape != shape
-                or leaf.get_device() != index
+        try:
+            # Unpacking is cheaper than attributes, and as long as each other they are: the layout saw to it.
+            for leaf, (view, arg, shape, dtype, index, start, end, stride, reference, image) in zip(  # noqa: B905
+                leaves, self._bindings
             ):
-                return None
-            if image and leaf.stride() != stride and memory_order(leaf) != arg.order:
-                return None
-            if start <= leaf.data_ptr() < end:
-                if leaf.data_ptr() == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
-                    continue  # the same memory by another name
-                leaf = leaf.clone()  # overlaps its own target
-            if reference:
-                return None
-            sources.append(leaf)
-            targets.append(view)
+                if leaf is view:
+                    continue  # a tensor of static_inputs(), written in place
+                if shape is None:
+                    if not arg.holds(leaf):
+                        return None
+                    continue
+                if (
+                    leaf.__class__ not in PLAIN_TENSORS
+                    or leaf.dtype is not dtype
+                    or leaf.shape != shape
+                    or leaf.get_device() != index
+                ):
+                    return None
+                if image and leaf.stride() != stride and memory_order(leaf) != arg.order:
+                    return None
+                if start <= leaf.data_ptr() < end:
+                    if leaf.data_ptr() == start and leaf.stride() == stride and not (leaf.is_conj() or leaf.is_neg()):
+                        continue  # the same memory by another name
+                    leaf = leaf.clone()  # overlaps its own target
+                if reference:
+                    return None
+                sources.append(leaf)
+                targets.append(view)
+        except RuntimeError:  # a layout without an address, such as sparse
+            return None
+        if self.guarded and self.refusal(leaves) is not None:
+            return None
         if not sources:
             return NOTHING
         return (self.inputs.detached(sources) if self.inputs.handed_out else sources), targets

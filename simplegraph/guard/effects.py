@@ -14,6 +14,7 @@ from simplegraph.base.user_code import described_line
 from simplegraph.device.generators import HostRandom
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.guard.functions import FunctionModule
+from simplegraph.guard.reach import CodePlace
 from simplegraph.guard.snapshot import Snapshot, holds_graph_memory
 from simplegraph.program.escapes import PythonState
 
@@ -33,19 +34,19 @@ class ModuleState(PythonState):
         super().__init__(roots)
         self._device, self._pool, self._counted = device, pool, counted
         self._before: list[Snapshot] = []
-        self._values: dict[str, Any] = {}
+        self._values: list[CodePlace] = []
 
     def remember(self) -> None:
         super().remember()
         self._before = [Snapshot(root) for root in self._roots]
         function = self._roots[0]
-        self._values = function.values.now() if isinstance(function, FunctionModule) else {}
+        self._values = function.values.now() if isinstance(function, FunctionModule) else []
 
     def put_back(self) -> list[str]:
         changes = [change for before in self._before for change in before.changes()]
         kept = [name for name, value in changes if holds_graph_memory(value, self._device, self._pool)]
         if self._values:
-            changed = self._roots[0].values.changed_since(self._values, put_back=True)
+            changed = self._roots[0].values.put_back(self._values)
             self._counted.names = sorted({*(self._counted.names or ()), *changed})
         for index, before in enumerate(self._before):
             before.put_back(() if index else self._counted.names or ())
@@ -54,7 +55,7 @@ class ModuleState(PythonState):
 
     def forget(self) -> None:
         super().forget()
-        self._before, self._values = [], {}
+        self._before, self._values = [], []
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import operator
-import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -16,12 +15,18 @@ from torch import nn
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.guard.reach import CodePlace, is_code, places_of
+from simplegraph.guard.reach import CodePlace, Reach
 from simplegraph.program.places import ABSENT, is_library
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Link = tuple[Any, Any, Any]
+
+_HOLDING = ("builtins", "collections", "functools", "types", "torch")  # where classes of Python's are that hold things
+_OFTEN = 8  # new values in a row, each within as many looks after the last, from which on calls run eagerly
+_CHANGING = (
+    "takes new values all the time, and each needs a graph of its own: pass it as an argument, or rename it if the "
+    "code has its name for something else; of an optimizer, fused=True takes lr from the device"
+)
 
 # What a function that has graphs offers beside being called, of `CudaGraphWrapper`.
 _METHODS = frozenset(
@@ -53,6 +58,7 @@ class FunctionModule(nn.Module):
         self.training = False
         self.values = ReachedValues(getattr(function, "__qualname__", None) or type(function).__qualname__)
         self._function = function
+        self._reach = Reach()
         self.reached: dict[str, Any] = {}
 
         @functools.wraps(function)
@@ -70,38 +76,26 @@ class FunctionModule(nn.Module):
 
     def resolve(self) -> None:
         """Find again what the function reaches: globals and attributes may be bound to something else by now."""
-        found = [(place, value) for place in self._find_places() if (value := place.value) is not ABSENT]
-        self.values.use(found)
-        modules = {place.name: value for place, value in found if isinstance(value, nn.Module)}
-        others = {
-            place.name: value
-            for place, value in found
-            if place.last and not isinstance(value, (*ATOMS, nn.Module)) and not is_code(value) and _may_hold(value)
-        }
-        _update(self._modules, modules)
-        _update(self.reached, others)
+        places = self._find_places()
+        self.values.use(places)
+        fill(self._modules, {place.name: place.value for place in places if isinstance(place.value, nn.Module)})
+        fill(self.reached, {place.name: place.value for place in places if self._may_hold(place)})
 
     def _find_places(self) -> list[CodePlace]:
-        return places_of(self._function)
+        return self._reach.find([self._function])
 
-    def links(self) -> list[Link]:
-        """List (holder, key, value) for every place that the function reads; plain values are in `state` instead."""
-        return [(place.holder, place.key, value) for place, value in self.values.found if not isinstance(value, ATOMS)]
+    def _may_hold(self, place: CodePlace) -> bool:
+        """True for functions, tensors, containers, and objects of which no attribute is a place of its own."""
+        value, home = place.value, type(place.value).__module__
+        listed = isinstance(value, (*ATOMS, nn.Module)) or id(value) in self._reach.opened
+        return not listed and (home.partition(".")[0] in _HOLDING or not is_library(home))
 
-    def code(self) -> list[Any]:
-        """List the functions that the function calls by name, as far as they are the user's."""
-        return [value for _, value in self.values.found if isinstance(value, types.FunctionType)]
-
-    def watched_dicts(self) -> list[dict[Any, Any]]:
-        """List dicts whose entries tell when the code that calls run may have changed."""
-        return []
-
-    def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
-        """Yield what else calls read, by name, with the links to it."""
-        return iter(())
+    def held(self) -> list[dict[str, Any]]:
+        """List dicts of what calls read, by name, beside modules and plain values."""
+        return [self.reached]
 
     def state(self) -> Hashable:
-        """Return the plain values that the function reads, as a key. Raises CannotBind if it changes them itself."""
+        """Return the plain values that the function may read, as a key. Raises CannotBind if it changes them itself."""
         if self.values.moved():
             self.resolve()
         return self.values.state()
@@ -125,77 +119,89 @@ class FunctionModule(nn.Module):
 
 
 class ReachedValues:
-    """Holds what a function reaches; apart from the module, whose attributes are watched."""
+    """Holds the places that a function may read; apart from the module, whose attributes runs are seen to change.
+
+    Attributes:
+        places: they.
+        key: the plain values among what they hold.
+        counted: names of plain values that two runs in a row changed: by each, as far as can be told.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.found: list[tuple[CodePlace, Any]] = []
-        self._atoms: tuple[list[Any], list[Any]] = [], []
-        self._names: list[str] = []
-        self._ways: tuple[list[Any], list[Any], list[Any]] = [], [], []
-        self._last: tuple[list[Any], Hashable] = [], ()
+        self.counted: set[str] = set()
         self._changed: set[str] = set()  # by the latest run
-        self.counted: set[str] = set()  # by two runs in a row: by each, as far as can be told
+        self.key: tuple[Any, ...] = ()
+        self._seen: set[Hashable] = set()
+        self._since = self._changes = 0
+        self._often: list[str] = []  # what the latest change was of
+        self.use([])
 
-    def use(self, found: list[tuple[CodePlace, Any]]) -> None:
-        self.found = found
-        atoms = [place for place, value in found if isinstance(value, ATOMS) and place.last]
-        self._atoms = [place.holder for place in atoms], [place.key for place in atoms]
-        self._names = [place.name for place in atoms]
-        ways = [(place.holder, place.key, value) for place, value in found if self._leads_to_values(place, value)]
-        self._ways = [holder for holder, _, _ in ways], [key for _, key, _ in ways], [value for _, _, value in ways]
-
-    def _leads_to_values(self, place: CodePlace, value: Any) -> bool:
-        """True for an object or container on the way to plain values."""
-        inside = (value, getattr(value, "__dict__", None))
-        return not isinstance(value, ATOMS) and any(
-            getattr(holder, "thing", holder) is each for holder in self._atoms[0] for each in inside
-        )
+    def use(self, places: list[CodePlace]) -> None:
+        """Compare these places from now on."""
+        self.places = places
+        self._take([place.holder for place in places], [place.key for place in places], [each.value for each in places])
 
     def moved(self) -> bool:
-        """True if something else is on the way to the plain values than when they were looked for."""
-        holders, keys, values = self._ways
-        return bool(holders) and not all(map(operator.is_, map(_item, holders, keys), values))
+        """True if anything but plain values was replaced or is gone, on the way to which there may be others."""
+        self._since += 1
+        holders, keys, before = self._last
+        try:
+            found = list(map(operator.getitem, holders, keys))
+        except (LookupError, AttributeError, ValueError, TypeError):
+            return True
+        if all(map(operator.is_, found, before)):
+            return False
+        for now, then in zip(found, before, strict=True):
+            if now is not then and not (isinstance(now, ATOMS) and isinstance(then, ATOMS)):
+                return True
+        self._take(holders, keys, found)
+        return False
+
+    def _take(self, holders: list[Any], keys: list[Any], found: list[Any]) -> None:
+        self._last = holders, keys, found
+        key = tuple((type(value), constant_key(value)) for value in found if isinstance(value, ATOMS))
+        if key == self.key:
+            return
+        is_often = self._since <= _OFTEN and key not in self._seen and len(key) == len(self.key)
+        self._changes = self._changes + 1 if is_often else 0
+        if self._changes < _OFTEN:
+            self._seen.add(key)
+        names = [place.name for place in self.places if isinstance(place.value, ATOMS)]
+        self._often = [name for name, now, then in zip(names, key, self.key, strict=False) if now != then]
+        self._since, self.key = 0, key
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Find out if the run in here changes the plain values, which a replay would not."""
         before = self.now()
         yield
-        changed = self.changed_since(before)
+        changed = {place.name for place in _changed_since(before)}
         self.counted |= changed & self._changed
         self._changed = changed
 
-    def now(self) -> dict[str, tuple[Any, Any, Any]]:
-        """Return the plain values, by name, each with its holder and key."""
-        places = zip(self._names, *self._atoms, strict=True)
-        return {name: (holder, key, _item(holder, key)) for name, holder, key in places}
+    def now(self) -> list[CodePlace]:
+        """List the places of plain values, with what they hold now."""
+        places = (place._replace(value=_item(place)) for place in self.places if isinstance(place.value, ATOMS))
+        return list(places)
 
-    def changed_since(self, before: dict[str, tuple[Any, Any, Any]], *, put_back: bool = False) -> set[str]:
-        """Name those that are others than before, and put them back if asked to."""
-        changed = set()
-        for name, (holder, key, then) in before.items():
-            now = _item(holder, key)
-            if now is not then and now != then:
-                changed.add(name)
-                if put_back:
-                    holder[key] = then
-        return changed
+    def put_back(self, before: list[CodePlace]) -> set[str]:
+        """Let the plain values be as before a captured run; name those that it changed."""
+        changed = _changed_since(before)
+        for place in changed:
+            place.holder[place.key] = place.value
+        names = {place.name for place in changed}
+        self.counted -= names
+        self._changed = set()  # what a capture repeats of the run before it is no count
+        return names
 
     def state(self) -> Hashable:
-        """Return the plain values as a key: the very same object while none is set again."""
+        """Return the key: the very same object while no value is set again. Raises CannotBind."""
         if self.counted:
             raise CannotBind(Reason.PYTHON_STATE, ", ".join(sorted(self.counted)))
-        try:
-            found = list(map(operator.getitem, *self._atoms))
-        except (LookupError, ValueError):
-            return None
-        known, key = self._last
-        if len(found) != len(known) or not all(map(operator.is_, found, known)):
-            values = tuple((type(value), constant_key(value)) for value in found)
-            key = key if values == key else values
-            self._last = found, key
-        return key
+        if self._changes >= _OFTEN >= self._since:
+            raise CannotBind(Reason.PYTHON_STATE, f"{', '.join(self._often)} {_CHANGING}")
+        return self.key
 
 
 class GraphedFunction(Generic[P, R]):
@@ -287,23 +293,20 @@ def _decorated_mode(function: Any) -> Callable[[], Any] | None:
     return make if isinstance(getattr(make, "__self__", None), (torch.no_grad, torch.inference_mode)) else None
 
 
-def _item(holder: Any, key: Any) -> Any:
+def _changed_since(before: list[CodePlace]) -> list[CodePlace]:
+    """List the places of plain values that hold others than before."""
+    return [place for place in before if (now := _item(place)) is not place.value and now != place.value]
+
+
+def _item(place: CodePlace) -> Any:
     try:
-        return holder[key]
-    except (LookupError, ValueError):
+        return place.holder[place.key]
+    except (LookupError, AttributeError, ValueError):
         return ABSENT
 
 
-def _may_hold(value: Any) -> bool:
-    """True unless a value is an object of a library that holds no tensors, such as a logger."""
-    home = type(value).__module__
-    return home.partition(".")[0] in ("builtins", "collections", "types", "torch") or not is_library(home)
-
-
-def _update(held: dict[str, Any], now: dict[str, Any]) -> None:
-    """Let a dict hold something else, without a write where nothing changes: writes are noticed."""
+def fill(held: dict[str, Any], now: dict[str, Any]) -> None:
+    """Let a dict that others read hold something else."""
     for name in held.keys() - now.keys():
         held.pop(name, None)
-    for name, value in now.items():
-        if held.get(name) is not value:
-            held[name] = value
+    held.update(now)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from simplegraph.base.constants import reader
 from simplegraph.base.errors import ReplayError
 from simplegraph.base.tensors import parts, storage_key
-from simplegraph.guard.functions import FunctionModule, computes_gradients
+from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.reading import Reading
 from simplegraph.guard.snapshot import has_address, place
 from simplegraph.guard.survey import SETTINGS, HeldTensor, Survey, code_of
@@ -127,9 +127,7 @@ class CapturedState:
         """Read what is there, to be compared at every call."""
         held = [each.links for each in survey.tensors.values() if each.links and self._read.covers(each)]
         owned = [part for tensor in self._read.elsewhere.values() for part in parts(tensor) if has_address(part)]
-        module = self._module()
-        dicts = module.watched_dicts() if isinstance(module, FunctionModule) else ()
-        return Reading(list(survey.modules.values()), (*held, *survey.links), dicts, owned)
+        return Reading(list(survey.modules.values()), (*held, *survey.links), owned)
 
     def moved(self) -> bool:
         """True if anything is no longer where the graphs read it. Cheap enough for every call."""

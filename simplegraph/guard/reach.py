@@ -1,17 +1,15 @@
-"""Find what a function reaches without being passed it: through globals, its closure, defaults and the object it is of.
+"""Find what a function reaches without being passed it, by the names that its code has.
 
-The code tells: names that it loads or sets, and attributes of these, in it and in the user's functions that it calls.
-Each is a place (holder, key), which may be bound to something else later.
+It reaches its closure, defaults, globals, the arguments of a partial, the object that it is a method of, and attributes
+of these. The user's functions, methods and properties among them are looked into as well. A name alone does not tell
+what it is an attribute of, so an attribute may be found that no code reads, because another object's has its name.
 """
 
 from __future__ import annotations
 
-import collections
-import dis
 import functools
-import inspect
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,330 +17,159 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from simplegraph.base.nested import ATOMS
-from simplegraph.program.places import ABSENT, is_library
+from simplegraph.program.places import is_library
 
-_MAX_FUNCTIONS = 500  # a bound for what hangs on by accident
-_MAX_ALIASES = 8
+_MAX_OBJECTS = 2_000  # a bound for what hangs on by accident
+_INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
-_LOCALS = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"})
-_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-# Between a name and its attributes; a copy is for ``self.count += 1``.
-_BETWEEN = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "COPY", "DUP_TOP", "DUP_TOP_TWO"})
-_CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
-_CONTAINERS = (dict, collections.OrderedDict, list, tuple)  # and no class of the user's, whose items may be computed
-_NAME_STORES = {"STORE_GLOBAL": "LOAD_GLOBAL", "STORE_DEREF": "LOAD_DEREF"}
 _WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # what they hold is looked for in other ways
-# Attributes of these are not looked up; of a class they are.
-_ENDS = tuple({*ATOMS, *_FUNCTIONS, types.BuiltinFunctionType} - {type})
-
-
-class Item(NamedTuple):
-    """An item that code reads of what is there, by a key that it has itself."""
-
-    key: Any
-
-    def __str__(self) -> str:
-        return f"[{self.key!r}]"
-
-
-Step = str | Item  # from a place to another: an attribute or an item
-Chain = tuple[str, str, list[Step]]
 
 
 class CodePlace(NamedTuple):
-    """A place that code reads: ``holder[key]``.
-
-    Attributes:
-        name: as the code has it, such as ``self.model``; last: True if the code reads no attribute of what is there.
-    """
+    """A place that code may read: ``holder[key]`` was `value`; `name` is as in code, such as ``self.model``."""
 
     name: str
     holder: Any
     key: Any
-    last: bool = True
-
-    @property
-    def value(self) -> Any:
-        """Return what it holds; `ABSENT` if nothing."""
-        try:
-            return self.holder[self.key]
-        except (LookupError, ValueError):  # the latter of an empty cell
-            return ABSENT
+    value: Any
 
 
-class CellItem:
-    """Gives a closure's cell the ways of a container: its item 0 is what it holds."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
-
-    def __getitem__(self, key: int) -> Any:
-        return self._cell.cell_contents
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        self._cell.cell_contents = value
+# No code runs where these are read; the last is a field of a named tuple.
+_READABLE = (types.FunctionType, staticmethod, classmethod, types.MemberDescriptorType, type(vars(CodePlace)["name"]))
 
 
-def places_of(function: Any) -> list[CodePlace]:
-    """List the places that a function, and the user's functions that it calls, read."""
-    return list(_Reach(function).places.values())
+class Attributes:
+    """Gives the attributes of an object, a class or a closure's cell as items; of a method its function."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, key: str) -> Any:
+        value = getattr(self._owner, key)
+        return getattr(value, "__func__", value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self._owner, key, value)
 
 
-class _Reach:
-    def __init__(self, function: Any) -> None:
-        self.places: dict[tuple[int, Any], CodePlace] = {}
-        self._seen: set[tuple[int, int]] = set()
-        self._left: list[tuple[Any, str]] = [(function, "")]
-        while self._left and len(self._seen) < _MAX_FUNCTIONS:
-            self._look_into(*self._left.pop())
+class Reach:
+    """Finds the places that functions, and the user's functions that they reach, may read.
 
-    def _look_into(self, function: Any, name: str) -> None:
-        """Look into a callable; `name` is what messages call the object that it belongs to."""
-        if isinstance(function, functools.partial):
-            for key, value in (*enumerate(function.args), *function.keywords.items()):
-                holder = function.args if isinstance(key, int) else function.keywords
-                self._add(CodePlace(f"partial.{key}", holder, key), value)
-            self._left.append((function.func, name))
+    Attributes:
+        opened: ids of the objects whose attributes are such places.
+    """
+
+    def __init__(self) -> None:
+        self._names = {"__call__"}  # of all code that was looked into, now or earlier
+
+    def find(self, functions: Iterable[Any]) -> list[CodePlace]:
+        """List the places, and what they hold now."""
+        roots, known = [(function, "self") for function in functions], 0
+        while known != len(self._names):  # more code may name more attributes of what was looked into before
+            known = len(self._names)
+            self._places: dict[tuple[int, Any], CodePlace] = {}
+            self._taken: set[str] = set()
+            self._seen: set[int] = set()
+            self.opened: set[int] = set()
+            self._has_read = False
+            self._left: list[tuple[Any, str]] = roots[::-1]
+            while self._left and len(self._seen) < _MAX_OBJECTS:
+                self._look_into(*self._left.pop())
+        return list(self._places.values())
+
+    def _look_into(self, value: Any, name: str) -> None:
+        """Look into a function or an object; `name` is what messages call it."""
+        if id(value) in self._seen or (isinstance(value, (*_WHOLE, *ATOMS)) and not isinstance(value, type)):
             return
-        if isinstance(function, types.MethodType):
-            function, bound_to = function.__func__, function.__self__
-        elif not isinstance(function, types.FunctionType):
-            bound_to, function = function, inspect.getattr_static(type(function), "__call__", None)
+        self._seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            self._read_code(value)
+        elif isinstance(value, types.MethodType):
+            self._left.append((value.__func__, name))
+            self._add("self", {"self": value.__self__}, "self")
+        elif isinstance(value, functools.partial):
+            self._add("partial.func", Attributes(value), "func", value)
+            self._add_all("partial.", value.args, range(len(value.args)))
+            self._add_all("partial.", value.keywords, value.keywords)
+        elif callable(value) and not isinstance(value, type) and is_library(type(value).__module__):
+            self._left += ((inner, name) for inner in _functions_in(value))
         else:
-            bound_to = ABSENT
-        if not isinstance(function, types.FunctionType):
-            return
-        key = id(function), id(bound_to)
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        if _is_packaged(function) and len(self._seen) > 1:
-            return
-        if is_library(function.__module__):  # but what it decorates may be the user's
-            inner = getattr(function, "__wrapped__", None)
-            if isinstance(inner, types.FunctionType):
-                self._left.append((inner if bound_to is ABSENT else types.MethodType(inner, bound_to), name))
-            return
+            self._open(value, name)
+
+    def _read_code(self, function: types.FunctionType) -> None:
         code = function.__code__
-        owner = {} if bound_to is ABSENT else dict.fromkeys(code.co_varnames[: code.co_argcount][:1], bound_to)
-        self._read_code(function, code, _locals_of(function, owner))
-
-    def _read_code(self, function: types.FunctionType, code: types.CodeType, local: Mapping[str, CodePlace]) -> None:
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        for load, root, attributes in _chains(code):
-            place = None
-            if load in _LOCALS or root in local:
-                place = local.get(root)
-            elif load != "LOAD_GLOBAL" and root in cells:
-                place = self.places.get((id(cells[root]), 0)) or CodePlace(root, CellItem(cells[root]), 0)
-            elif load in ("LOAD_GLOBAL", "LOAD_NAME") and root in function.__globals__:
-                place = CodePlace(root, function.__globals__, root)
-            if place is not None:
-                self._follow(place, attributes)
-        for inner in code.co_consts:
-            if isinstance(inner, types.CodeType):
-                inside = {name: place for name, place in local.items() if name in inner.co_freevars}
-                self._read_code(function, inner, inside)
-
-    def _follow(self, place: CodePlace, attributes: Sequence[Step]) -> None:
-        """Follow a chain of attributes and items from a place, as far as it leads through the user's objects."""
-        value = place.value
-        for attribute in attributes:
-            if isinstance(attribute, Item):
-                self._add(place, value)  # its other items may be read by keys that the code does not tell
-                place = CodePlace(f"{place.name}{attribute}", value, attribute.key)
-                if type(value) not in _CONTAINERS or place.value is ABSENT:
-                    return
-                value = place.value
-                continue
-            step = _attribute(place, value, attribute)
-            if step is None:
-                break
-            self._add(place._replace(last=False), value)
-            if not isinstance(step, CodePlace):
-                if isinstance(step, types.MethodType) and getattr(type(value), attribute, None) is step.__func__:
-                    method = CodePlace(f"{place.name}.{attribute}", _Method(value), attribute, last=False)
-                    self.places[id(value), f".{attribute}"] = method
-                self._left.append((step, place.name))
-                return
-            place, value = step, step.value
-        self._add(place, value)
-
-    def _add(self, place: CodePlace, value: Any) -> None:
-        if value is ABSENT or isinstance(value, types.ModuleType):
+        is_packaged = "site-packages" in code.co_filename or "dist-packages" in code.co_filename
+        if (is_packaged or is_library(function.__module__)) and (self._has_read or hasattr(function, "__wrapped__")):
+            self._left += ((inner, "self") for inner in _functions_in(function)[1:])  # it may decorate a user's
             return
-        holder = place.holder._cell if isinstance(place.holder, CellItem) else place.holder
-        at = id(holder), place.key
-        known = self.places.get(at)
-        self.places[at] = place._replace(last=place.last or (known is not None and known.last))
-        if place.last and (isinstance(value, _FUNCTIONS) or _is_users_callable(value)):
-            self._left.append((value, place.name))
+        self._has_read, names = True, _names_of(code)
+        self._names |= names
+        self._add(function.__qualname__, [function], 0, function)
+        self._add_all("", function.__globals__, sorted(names & function.__globals__.keys()))
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._add(name, Attributes(cell), "cell_contents", cell)
+        defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
+        for key in ("__defaults__", "__kwdefaults__") if defaults or keywords else ():  # they may be replaced
+            self._add(f"{function.__qualname__}.{key}", Attributes(function), key, function)
+        for index, name in enumerate(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]):
+            self._add(name, defaults, index)
+        self._add_all("", keywords, keywords)
 
+    def _open(self, owner: Any, name: str) -> None:
+        """Add the attributes of an object, or the items of a dict, that any of the code names."""
+        for namespace in _namespaces(owner):
+            for key in sorted(self._names & namespace.keys()):
+                if namespace is owner:
+                    self._add(f"{name}[{key!r}]", owner, key, owner)
+                    continue
+                if isinstance(namespace, dict):  # which may be replaced as a whole
+                    self._seen.add(id(namespace))
+                    self._add(f"{name}.__dict__", Attributes(owner), "__dict__", owner)
+                self.opened |= {id(owner), id(namespace)}
+                member, of_class = namespace[key], isinstance(namespace, types.MappingProxyType)
+                computed = of_class and hasattr(type(member), "__get__") and not isinstance(member, _READABLE)
+                if of_class:  # one that another class overrides may be called as well
+                    self._left += ((inner, name) for inner in _functions_in(member))
+                self._add(f"{name}.{key}", Attributes(owner) if of_class and not computed else namespace, key, owner)
 
-def _is_packaged(function: types.FunctionType) -> bool:
-    """True for a function of an installed package, and none that decorates a user's."""
-    path = function.__code__.co_filename
-    return ("site-packages" in path or "dist-packages" in path) and not hasattr(function, "__wrapped__")
+    def _add_all(self, prefix: str, holder: Any, keys: Iterable[Any]) -> None:
+        for key in keys:
+            self._add(f"{prefix}{key}", holder, key)
 
-
-def _locals_of(function: types.FunctionType, bound: Mapping[str, Any]) -> dict[str, CodePlace]:
-    """List the arguments whose values are known: what a method is of, and defaults."""
-    code = function.__code__
-    positional = code.co_varnames[: code.co_argcount]
-    defaults = function.__defaults__ or ()
-    known = {
-        name: CodePlace(name, defaults, index)
-        for index, name in enumerate(positional[len(positional) - len(defaults) :])
-    }
-    keyword = function.__kwdefaults__ or {}
-    known |= {name: CodePlace(name, keyword, name) for name in keyword}
-    return known | {name: CodePlace(name, {name: value}, name) for name, value in bound.items()}
+    def _add(self, name: str, holder: Any, key: Any, owner: Any = None) -> None:
+        """Add a place of a holder, or of the object that it belongs to, and look into what is there."""
+        at = id(holder if owner is None else owner), key
+        try:
+            value = holder[key]
+        except (LookupError, AttributeError, ValueError):  # the last of an empty cell
+            return
+        self._left.append((value, name))
+        if at in self._places or isinstance(value, types.ModuleType):
+            return
+        while name in self._taken:  # two closures may have the same names
+            name += "'"
+        self._taken.add(name)
+        self._places[at] = CodePlace(name, holder, key, value)
 
 
 @functools.lru_cache(maxsize=4096)
-def _chains(code: types.CodeType) -> tuple[Chain, ...]:
-    """List (opcode, name, steps) for every name that the code loads or sets, and attributes and items that follow.
-
-    A local variable that the code sets to one of them stands for it.
-    """
-    aliases: dict[str, list[Chain]] = {}
-    chains = list(_read_chains(code, aliases))
-    return tuple(known for chain in chains for known in _without_aliases(chain, aliases))
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    """Collect names and texts that the code has, and functions inside of it: an attribute's, a global's, a key's."""
+    texts = (value for value in code.co_consts if isinstance(value, str))
+    inner = (_names_of(value) for value in code.co_consts if isinstance(value, types.CodeType))
+    return frozenset(code.co_names).union(texts, *inner)
 
 
-def _without_aliases(
-    chain: Chain, aliases: Mapping[str, list[Chain]], seen: frozenset[str] = frozenset()
-) -> list[Chain]:
-    load, root, steps = chain
-    if load not in _LOCALS or root not in aliases or root in seen or len(seen) > _MAX_ALIASES:
-        return [chain]
-    meant = [(known, name, [*before, *steps]) for known, name, before in aliases[root]]
-    return [chain, *(found for each in meant for found in _without_aliases(each, aliases, seen | {root}))]
+def _functions_in(value: Any) -> list[Any]:
+    """List the functions that a value is, or stands for."""
+    inner = () if not hasattr(type(value), "__get__") and not callable(value) else _INNER
+    return [each for each in (value, *(getattr(value, name, None) for name in inner)) if isinstance(each, _FUNCTIONS)]
 
 
-def _read_chains(code: types.CodeType, aliases: dict[str, list[Chain]]) -> Iterator[Chain]:
-    load, root, attributes = "", "", list[Step]()
-    key: Item | None = None
-    for instruction in dis.get_instructions(code):
-        name, value = instruction.opname, instruction.argval
-        if name in _BETWEEN:
-            continue
-        if root and key is not None:
-            found, key = key, None
-            if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]"):
-                attributes.append(found)
-                continue
-        if root and name in _CONSTANTS:
-            key = Item(value)
-            continue
-        if root and (name in _ATTRIBUTES or name == "STORE_ATTR"):
-            attributes.append(str(value))
-            if name in _ATTRIBUTES:
-                continue
-        if root:
-            yield load, root, attributes
-            if name.startswith("STORE_FAST"):
-                aliases.setdefault(value[0] if isinstance(value, tuple) else str(value), []).append(
-                    (load, root, attributes)
-                )
-        load, root, attributes = "", "", []
-        if name in _NAME_STORES:
-            yield _NAME_STORES[name], str(value), []
-        if name in _LOADS or name in _LOCALS:
-            load, root = name, str(value)
-        elif name.endswith(("LOAD_FAST", "LOAD_FAST_BORROW")) and isinstance(value, tuple):  # two instructions in one
-            if name.startswith("LOAD"):
-                yield "LOAD_FAST", str(value[0]), []
-            load, root = "LOAD_FAST", str(value[1])
-    if root:
-        yield load, root, attributes
-
-
-def _attribute(place: CodePlace, value: Any, attribute: str) -> Any:
-    """Find the place of an attribute, or the function that it is; None where the chain ends."""
-    if isinstance(value, types.ModuleType):
-        return None if is_library(value.__name__) else CodePlace(f"{place.name}.{attribute}", vars(value), attribute)
-    if isinstance(value, (*_WHOLE, *_ENDS)):
-        return None
-    name = f"{place.name}.{attribute}"
-    if isinstance(value, type):
-        member = inspect.getattr_static(value, attribute, ABSENT)
-        owner = next((base for base in value.__mro__ if attribute in vars(base)), None)
-        if isinstance(member, (staticmethod, classmethod)):
-            return _bound(member, value)
-        return None if owner is None or is_library(owner.__module__) else CodePlace(name, _ClassItems(owner), attribute)
-    if attribute in getattr(value, "__dict__", {}):
-        return CodePlace(name, vars(value), attribute)
-    owner = next((base for base in type(value).__mro__ if attribute in vars(base)), None)
-    if owner is None or is_library(owner.__module__):
-        return None
-    member = vars(owner)[attribute]
-    if isinstance(member, property):
-        return types.MethodType(member.fget, value) if member.fget is not None else None
-    if isinstance(member, types.FunctionType):
-        return types.MethodType(member, value)
-    if isinstance(member, (staticmethod, classmethod)):
-        return _bound(member, type(value))
-    if type(member) is types.MemberDescriptorType:
-        return CodePlace(name, _Slots(value), attribute)
-    return CodePlace(name, _ClassItems(owner), attribute)
-
-
-def _bound(member: Any, owner: type) -> Any:
-    """Return the function of a static method, or of a class method with its class."""
-    function = member.__func__
-    bound = isinstance(member, classmethod) and isinstance(function, types.FunctionType)
-    return types.MethodType(function, owner) if bound else function
-
-
-class _Method:
-    """Gives an object the ways of a container of its methods: functions of its class, unless it has its own."""
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def __getitem__(self, key: str) -> Any:
-        own = getattr(self.thing, "__dict__", {}).get(key, ABSENT)
-        return getattr(type(self.thing), key, ABSENT) if own is ABSENT else own
-
-
-class _ClassItems:
-    """Gives a class the ways of a container of its attributes."""
-
-    def __init__(self, owner: type) -> None:
-        self.thing = owner
-
-    def __getitem__(self, key: str) -> Any:
-        return vars(self.thing)[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self.thing, key, value)
-
-
-class _Slots:
-    """Gives an object with slots the ways of a container."""
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self.thing, key, value)
-
-    def __getitem__(self, key: str) -> Any:
-        try:
-            return getattr(self.thing, key)
-        except AttributeError:
-            raise KeyError(key) from None
-
-
-def is_code(value: Any) -> bool:
-    """True for functions, classes and modules of Python, which hold no values of a call."""
-    return isinstance(value, (*_FUNCTIONS, type, types.ModuleType, types.BuiltinFunctionType))
-
-
-def _is_users_callable(value: Any) -> bool:
-    """True for an object of a user's class that can be called, a module of torch or a class excepted."""
-    kind = type(value)
-    own = not isinstance(value, (*_WHOLE, type, types.BuiltinFunctionType)) and callable(value)
-    return own and not is_library(kind.__module__) and kind.__module__ != "builtins"
+def _namespaces(value: Any) -> list[Mapping[str, Any]]:
+    """List what an object holds by name: items of a dict, attributes, and those of the user's classes that it is of."""
+    is_class, own = isinstance(value, type), [value] if isinstance(value, dict) else []
+    if not is_class and not (isinstance(value, types.ModuleType) and is_library(value.__name__)):
+        own.append(getattr(value, "__dict__", {}))
+    classes = value.__mro__ if is_class else type(value).__mro__
+    return [*own, *(vars(base) for base in classes if not is_library(base.__module__))]

@@ -55,7 +55,6 @@ class Reading:
         modules: the module first, then everything below it.
         links: (holder, key, value) from a module's attributes, or from any other place, to what is compared beside
             parameters, buffers, children and hooks.
-        dicts: other dicts whose number of entries is compared.
         owned: tensors that nothing else is known to hold.
     """
 
@@ -63,7 +62,6 @@ class Reading:
         self,
         modules: Sequence[nn.Module],
         links: Iterable[Sequence[Link]],
-        dicts: Iterable[dict[Any, Any]] = (),
         owned: Sequence[Tensor] = (),
     ) -> None:
         root, *children = modules
@@ -80,7 +78,7 @@ class Reading:
         self._kinds = list({type(module): None for module in modules})
         self._forwards = [kind.forward for kind in self._kinds]
         bases, self._levels = _levels(vars(root), attributes, links)
-        self._held = [(filled, attributes, [*attributes, *dicts], bases)]
+        self._held = [(filled, attributes, bases)]
         self._deaths = _clear_at_death(children, self._held)
         values, self._lengths = self._read(vars(root)) or ([], [])
         tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor) and _is_comparable(value)]
@@ -98,7 +96,13 @@ class Reading:
         self._is_more = self._wraps or bool(owned)
         live = self._of(values)
         self._addresses = list(map(Tensor.data_ptr, live))
-        self._layouts = _layouts_of(live)
+        # Tied weights, and parameters that an optimizer holds, too: `_TensorGuards` takes no tensor twice.
+        first = {id(tensor): at for at, tensor in reversed(list(enumerate(live)))}
+        again = [at for at, tensor in enumerate(live) if first[id(tensor)] != at]
+        self._is_again = bool(again)
+        self._again, self._first = _getter(again), _getter([first[id(live[at])] for at in again])
+        self._once = _getter(sorted(first.values()))
+        self._layouts = _layouts_of(self._once(live))
         self._checks: dict[tuple[bool, bool], Any] = {}
 
     def _opened(self, start: int) -> set[int]:
@@ -114,11 +118,11 @@ class Reading:
         held = next(iter(self._held), None)
         if held is None:
             return None
-        filled, below, counted, bases = held
+        filled, below, bases = held
         own = map(attributes.__getitem__, _REGISTRIES)
         parameters, buffers, modules = map(map, _READERS, filled)
         values = list(_chain(map(dict.values, itertools.chain(own, parameters, buffers, modules))))
-        lengths = list(map(len, counted))
+        lengths = list(map(len, below))
         lengths += len(values), len(attributes)
         if not self._levels:
             return values, lengths
@@ -161,6 +165,10 @@ class Reading:
                 return False
         except (LookupError, TypeError, RuntimeError, ValueError):  # the last of an empty cell
             return False
+        if self._is_again:
+            if not all(map(operator.is_, self._again(tensors), self._first(tensors))):
+                return False
+            tensors = self._once(tensors)
         check = self._checks.get((_is_inference_mode(), ANY_AUTOCAST()))
         return (
             (check.check(*tensors) if check is not None else self._same_layouts(tensors))

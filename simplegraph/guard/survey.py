@@ -77,7 +77,6 @@ class Survey:
         self._opened: set[int] = set()
         if isinstance(module, FunctionModule):
             module.resolve()
-            self.links += [(link,) for link in module.links()]
         self._add_tree("", module)
         for name in list(self.modules):
             self._look_at_attributes(name)
@@ -97,19 +96,13 @@ class Survey:
 
     def _look_at_attributes(self, name: str) -> None:
         module = self.modules[name]
-        if isinstance(module, FunctionModule):
-            reached = module.reached
-            for key, value in reached.items():
-                self._look_inside(key, key, ((reached, key, value),))
-            for key, links in module.held():
-                self._look_inside(key, key, links)
-            return
         attributes = vars(module)
-        for key, value in list(attributes.items()):
-            if type(value) in _CODE:
-                self.links.append(((attributes, key, value),))
-            elif key not in _REGISTERED:
-                self._look_inside(_dotted(name, key), _dotted(name, key), ((attributes, key, value),))
+        for held in holders_of(module):
+            for key, value in list(held.items()):
+                if type(value) in _CODE:
+                    self.links.append(((held, key, value),))
+                elif held is not attributes or key not in _REGISTERED:
+                    self._look_inside(_dotted(name, key), _dotted(name, key), ((held, key, value),))
         self.links += [((attributes, key, attributes[key]),) for key in _settings(module)]
 
     def _look_inside(self, name: str, attribute: str, links: tuple[Link, ...]) -> None:
@@ -135,8 +128,9 @@ class Survey:
                 self.links.append(links)
                 return
             self._opened.add(id(inner))
-            for key, item in items:
-                self._look_inside(f"{name}.{key}", attribute, (*links, (inner, key, item)))
+            for index, (key, item) in enumerate(items):
+                label = index if isinstance(key, Tensor) else key  # of an optimizer's state
+                self._look_inside(f"{name}.{label}", attribute, (*links, (inner, key, item)))
 
     def _add(self, held: HeldTensor) -> None:
         while held.name in self.tensors:  # {1: a, "1": b}
@@ -145,8 +139,8 @@ class Survey:
 
     def attributes(self) -> set[str]:
         """Name every parameter, buffer and other attribute of every module, whatever it holds, but for torch's own."""
-        holders = [(name, vars(module)) for name, module in self.modules.items()]
-        holders += [(name, holder[key]) for name, holder in holders for key in ("_parameters", "_buffers")]
+        holders = [(name, held) for name, module in self.modules.items() for held in holders_of(module)]
+        holders += [(name, held) for name, each in self.modules.items() for held in (each._parameters, each._buffers)]
         return {_dotted(name, key) for name, holder in holders for key in holder if key not in _REGISTERED}
 
     def name_of(self, tensor: Tensor) -> str | None:
@@ -199,14 +193,17 @@ def code_of(module: nn.Module) -> Iterator[Any]:
         for item in hooks.items():
             yield from item
         yield len(hooks)
-    attributes = vars(module)
-    for key, value in list(attributes.items()):
-        if type(value) in _CODE:
-            yield from (key, value)
+    for held in holders_of(module):
+        for key, value in list(held.items()):
+            if type(value) in _CODE:
+                yield from (key, value)
     for key in _settings(module):
-        yield from (key, attributes[key])
-    if isinstance(module, FunctionModule):
-        yield from module.code()
+        yield from (key, vars(module)[key])
+
+
+def holders_of(module: nn.Module) -> list[dict[str, Any]]:
+    """List the dicts of what a module holds beside parameters, buffers and children, or what a function reaches."""
+    return module.held() if isinstance(module, FunctionModule) else [vars(module)]
 
 
 def _settings(module: nn.Module) -> list[str]:

@@ -50,7 +50,7 @@ def try_replay(
         size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
     except (TypeError, AttributeError, IndexError):
         return MISS
-    if module.training or forward_ad._current_level >= 0:
+    if module.training:
         return MISS
     key = size if context is None else (size, context.batch)
     plan: Plan | None = layout.plans.get(key)
@@ -59,11 +59,8 @@ def try_replay(
         if refusal is not None and refusal.holds(leaves) and same_around(module, layout, state_key):
             raise CannotBind(*refusal.why)
         return MISS
-    try:
-        copies = plan.bind(leaves)
-    except RuntimeError:  # a layout without an address, such as sparse
-        return MISS
-    if copies is None or (plan.guarded and plan.refusal(leaves) is not None):
+    copies = plan.bind(leaves)
+    if copies is None:
         return MISS
     if _grad_enabled() and (plan.state.wants_grad() or any_requires_grad(leaves)):
         return MISS
@@ -83,7 +80,9 @@ def same_around(module: Any, layout: CallLayout, state_key: StateKey | None) -> 
     autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
     if autocast is not layout.autocast:
         return False
-    if num_operator_modes() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
+    if forward_ad._current_level >= 0 or num_operator_modes():
+        return False
+    if GLOBAL_HOOKS or GLOBAL_PRE_HOOKS or parametrize._cache_enabled:
         return False
     if not layout.settings.hold():
         return False

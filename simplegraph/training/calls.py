@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.errors import StaleGraphError
@@ -185,22 +184,13 @@ class TrainingCalls:
             or GLOBAL_BACKWARD_HOOKS
             or GLOBAL_BACKWARD_PRE_HOOKS
             or saved_tensors_hooks(False) is not None
-            or forward_ad._current_level >= 0
+            or (layout.autocast and torch.is_autocast_cache_enabled() is not known.caches)
+            or (pair.others and list(map(requires_grad, pair.others)) != pair.flags)
         ):
             return MISS
         plan = pair.plan
-        try:
-            copies = plan.bind(leaves)
-        except RuntimeError:  # a layout without an address, such as sparse
-            return MISS
-        if copies is None or (plan.guarded and plan.refusal(leaves) is not None):
-            return MISS
-        for index, wants in known.inputs:
-            if leaves[index].requires_grad is not wants:
-                return MISS
-        if pair.others and list(map(requires_grad, pair.others)) != pair.flags:
-            return MISS
-        if layout.autocast and torch.is_autocast_cache_enabled() is not known.caches:
+        copies = plan.bind(leaves)
+        if copies is None or any(leaves[index].requires_grad is not wants for index, wants in known.inputs):
             return MISS
         if not same_around(module, layout, self._calls.state_key):
             return MISS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.args import PLAIN_TENSORS
-from simplegraph.guard.survey import HeldTensor, Survey
+from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.training.hooks import calls_noted
 
@@ -59,8 +58,8 @@ class Leaves:
         """Let the module hold the stand-ins in here, wherever it holds what they stand for."""
         swapped = []
         try:
-            for _, held_by, key, tensor in self._places:
-                holder, other = held_by(), stand_ins.of(tensor)
+            for _, holder, key, tensor in self._places:
+                other = stand_ins.of(tensor)
                 if other is not None and holder[key] is tensor:
                     _set(holder, key, other)
                     swapped.append((holder, key, tensor, other))
@@ -127,21 +126,17 @@ class StandIns:
         return next((tensor for tensor, other in pairs if tensor.data_ptr() != other.data_ptr()), None)
 
 
-def _places(survey: Survey) -> Iterator[tuple[str, Callable[[], Any], Any, Tensor]]:
-    """Yield (name, holder, key, tensor) of every place that holds a tensor which may want gradients.
-
-    The holder is asked for each time: the dicts of a module become others when it is watched.
-    """
+def _places(survey: Survey) -> Iterator[tuple[str, Any, Any, Tensor]]:
+    """Yield (name, holder, key, tensor) of every place that holds a tensor which may want gradients."""
     for name, module in survey.modules.items():
-        for kind in ("_parameters", "_buffers"):
-            for key, tensor in getattr(module, kind).items():
+        for holder in (module._parameters, module._buffers):
+            for key, tensor in holder.items():
                 if tensor is not None and _may_want(tensor):
-                    yield f"{name}.{key}".lstrip("."), functools.partial(getattr, module, kind), key, tensor
-    held: Iterable[HeldTensor] = survey.tensors.values()
-    for each in held:
+                    yield f"{name}.{key}".lstrip("."), holder, key, tensor
+    for each in survey.tensors.values():
         if each.links and _may_want(each.tensor):
             holder, key, _ = each.links[-1]
-            yield each.name, functools.partial(_itself, holder), key, each.tensor
+            yield each.name, holder, key, each.tensor
 
 
 def _flat_lists(module: nn.RNNBase, stand_ins: StandIns) -> Iterator[tuple[str, Any, Any]]:
@@ -157,16 +152,12 @@ def _flat_lists(module: nn.RNNBase, stand_ins: StandIns) -> Iterator[tuple[str, 
         yield "_flat_weight_refs", vars(module)["_flat_weight_refs"], refs
 
 
-def _itself(holder: Any) -> Any:
-    return holder
-
-
 def _may_want(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _set(holder: Any, key: Any, value: Tensor) -> None:
-    """Set an item without a word to whoever watches the module: nothing is changed that any graph reads."""
+    """Set an item by the container's own method, whatever a class of the user's makes of it."""
     if isinstance(holder, dict):
         dict.__setitem__(holder, key, value)
     elif isinstance(holder, list):

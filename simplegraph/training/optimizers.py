@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.tensors import is_wrapper
+from simplegraph.guard.reach import Attributes, CodePlace
 from simplegraph.training.hooks import calls_noted
 
 logger = logging.getLogger("simplegraph")
@@ -30,7 +30,7 @@ Group = dict[str, Any]
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _CAPTURABLE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD")
 _CAPTURABLE_FOREACH = ("RMSprop", "Adadelta")
-_NOT_IN_KEY = frozenset({"params", "initial_lr", "param_names"})  # no step reads them
+_UNREAD = frozenset({"initial_lr", "param_names"})  # by any step
 _FIRST_RATE = ("Rprop",)  # reads its learning rate where it makes its state, and never again
 
 
@@ -61,48 +61,18 @@ class StepOptimizers:
         self._mirrors: dict[tuple[int, int], Tensor] = {}  # by optimizer and group
         self._rates: list[float] = []
         self._mirrored: list[tuple[Group, Tensor]] = []
-        self._values: tuple[list[Group], list[str]] = [], []
-        self._last: tuple[list[Any], Hashable] = [], ()
-        self._shape: list[Any] = []
-        self._versions: list[int] = []
-        self._changes = self._since = 0
-        self._often = ""
         self.refusal = self.scheduled = ""
         for each in self.all:
             _prepare(each)
 
     @property
-    def groups(self) -> list[Group]:
-        """All parameter groups."""
-        return [group for each in self.all for group in each.param_groups]
-
-    @property
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups."""
-        return [parameter for group in self.groups for parameter in group["params"]]
-
-    def links(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        """Yield the tensors of all optimizers' states by name, each with the links (holder, key, value) to it."""
-        for number, each in enumerate(self.all):
-            name, attributes, state = f"optimizers.{number}", vars(each), each.state
-            first = attributes, "state", state
-            for index, parameter in enumerate(self.parameters):
-                entry = dict.get(state, parameter)
-                for key, value in entry.items() if isinstance(entry, dict) else ():
-                    if isinstance(value, Tensor):
-                        yield f"{name}.state.{index}.{key}", (first, (state, parameter, entry), (entry, key, value))
-            for index, group in enumerate(each.param_groups):
-                for key, value in group.items():
-                    if isinstance(value, Tensor) and not value.is_cpu:
-                        yield f"{name}.param_groups.{index}.{key}", ((group, key, value),)
+        return [parameter for each in self.all for group in each.param_groups for parameter in group["params"]]
 
     def hooks(self) -> list[dict[int, Any]]:
         """List the dicts of the optimizers' hooks."""
         return [held for each in self.all for held in (each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks)]
-
-    def steps(self) -> list[Any]:
-        """List the functions that the optimizers' steps are, their classes' and those that were set instead."""
-        return [code for each in self.all for code in (type(each).step, vars(each).get("step"))]
 
     def find_schedulers(self, values: Iterable[Any]) -> None:
         """Refuse graphs if one of these is a scheduler: it belongs outside of the step."""
@@ -132,32 +102,26 @@ class StepOptimizers:
 
     # The learning rates on the device.
 
-    def look(self) -> None:
-        """Find the groups again, and which of their values are mirrored on the device or part of the key."""
-        groups, names = [], []
+    def look(self) -> list[CodePlace]:
+        """Find the groups again, and which learning rates are on the device; list what else steps read by its place."""
+        places = []
         self._mirrored = []
         self.refusal = next(filter(None, (unsuitable(each) for each in self.all)), self.scheduled)
         for number, each in enumerate(self.all):
+            own: dict[str, Any] = {"state": vars(each), "param_groups": vars(each), "step": Attributes(each)}
+            places += [CodePlace(f"optimizers.{number}.{key}", held, key, held[key]) for key, held in own.items()]
             for index, group in enumerate(each.param_groups):
                 mirror = self._mirror(each, group, (number, index))
                 self._mirrored += [] if mirror is None else [(group, mirror)]
                 unread = {"lr"} if mirror is not None or _named(each) in _FIRST_RATE else set()
-                for name, value in group.items():
-                    if name in _NOT_IN_KEY or name in unread or isinstance(value, Tensor):
-                        continue
-                    groups.append(group)
-                    names.append(name)
-        self._values = groups, names
+                name = f"optimizers.{number}.param_groups.{index}"
+                for key in [key for key in group if key not in _UNREAD | unread]:
+                    places.append(CodePlace(f"{name}.{key}", group, key, group[key]))
+                    if isinstance(group[key], (tuple, list)) and key != "params":
+                        items = enumerate(group[key])
+                        places += [CodePlace(f"{name}.{key}.{at}", group[key], at, value) for at, value in items]
         self._rates = [float("nan")] * len(self._mirrored)
-        self._shape = self._shape_now()
-
-    def _follow(self) -> None:
-        if self._shape != self._shape_now():
-            self.look()
-
-    def _shape_now(self) -> list[Any]:
-        # By identity: groups that were loaded equal those before, but are others.
-        return [(id(group), len(group["params"]), len(group)) for group in self.groups]
+        return places
 
     def _mirror(self, owner: optim.Optimizer, group: Group, place: tuple[int, int]) -> Tensor | None:
         """Return the tensor that stands for a group's learning rate; None if the number itself is used.
@@ -177,27 +141,22 @@ class StepOptimizers:
                 known = self._mirrors[place] = torch.full((), float(rate), dtype=kind, device=device)
         return known
 
-    def refresh(self) -> None:
-        """Let the mirrors hold the learning rates that the user has set."""
+    def refresh(self, before: Callable[[], object] = bool) -> None:
+        """Let the mirrors hold the learning rates that the user has set; call `before` first if that writes."""
         rates = [float(group["lr"]) for group, _ in self._mirrored]
         if rates == self._rates:
             return
+        before()
         with outside_modes():
             for (_, mirror), rate, known in zip(self._mirrored, rates, self._rates, strict=True):
                 if rate != known:
                     mirror.fill_(rate)
         self._rates = rates
 
-    @property
-    def outdated(self) -> bool:
-        """True if `refresh` has something to do."""
-        return [float(group["lr"]) for group, _ in self._mirrored] != self._rates
-
     @contextlib.contextmanager
     def mirrored(self, *, refresh: bool = True) -> Iterator[None]:
         """Let the mirrors stand in `param_groups` in here."""
         if refresh:
-            self._follow()
             self.refresh()
         before = [(group, mirror, group["lr"], mirror._version) for group, mirror in self._mirrored]
         for group, mirror, *_ in before:
@@ -218,43 +177,6 @@ class StepOptimizers:
                     group["lr"] = mirror.item()
             if self.scheduled:
                 self.look()
-
-    # The key.
-
-    def _note_change(self, found: list[Any]) -> None:
-        """Note that a number has changed which graphs fix; refuse steps as long as one does so all the time."""
-        known, _ = self._last
-        often = self._since <= _OFTEN and len(found) == len(known)
-        self._changes = self._changes + 1 if often else 0
-        self._since = 0
-        if self._changes >= _OFTEN:
-            pairs = zip(self._values[1], found, known, strict=True)
-            names = sorted({name for name, now, before in pairs if now is not before})
-            self._often = f"{', '.join(names)} keeps changing, which the optimizer takes as a Python number"
-            if names == ["lr"]:
-                self._often += "; fused=True takes it from the device"
-
-    @property
-    def changing(self) -> str:
-        """Say which number changes too often to capture a graph for each value; empty if none does."""
-        if self._changes >= _OFTEN and self._since > _OFTEN:
-            self._changes = 0
-        return self._often if self._changes >= _OFTEN else ""
-
-    def state(self) -> Hashable:
-        """Return the values that are part of the key: the very same object while none changes."""
-        self._follow()
-        found = list(map(operator.getitem, *self._values))
-        known, key = self._last
-        self._since += 1
-        if not _same(found, known):
-            self._note_change(found)
-            if self.refusal:
-                self.look()  # which one of these may lift
-                found = list(map(operator.getitem, *self._values))
-            key = (tuple(map(_value_key, found)), tuple(len(group["params"]) for group in self.groups))
-            self._last = found, key
-        return key
 
 
 def unsuitable(owner: optim.Optimizer) -> str:
@@ -283,26 +205,13 @@ def unsuitable(owner: optim.Optimizer) -> str:
 
 _SCHEDULERS = (optim.lr_scheduler.LRScheduler, optim.lr_scheduler.ReduceLROnPlateau)
 _SCHEDULED = "the step sets the learning rate; call scheduler.step() outside of it"
-_OFTEN = 8  # changes of a number, each within as many calls of the last, after which steps run eagerly
-
-
-def _same(found: list[Any], known: list[Any]) -> bool:
-    return len(found) == len(known) and all(map(operator.is_, found, known))
-
-
-def _value_key(value: Any) -> Hashable:
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_value_key, value))
-    return type(value), repr(value) if isinstance(value, (float, str, int, bool, type(None))) else id(value)
 
 
 def takes_tensor(owner: optim.Optimizer, group: Group) -> bool:
     """True if an optimizer's step reads a tensor for the group's learning rate on the device."""
     kind = _named(owner)
-    if group.get("fused"):
-        return kind in _FUSED
-    if not group.get("capturable"):
-        return False
+    if group.get("fused") or not group.get("capturable"):
+        return bool(group.get("fused")) and kind in _FUSED
     return kind in _CAPTURABLE or (kind in _CAPTURABLE_FOREACH and group.get("foreach") is not False)
 
 

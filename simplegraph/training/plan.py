@@ -62,9 +62,7 @@ class StepPlan(Plan):
         same = len(known) == len(entry) and all(map(operator.is_, entry, known))
         if not same:
             self._enter()
-        if step.optimizers.outdated:
-            self.table.order_streams()
-            step.optimizers.refresh()
+        step.optimizers.refresh(self.table.order_streams)
         result = super().replay(leaves, copies)
         if not same:
             self._leave()

@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import Tensor, optim
 
+from simplegraph.program.places import ABSENT
+
 _SCALER_STATES = "_per_optimizer_states"
+_OWN = frozenset({_SCALER_STATES, "_opt_called"})  # changed by every step, and of no consequence
 
 
 class OptimizersPython:
@@ -18,33 +21,26 @@ class OptimizersPython:
     """
 
     def __init__(self, optimizers: Sequence[optim.Optimizer], scaler: Any) -> None:
-        self._scaler = scaler
-        self._dicts: list[tuple[str, Any, dict[Any, Any]]] = []
-        self._own: list[tuple[Any, dict[Any, Any]]] = []  # a scaler's own, by optimizer
-        for index, each in enumerate(optimizers):
-            self._dicts += [(name, held, dict(held)) for name, held in _dicts_of(f"optimizers.{index}", each)]
+        found = [entry for index, each in enumerate(optimizers) for entry in _dicts_of(f"optimizers.{index}", each)]
         if scaler is not None:
-            self._dicts.append(("scaler", vars(scaler), dict(vars(scaler))))
-            self._own = [(held, dict(held)) for held in _dicts_inside(getattr(scaler, _SCALER_STATES, None))]
-            self._stages = _stages(scaler)
+            found += [("scaler", vars(scaler)), *(("", held) for held in _dicts_inside(_states(scaler)))]
+        self._dicts = [(name, held, dict(held)) for name, held in found]
+        self._scaler, self._stages = scaler, _stages(scaler)
 
     def changed(self) -> list[str]:
         """Name what has changed; a replay would not change it."""
         names = []
         for name, held, before in self._dicts:
-            for key in [*before, *(key for key in held if key not in before)]:
-                label = f"{name}.{_label(key)}"
-                if key == _SCALER_STATES or label.endswith("_opt_called"):
-                    continue
-                if key not in before or key not in held or not _same(before[key], held[key]):
-                    names.append(label)
-        if self._scaler is not None and _stages(self._scaler) != self._stages:
+            keys = [key for key in {**before, **held} if not _same(before.get(key, ABSENT), held.get(key, ABSENT))]
+            labels = ("a parameter" if isinstance(key, Tensor) else key for key in keys if name and key not in _OWN)
+            names += [f"{name}.{label}" for label in labels]
+        if _stages(self._scaler) != self._stages:
             names.append("scaler, whose update() is not called in the step,")
         return names
 
     def put_back(self) -> None:
         """Let everything hold what it held."""
-        for held, before in (*((held, before) for _, held, before in self._dicts), *self._own):
+        for _, held, before in self._dicts:
             held.clear()
             held.update(before)
 
@@ -52,11 +48,10 @@ class OptimizersPython:
 def _dicts_of(name: str, owner: optim.Optimizer) -> Iterator[tuple[str, Any]]:
     yield name, vars(owner)
     yield f"{name}.state", owner.state
-    for index, entry in enumerate(owner.state.values()):
-        if isinstance(entry, dict):
-            yield f"{name}.state.{index}", entry
-    for index, group in enumerate(owner.param_groups):
-        yield f"{name}.param_groups.{index}", group
+    for held, entries in (("state", owner.state.values()), ("param_groups", owner.param_groups)):
+        for index, entry in enumerate(entries):
+            if isinstance(entry, dict):
+                yield f"{name}.{held}.{index}", entry
 
 
 def _dicts_inside(value: Any) -> Iterator[Any]:
@@ -66,17 +61,16 @@ def _dicts_inside(value: Any) -> Iterator[Any]:
             yield from _dicts_inside(item)
 
 
+def _states(scaler: Any) -> dict[int, Any]:
+    """Return what a scaler knows of each optimizer."""
+    return getattr(scaler, _SCALER_STATES, {})
+
+
 def _stages(scaler: Any) -> dict[int, Any]:
     """Return how far each optimizer's step has come, but for those that are ready for one."""
-    states = getattr(scaler, _SCALER_STATES, {})
-    return {key: state["stage"] for key, state in states.items() if getattr(state["stage"], "name", "") != "READY"}
+    stages = {key: state["stage"] for key, state in _states(scaler).items()}
+    return {key: stage for key, stage in stages.items() if getattr(stage, "name", "") != "READY"}
 
 
 def _same(before: Any, now: Any) -> bool:
-    if before is now:
-        return True
-    return not isinstance(now, Tensor) and type(before) is type(now) and bool(before == now)
-
-
-def _label(key: Any) -> str:
-    return "a parameter" if isinstance(key, Tensor) else str(key)
+    return before is now or (not isinstance(now, Tensor) and type(before) is type(now) and bool(before == now))

@@ -12,17 +12,18 @@ from typing import Any, NamedTuple, NoReturn, overload
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import optimizer as _optimizer
+from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import CaptureError, ConfigError, InputError
 from simplegraph.base.modes import autocast_cache
-from simplegraph.base.nested import flatten
+from simplegraph.base.nested import ATOMS, flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.writes import after_step, tell_written
 from simplegraph.device.select import graph_device
-from simplegraph.guard.functions import FunctionModule, GraphedFunction, Link, P, R, check_function
-from simplegraph.guard.reach import CodePlace, places_of
+from simplegraph.guard.functions import FunctionModule, GraphedFunction, P, R, check_function, fill
+from simplegraph.guard.reach import CodePlace
 from simplegraph.guard.survey import device_of_state
 from simplegraph.guard.torch_state import GLOBAL_BACKWARD_HOOKS, GLOBAL_BACKWARD_PRE_HOOKS
 from simplegraph.manager.settings import CudaGraphSettings, Unpack
@@ -43,11 +44,11 @@ _GLOBAL_HOOKS = (
 
 
 class StepState(NamedTuple):
-    """The Python state in a step's key: values that it reads, numbers of optimizers, which gradients there are."""
+    """The Python state in a step's key: values that it and its optimizers read, which gradients and hooks there are."""
 
     values: Hashable
-    optimizers: Hashable
     gradients: Hashable
+    hooks: Hashable
 
 
 class StepEffects:
@@ -62,6 +63,7 @@ class StepEffects:
         used: the indices of those that the calls served now read at their begin.
         left: what a captured run left of them.
         found: parameters that got gradients and that nothing else led to.
+        held: the states, groups and functions of the optimizers, by name.
         proven: a graph was proven since the last replay.
     """
 
@@ -70,6 +72,7 @@ class StepEffects:
         self.gradients = Gradients()
         self.left: list[Any] | None = None
         self.found: list[Tensor] = []
+        self.held: dict[str, Any] = {}
         self.proven = False
         self._passed: dict[int, list[int]] = {}
         self._trained = False
@@ -81,15 +84,19 @@ class StepEffects:
         serving = self._serving()
         return self._used.setdefault(serving, set()) if serving else set()
 
-    @property
-    def trained(self) -> list[Tensor]:
-        """The parameters that it may train."""
-        found = (*self.optimizers.parameters, *self.gradients.parameters)
-        return list({id(parameter): parameter for parameter in found}.values())
+    def hooks(self) -> list[Any]:
+        """List the hooks of parameters and optimizers: a capture runs them, and a replay does not."""
+        parameters = {id(each): each for each in (*self.optimizers.parameters, *self.gradients.parameters)}
+        self._hooks = [*self.optimizers.hooks(), *gradient_hooks(parameters.values())]
+        self._hook_ids = tuple(number for held in self._hooks for number in held)
+        self._known_hooks = RemovableHandle.next_id, list(map(len, self._hooks))
+        return [hook for held in self._hooks for hook in held.values()]
 
-    def hooks(self) -> list[dict[int, Any]]:
-        """List the dicts of hooks of parameters and optimizers: a capture runs them, and a replay does not."""
-        return [*self.optimizers.hooks(), *gradient_hooks(self.trained)]
+    def hook_ids(self) -> Hashable:
+        """Return the numbers of the hooks; they are looked for if one was added to anything, or removed."""
+        if self._known_hooks != (RemovableHandle.next_id, list(map(len, self._hooks))):
+            self.hooks()
+        return self._hook_ids
 
     def serve(self, binding: Any) -> None:
         """Note which calls are served next."""
@@ -204,35 +211,27 @@ class StepModule(FunctionModule):
 
     def _find_places(self) -> list[CodePlace]:
         step = self.step
-        hooks = [hook for held in self.step.hooks() for hook in held.values()]
-        places = [place for code in (self._function, *hooks) for place in places_of(code)]
-        known = {id(place.value) for place in places}
-        others = {f"modules.{index}": module for index, module in enumerate(step.modules) if id(module) not in known}
-        return places + [CodePlace(name, others, name) for name in others]
+        modules = {f"modules.{index}": module for index, module in enumerate(step.modules)}
+        places = self._reach.find([self._function, *step.hooks()])
+        states = step.optimizers.look()
+        fill(step.held, {place.name: place.value for place in states if not isinstance(place.value, ATOMS)})
+        return [*places, *(CodePlace(name, modules, name, modules[name]) for name in modules), *states]
+
+    def _may_hold(self, place: CodePlace) -> bool:
+        return place.name not in self.step.held and super()._may_hold(place)
 
     def resolve(self) -> None:
         super().resolve()
-        self.step.optimizers.look()
-        self.step.optimizers.find_schedulers(self.reached.values())
-        own = [*self.step.optimizers.parameters, *self.parameters(), *self.step.found]
-        if self.step.scaler is None:
-            scalers = (value for value in self.reached.values() if isinstance(value, torch.amp.GradScaler))
-            self.step.scaler = next(scalers, None)
-        self.step.optimizers.check_scaler(self.step.scaler)
-        self.step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
+        step, values = self.step, [place.value for place in self.values.places]
+        step.optimizers.find_schedulers(values)
+        step.scaler = step.scaler or next((each for each in values if isinstance(each, torch.amp.GradScaler)), None)
+        step.optimizers.check_scaler(step.scaler)
+        own = [*step.optimizers.parameters, *self.parameters(), *step.found]
+        step.gradients.use(parameter for parameter in own if isinstance(parameter, Tensor))
+        step.hooks()
 
-    def code(self) -> list[Any]:
-        hooks = [part for held in self.step.hooks() for item in held.items() for part in item]
-        return [*super().code(), *self.step.optimizers.steps(), *hooks]
-
-    def watched_dicts(self) -> list[dict[Any, Any]]:
-        return [*map(vars, self.step.optimizers.all), *self.step.hooks()]
-
-    def held(self) -> Iterator[tuple[str, tuple[Link, ...]]]:
-        yield from self.step.optimizers.links()
-        for index, parameter in enumerate(self.step.optimizers.parameters):
-            holder = {"parameter": parameter}
-            yield f"optimizers.parameters.{index}", ((holder, "parameter", parameter),)
+    def held(self) -> list[dict[str, Any]]:
+        return [*super().held(), self.step.held]
 
     def state(self) -> Hashable:
         if not torch.is_grad_enabled():
@@ -241,13 +240,11 @@ class StepModule(FunctionModule):
         if any(_GLOBAL_HOOKS) or any(hook is not after_step for hook in after.values()):
             raise CannotBind(Reason.HOOKS, "backward hooks on all modules, or step hooks on all optimizers")
         step = self.step
-        optimizers = step.optimizers.state()
-        refusal = step.optimizers.refusal or step.optimizers.changing
-        if refusal:
-            raise CannotBind(Reason.OPTIMIZER, refusal)
+        if step.optimizers.refusal:
+            raise CannotBind(Reason.OPTIMIZER, step.optimizers.refusal)
         if len(step.gradients.devices) > 1:
             raise CannotBind(Reason.WRONG_DEVICE, f"parameters are on {', '.join(step.gradients.devices)}")
-        return StepState(super().state(), optimizers, step.gradients.state())
+        return StepState(super().state(), step.gradients.state(), step.hook_ids())
 
     def serve(self, binding: Any) -> None:
         self.step.serve(binding)
@@ -256,9 +253,8 @@ class StepModule(FunctionModule):
         return self.step.note_read(observers)
 
     def is_over(self, context: Any) -> bool:
-        """True if the optimizers have other numbers by now, such as the next epoch's weight decay."""
-        state = context[1]
-        return isinstance(state, StepState) and state.optimizers != self.step.optimizers.state()
+        """True if it, or its optimizers, read other values by now, such as the next epoch's weight decay."""
+        return isinstance(context[1], StepState) and context[1].values != self.values.key
 
     def with_effects(self, whole: Any) -> Any:
         left, self.step.left = self.step.left, None
@@ -271,14 +267,11 @@ class TrainStep(GraphedFunction[P, R]):
     On a GPU, arguments in pinned memory are copied to the device while the step before runs.
     """
 
-    _staging: Staging | None = None
-    _looked = False
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not self._looked:
-            self._look()
         optimizers = self._wrapped.step.optimizers
-        if optimizers.refusal and optimizers.state() is not None and optimizers.refusal:
+        if optimizers.refusal:
+            optimizers.look()  # it may have lifted
+        if optimizers.refusal:
             runner, why = self._wrapped._graph_runner, (Reason.OPTIMIZER, optimizers.refusal)
             refused: R = runner.run_eagerly(self._wrapped, args, kwargs, *why)
             return refused
@@ -290,10 +283,10 @@ class TrainStep(GraphedFunction[P, R]):
             step = self._wrapped
             tell_written(itertools.chain(optimizers.parameters, step.parameters(), step.buffers()))
 
-    def _look(self) -> None:
+    @functools.cached_property
+    def _staging(self) -> Staging | None:
         device = device_of_state(self._wrapped)
-        self._staging = Staging(device) if device.type == "cuda" else None
-        self._looked = True
+        return Staging(device) if device.type == "cuda" else None
 
     def capture_graphs(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to capture before a call: the runs before a capture would train on the example.
@@ -378,8 +371,6 @@ def train_step(
 
 def _detached(result: Any) -> Any:
     """Return a result without its autograd graph, whose memory the backward has freed."""
-    if isinstance(result, Tensor):
-        return result.detach() if result.requires_grad else result
     leaves, spec = flatten(result)
     if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return result

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -146,6 +148,14 @@ class Settings:
         self.factor = factor
 
 
+class Fields(NamedTuple):
+    factor: float
+
+
+def scaled(settings, x):
+    return x * settings.factor
+
+
 class Configured:
     """Reads its settings in the ways that Python has for it."""
 
@@ -153,7 +163,8 @@ class Configured:
 
     def __init__(self):
         self.settings = types.SimpleNamespace(factor=2.0, inner=Settings(2.0))
-        self.table = {"factor": 2.0, "functions": [lambda x: x * 2]}
+        self.table = {"factor": 2.0, "function": lambda x: x * 2}
+        self.fields = Fields(2.0)
 
     def by_attribute(self, x):
         return x * self.settings.factor * self.settings.inner.factor
@@ -165,7 +176,16 @@ class Configured:
 
     def by_item(self, x):
         table = self.table
-        return table["functions"][0](x) * self.table["factor"]
+        return table["function"](x) * self.table["factor"]
+
+    def by_text(self, x):
+        return x * getattr(self.settings, "factor")  # noqa: B009
+
+    def by_argument(self, x):
+        return scaled(self.settings, x)
+
+    def by_field(self, x):
+        return x * self.fields.factor
 
     @classmethod
     def by_class(cls, x):
@@ -188,8 +208,11 @@ def rebound(agent):
         ("by_local_name", rebound),
         ("by_local_name", lambda agent: setattr(agent.settings.inner, "factor", 4.0)),
         ("by_item", lambda agent: agent.table.update(factor=7.0)),
-        ("by_item", lambda agent: agent.table["functions"].__setitem__(0, lambda x: x * 9)),
-        ("by_item", lambda agent: setattr(agent, "table", {"factor": 3.0, "functions": [lambda x: x * 5]})),
+        ("by_item", lambda agent: agent.table.update(function=lambda x: x * 9)),
+        ("by_item", lambda agent: setattr(agent, "table", {"factor": 3.0, "function": lambda x: x * 5})),
+        ("by_text", lambda agent: setattr(agent.settings, "factor", 3.0)),
+        ("by_argument", lambda agent: setattr(agent.settings, "factor", 3.0)),
+        ("by_field", lambda agent: setattr(agent, "fields", Fields(3.0))),
     ],
 )
 def test_settings_are_never_stale_however_they_are_read(way, change):
@@ -199,6 +222,180 @@ def test_settings_are_never_stale_however_they_are_read(way, change):
     assert answers(wrapped, function) == 4
     change(agent)
     assert answers(wrapped, function) >= 3
+
+
+class Items(dict):
+    __getattr__ = dict.get
+
+
+class Corners:
+    """Reads what it holds through descriptors, caches and defaults."""
+
+    base = 3.0
+
+    def __init__(self):
+        self.factor, self.items = 2.0, Items(factor=2.0)
+
+    @property
+    def doubled(self):
+        return self.factor * 2
+
+    @staticmethod
+    def fixed(x):
+        return x * 2
+
+    @classmethod
+    def of_class(cls, x):
+        return x * cls.base
+
+    def act(self, x):
+        return self.defaulting(self.of_class(self.fixed(x * self.doubled * self.items.factor)) * self.base * cached())
+
+    def defaulting(self, x, *, by=1.0):
+        return x * by
+
+
+@functools.lru_cache(None)
+def cached():
+    return SCALE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda corners, patch: patch.setattr(Corners, "doubled", property(lambda self: self.factor * 7)),
+        lambda corners, patch: patch.setattr(Corners, "fixed", staticmethod(lambda x: x * 7)),
+        lambda corners, patch: patch.setattr(Corners, "of_class", classmethod(lambda cls, x: x * 7)),
+        lambda corners, patch: patch.setattr(Corners.defaulting, "__kwdefaults__", {"by": 7.0}),
+        lambda corners, patch: patch.setitem(globals(), "cached", functools.lru_cache(None)(lambda: 7.0)),
+        lambda corners, patch: patch.setattr(corners, "base", 7.0),
+        lambda corners, patch: patch.setattr(corners, "__dict__", {**vars(corners), "factor": 7.0}),
+        lambda corners, patch: corners.items.update(factor=7.0),
+    ],
+)
+def test_what_is_read_through_descriptors_caches_and_defaults_is_never_stale(change, monkeypatch):
+    corners, x = Corners(), torch.ones(4, 2)
+    wrapped = sg.wrap(corners.act)
+    assert answers(wrapped, corners.act) == 4
+    before = wrapped(x)
+    change(corners, monkeypatch)
+    assert answers(wrapped, corners.act) >= 3
+    assert not torch.equal(wrapped(x), before)
+
+
+COMPUTED = {"name": "factor", "numbers": [2.0], "functions": [lambda x: x * 2]}
+
+
+def by_computed_name(x):
+    return x * getattr(Configured, COMPUTED["name"] + "_used")
+
+
+def by_index(x):
+    return x * COMPUTED["numbers"][0]
+
+
+def by_function_in_a_list(x):
+    return COMPUTED["functions"][0](x)
+
+
+HELD = types.SimpleNamespace(scale=1.0, offset=torch.zeros(2))
+
+
+def by_library(x):
+    return x * 2 * HELD.scale + operator.attrgetter(COMPUTED["name"])(HELD)
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        (by_library, lambda: setattr(HELD, "offset", torch.full((2,), 5.0))),
+        (by_computed_name, lambda: setattr(Configured, "factor_used", 7.0)),
+        (by_index, lambda: COMPUTED["numbers"].__setitem__(0, 7.0)),
+        (by_function_in_a_list, lambda: COMPUTED["functions"].__setitem__(0, lambda x: x * 7)),
+    ],
+)
+def test_what_no_name_leads_to_stays_as_it_was_captured(function, change, monkeypatch):
+    """As docs/limits.md says: computed names, what a library reads, and numbers and functions in lists."""
+    monkeypatch.setitem(COMPUTED, "name", "offset" if function is by_library else "factor")
+    monkeypatch.setattr(HELD, "offset", torch.zeros(2))
+    monkeypatch.setattr(Configured, "factor_used", 2.0, raising=False)
+    monkeypatch.setitem(COMPUTED, "numbers", [2.0])
+    monkeypatch.setitem(COMPUTED, "functions", [lambda x: x * 2])
+    wrapped, x = sg.wrap(function), torch.ones(4, 2)
+    assert answers(wrapped, function) == 4
+    change()
+    assert torch.equal(function(x), x * 7)
+    assert torch.equal(wrapped(x), x * 2)
+
+
+class Counter:
+    """Has a number of the name of a method that the function calls on something else."""
+
+    def __init__(self):
+        self.model, self.sum = nn.Linear(2, 2), 0.0
+
+    def forward(self, x):
+        return self.model(x).sum()
+
+
+def test_a_number_that_shares_a_name_and_keeps_changing_is_told():
+    counter = Counter()
+    wrapped = sg.wrap(counter.forward, exact_shapes=True)
+    for _ in range(30):
+        counter.sum += 1
+        x = torch.randn(4, 2)
+        assert torch.equal(wrapped(x), counter.forward(x))
+    assert wrapped.graph_stats.captures == 0
+    assert wrapped.graph_stats.eager[Reason.PYTHON_STATE] > 10
+    told = wrapped.graph_stats.details[Reason.PYTHON_STATE]
+    assert told.startswith("self.sum takes new values all the time")
+    assert "rename it" in told
+    for _ in range(20):
+        x = torch.randn(4, 2)
+        assert torch.equal(wrapped(x), counter.forward(x))
+    assert wrapped.graph_stats.replays > 0, "once it stays, calls replay"
+
+
+def test_two_closures_with_one_name_are_both_followed():
+    def make(model):
+        def inner(x):
+            return model(x)
+
+        def change(new):
+            nonlocal model
+            model = new
+
+        return inner, change
+
+    (first, change_first), (second, change_second) = make(nn.Linear(2, 2)), make(nn.Linear(2, 2))
+
+    def forward(x):
+        return first(x) + second(x)
+
+    wrapped = sg.wrap(forward)
+    assert answers(wrapped, forward) == 4
+    for change in (change_first, change_second):
+        change(nn.Linear(2, 2))
+        assert answers(wrapped, forward) >= 3
+
+
+def test_what_a_method_of_a_base_class_reads_is_never_stale():
+    class Base:
+        def __init__(self):
+            self.offset = torch.ones(2)
+
+        def act(self, x):
+            return x + self.offset
+
+    class Derived(Base):
+        def act(self, x):
+            return super().act(x) * 2
+
+    derived = Derived()
+    wrapped = sg.wrap(derived.act)
+    assert answers(wrapped, derived.act) == 4
+    derived.offset = torch.zeros(2)
+    assert answers(wrapped, derived.act) >= 3
 
 
 def test_what_a_class_method_reads_of_its_class_is_never_stale(monkeypatch):

@@ -1,0 +1,81 @@
+"""Guards of a steady call compare what they read once, and look no further: a survey of a model costs milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+import simplegraph.guard.guards as guards
+
+
+def tied() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+    model[1].weight = model[0].weight
+    return model
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.model, self.offset, self.factor, self.parts = tied(), torch.ones(4), 0.5, {"head": [nn.Linear(4, 4)]}
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.parts["head"][0](self.model(x)) * self.factor + self.offset
+
+
+def wrapped_module() -> Any:
+    return torch.no_grad()(sg.wrap(tied()))
+
+
+def wrapped_method() -> Any:
+    return torch.no_grad()(sg.wrap(Agent().act))
+
+
+def step() -> Any:
+    agent = Agent()
+    optimizer = torch.optim.AdamW(agent.model.parameters(), fused=True)
+
+    def step_fn(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = agent.act(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return sg.train_step(step_fn, optimizers=optimizer)
+
+
+@pytest.mark.parametrize("make", [wrapped_module, wrapped_method, step])
+def test_a_steady_call_surveys_nothing(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    called, x, surveys = make(), torch.randn(2, 4), []
+    for _ in range(6):
+        called(x)
+    found = guards.Survey
+
+    def surveyed(module: nn.Module) -> Any:
+        surveys.append(module)
+        return found(module)
+
+    monkeypatch.setattr(guards, "Survey", surveyed)
+    called(x)
+    surveys.clear()  # the first comparison after a capture may prepare the next ones
+    for _ in range(5):
+        called(x)
+    assert len(surveys) == 0
+
+
+def test_one_of_two_tied_weights_that_is_replaced_is_never_stale() -> None:
+    model = tied()
+    wrapped, x = sg.wrap(model), torch.randn(2, 4)
+    with torch.no_grad():
+        for _ in range(5):
+            wrapped(x)
+        model[1].weight = nn.Parameter(torch.zeros(4, 4))
+        assert torch.equal(wrapped(x), model[1].bias.expand(2, 4))
+        model[1].weight.fill_(1)
+        model[1].weight = model[0].weight
+        assert torch.equal(wrapped(x), model[1](model[0](x)))
