@@ -26,21 +26,19 @@ CORE = {
     "program": 1_770,
     "distributed": 220,
     "manager": 1_380,
-    "guard": 1_190,
+    "guard": 1_080,
     "call": 1_440,
     "serve": 1_490,
 }
 # Extras, which the core would not miss.
 EXTRAS = {
     "fused": 2_990,
-    "training": 2_050,
+    "training": 1_950,
     "attention": 2_210,
     "spec_decode": 310,
     "integrations": 1_990,
     "doctor": 280,
 }
-BENCH = 9_950
-SETTINGS, REASONS = 28, 57
 ROOMS = ["base", "_lazy", *list(CORE)[1:], *EXTRAS]
 # The core names no library but torch, NumPy, Triton (whose launches are watched) and tqdm.
 LIBRARIES = re.compile(r"transformers|peft|diffusers|vllm|flashinfer|flash_attn|timm|sglang", re.IGNORECASE)
