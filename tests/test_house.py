@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_270,
+    "base": 1_280,
     "batch": 380,
     "device": 2_220,
     "program": 1_770,

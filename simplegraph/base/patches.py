@@ -1,27 +1,33 @@
 """Every change this library makes to other people's classes and registries, listed, and the way back.
 
-They are made at the first capture that needs them, once a process:
+While a capture runs, or an observer of one, and taken back at its end:
 
-    torch.cuda.Event.record, wait      names the line that forked to a side stream (graph.cuda.forks)
-    break operators                    kernels on a spare dispatch key, so that operators can break (graph.breaks)
-    torch.cuda.is_current_stream_capturing  true in the emulator's captures, too, while one runs (graph.emulator)
-    torch.get_rng_state                refused in the emulator's captures, while one runs (graph.emulator)
-    torch.overrides.has_torch_function  blind to an emulated capture, while one runs (graph.emulator)
-    CompiledFxGraph.__call__           refuses compiled code in the emulator's captures, while one runs (graph.emulator)
-    JITFunction.run of Triton          shows its launches to a capture's observer (graph.launches)
+    torch.cuda.Event.record, wait      names the line that forked to a side stream (device.cuda.forks)
+    JITFunction.run of Triton          shows its launches to a capture's observer (program.launches)
+    torch.cuda.is_current_stream_capturing  true in the emulator's captures, too (device.emulator)
+    torch.get_rng_state                refused in the emulator's captures (device.emulator)
+    torch.overrides.has_torch_function  blind to an emulated capture (device.emulator)
+    CompiledFxGraph.__call__           refuses compiled code in the emulator's captures (device.emulator)
+
+From the first use that needs them on, once a process:
+
+    break operators                    kernels on a spare dispatch key, so that they can break (base.break_operators)
     is_tracing of transformers, ...    see integrations.transformers.masks
     AttentionInterface of transformers  attention without copies of keys, in captured steps (integrations.transformers)
 """
 
 from __future__ import annotations
 
+import collections
 import functools
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 _undo: dict[str, Callable[[], None]] = {}
-_installers: list[functools._lru_cache_wrapper[None]] = []
+_held: collections.Counter[str] = collections.Counter()
+_lock = threading.Lock()
 _ABSENT = object()
 
 
@@ -55,11 +61,22 @@ def undo(label: str) -> None:
     _undo.pop(label, lambda: None)()
 
 
-def installer(install: Callable[[], None]) -> Callable[[], None]:
-    """Let a function that patches run once, and again after `remove`."""
-    once = functools.cache(install)
-    _installers.append(once)
-    return once
+def hold(owner: Any, name: str, replacing: Callable[[Any], Any]) -> None:
+    """Replace an attribute by what `replacing` makes of it, until every holder has released it."""
+    with _lock:
+        label = _label(owner, name)
+        _held[label] += 1
+        if _held[label] == 1:
+            replace(owner, name, replacing(getattr(owner, name)))
+
+
+def release(owner: Any, name: str) -> None:
+    """Give up what `hold` asked for; the last one puts the attribute back."""
+    with _lock:
+        label = _label(owner, name)
+        _held[label] -= 1
+        if not _held[label]:
+            restore(owner, name)
 
 
 def installed() -> list[str]:
@@ -71,5 +88,3 @@ def remove() -> None:
     """Take every change back, last first. The next capture makes those that it needs again."""
     for label in reversed(installed()):
         undo(label)
-    for install in _installers:
-        install.cache_clear()

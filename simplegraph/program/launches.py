@@ -5,8 +5,9 @@ A graph of operators and such kernels reads nothing that neither was passed. Wor
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +22,21 @@ _ADDRESSES = 1 << 32  # numbers from here on may be one
 _NO_ADDRESSES = frozenset({torch.bool, torch.int16, torch.int32})
 
 
-def watch_launches() -> None:
-    """Show the launches of Triton's kernels, if Triton is loaded, to the innermost operator mode if it has `launching`.
+@contextlib.contextmanager
+def showing_launches() -> Iterator[None]:
+    """Show the launches of Triton's kernels in here, if Triton is loaded, to the innermost mode that has `launching`.
 
     That method is passed the tensors that a kernel can touch, None if they are not known, and surrounds the launch.
     """
     kernels: Any = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
-    run = vars(kernels).get("run") if kernels is not None else None
-    if run is not None and run.__module__ != __name__:
-        patches.replace(kernels, "run", _shown(run))
+    if kernels is None:
+        yield
+        return
+    patches.hold(kernels, "run", _shown)
+    try:
+        yield
+    finally:
+        patches.release(kernels, "run")
 
 
 def _shown(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from simplegraph.base.operators import (
 )
 from simplegraph.base.tensors import storage_key
 from simplegraph.device.protocol import GraphDevice
-from simplegraph.program.launches import watch_launches
+from simplegraph.program.launches import showing_launches
 from simplegraph.program.scalars import NumbersSeen
 
 _EIGENSOLVER = "cuSOLVER waits for the device ({}), and would fail from then on if that happened in a capture"
@@ -185,7 +185,7 @@ class MemoryObserver(OperatorMode):
 
     @contextlib.contextmanager
     def launching(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
-        """Surround a launch by Triton; see `watch_launches`. Which of the tensors it writes to is not known."""
+        """Surround a launch by Triton; see `showing_launches`. Which of the tensors it writes to is not known."""
         device = self._device
         if device is None:
             yield
@@ -211,13 +211,14 @@ class MemoryObserver(OperatorMode):
         return now is not None and now[1] > (last[1] if last is not None and last[0] == now[0] else 0)
 
     def __enter__(self) -> MemoryObserver:
-        if self._device is not None:
-            watch_launches()
+        self._showing = showing_launches() if self._device is not None else contextlib.nullcontext()
+        self._showing.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        self._showing.__exit__(None, None, None)
         if self._device is not None:
             self._look_for_unseen(self._device)
 

@@ -36,6 +36,17 @@ def test_a_replaced_attribute_is_listed_and_comes_back(owner: Any) -> None:
     assert not any(label.endswith(f"{owner.__name__}.method") for label in patches.installed())
 
 
+def test_what_is_held_comes_back_with_its_last_holder() -> None:
+    for _ in range(2):
+        patches.hold(Theirs, "method", lambda theirs: lambda self: f"ours, {theirs(self)}")
+    assert Theirs().method() == "ours, theirs"
+    patches.release(Theirs, "method")
+    assert Theirs().method() == "ours, theirs"
+    patches.release(Theirs, "method")
+    assert Theirs().method() == "theirs"
+    assert not any(label.endswith("Theirs.method") for label in patches.installed())
+
+
 def _namespaces() -> dict[str, dict[str, Any]]:
     owners = [
         torch,

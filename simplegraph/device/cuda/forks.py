@@ -19,12 +19,17 @@ from simplegraph.base.failures import current_user_location
 
 def start(stream: int) -> None:
     """Begin to watch a capture of this thread, on a stream given by its raw handle."""
-    _watch_events()
+    stop()
+    for name, note in _WATCHED.items():
+        patches.hold(torch.cuda.Event, name, functools.partial(_watched, note))
     _watching.open = _Open(stream)
 
 
 def stop() -> None:
-    """Forget the thread's capture, which is over."""
+    """Forget the thread's capture, which is over; harmless where there is none."""
+    if getattr(_watching, "open", None) is not None:
+        for name in _WATCHED:
+            patches.release(torch.cuda.Event, name)
     _watching.open = None
 
 
@@ -68,15 +73,10 @@ def _handle(stream: Any) -> int:
     return int((stream if stream is not None else torch.cuda.current_stream()).cuda_stream)
 
 
-@patches.installer
-def _watch_events() -> None:
-    _watch_method("record", _Open.record)
-    _watch_method("wait", _Open.wait)
+_WATCHED: dict[str, Callable[[_Open, Any, Any], None]] = {"record": _Open.record, "wait": _Open.wait}
 
 
-def _watch_method(name: str, note: Callable[[_Open, Any, Any], None]) -> None:
-    original = getattr(torch.cuda.Event, name)
-
+def _watched(note: Callable[[_Open, Any, Any], None], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def watched(self: Any, stream: Any = None) -> Any:
         opened: _Open | None = getattr(_watching, "open", None)
@@ -84,4 +84,4 @@ def _watch_method(name: str, note: Callable[[_Open, Any, Any], None]) -> None:
             note(opened, self, stream)
         return original(self, stream)
 
-    patches.replace(torch.cuda.Event, name, watched)
+    return watched
