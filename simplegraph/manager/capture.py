@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,13 @@ def _read_differently(seen: Sequence[MemoryObserver]) -> bool:
 
 
 def run_observed(
-    table: ProgramTable, run: Callable[[], Any], key: Key | None = None, *, traced: bool = False, rows: int = 0
+    table: ProgramTable,
+    run: Callable[[], Any],
+    key: Key | None = None,
+    *,
+    traced: bool = False,
+    rows: int = 0,
+    inputs: Collection[int] = (),
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
     """Run a forward eagerly, and note what it reads and writes.
 
@@ -55,12 +61,13 @@ def run_observed(
         key: whose warmup it is, a graph's or that of several; None if it is none.
         traced: note what its breaks return, too.
         rows: its batch size, if known.
+        inputs: storage keys of its tensors.
     """
     observer = MemoryObserver(rows=rows)
     tracer = None
     if traced:
         operators = breaking_operators(table.config.break_ops)
-        tracer = BreakTracer(operators, observer, table.device.torch_device)
+        tracer = BreakTracer(operators, observer, table.device.torch_device, inputs)
     host = HostWarmup(table.device.torch_device)
     following = contextlib.nullcontext() if key is None else host.following(observer)
     before = decisions()

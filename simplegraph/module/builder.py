@@ -28,6 +28,7 @@ from simplegraph.manager.capture import GraphCapture, run_observed
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.touched import inspect_graphs
+from simplegraph.module.args import TensorArg
 from simplegraph.module.arguments import invoke_watched
 from simplegraph.module.call import Call, CallLayout
 from simplegraph.module.changing import PROVEN_VALUES
@@ -132,8 +133,12 @@ class GraphBuilder:
         counted = call.binding.counted.eager_run(call.module)
         limit = copy_limit(self.manager.device.free_memory())
         run = functools.partial(invoke_watched, call, self.reader, args, kwargs, limit)
+        fixed = [arg.batch_dim == "reference" if isinstance(arg, TensorArg) else True for arg in call.layout.args]
+        inputs = {storage_key(leaf) for leaf, keeps in zip(call.leaves, fixed, strict=True) if not keeps}
         with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED), counted:
-            result, observer, trace = run_observed(self.manager.table, run, key, traced=_breaks(call), rows=rows)
+            result, observer, trace = run_observed(
+                self.manager.table, run, key, traced=_breaks(call), rows=rows, inputs=inputs
+            )
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:

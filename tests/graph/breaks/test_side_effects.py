@@ -370,3 +370,57 @@ def test_a_tensor_returned_inside_a_plain_class_is_named_with_the_class(device: 
     assert "inside the class ImageList" in said
     assert "Return tensors in tuples, lists, dicts or dataclasses" in said
     assert "; return it" not in said
+
+
+KEPT: list[Any] = []
+KEEPERS: dict[str, Callable[[Tensor], Any]] = {
+    "a list": lambda x: KEPT.append(x),
+    "a view": lambda x: KEPT.append(x[0]),
+    "a tuple": lambda x: KEPT.append((len(x), x)),
+}
+
+
+@pytest.mark.parametrize("passed", ["made", "input"])
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_break_that_keeps_what_it_is_passed_keeps_that_size_eager(
+    name: str, passed: str, device: torch.device
+) -> None:
+    keep = sg.eager_break(KEEPERS[name])
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x * 2
+            keep(hidden if passed == "made" else x)
+            return hidden + 1
+
+    model = piecewise(Net(), device, capture_sizes=[4])
+    KEPT.clear()
+    xs = [torch.full((4, 4), float(step), device=device) for step in range(5)]
+    for x in xs:
+        model(x.clone())
+    kept = [found[-1] if isinstance(found, tuple) else found for found in KEPT]
+    assert [float(found.flatten()[0]) for found in kept] == [
+        step * (2.0 if passed == "made" else 1.0) for step in range(5)
+    ]
+    assert "keeps a tensor that it is passed" in next(iter(model.graph_stats.failures.values()))
+    KEPT.clear()
+
+
+def test_a_break_that_returns_or_copies_what_it_is_passed_keeps_nothing(device: torch.device) -> None:
+    clones: list[Tensor] = []
+
+    @sg.eager_break
+    def look(x: Tensor) -> Tensor:
+        clones.append(x.clone())
+        return x[:]
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return look(x * 2) + 1
+
+    model = piecewise(Net(), device, capture_sizes=[4])
+    xs = [torch.full((4, 4), float(step), device=device) for step in range(5)]
+    for x in xs:
+        torch.testing.assert_close(model(x), x * 2 + 1)
+    assert [float(clone[0, 0]) for clone in clones] == [step * 2.0 for step in range(5)]
+    assert model.graph_stats.replays >= 2
