@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.errors import CaptureError, InputError
+from simplegraph.errors import CaptureError, InputError, refuse_inside_capture
 from simplegraph.graph.breaks.operators import recording_breaks
 from simplegraph.graph.breaks.recorder import SegmentRecorder
 from simplegraph.graph.breaks.step import Break, BreakTrace
 from simplegraph.graph.cuda.first_use import wait_for_preloads
-from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool, Segment, refuse_inside_capture
+from simplegraph.graph.device import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.graph.escapes import PythonState, refuse_escapes
 from simplegraph.graph.failures import capture_error
 from simplegraph.graph.generators import HostRandom, random_states
@@ -53,7 +53,7 @@ class CaptureSession:
     left: set[int] = dataclasses.field(default_factory=set, init=False)
 
     def __enter__(self) -> CaptureSession:
-        refuse_inside_capture(self.device)
+        refuse_inside_capture(self.device.is_capturing())
         wait_for_preloads()  # before the locks, which what is called there may need
         with contextlib.ExitStack() as stack:
             # In this order everywhere: whoever serves a call holds its pool's lock already.

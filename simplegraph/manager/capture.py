@@ -19,7 +19,6 @@ from simplegraph.errors import CaptureError, EscapeError, InputError
 from simplegraph.graph.breaks.operators import breaking_operators, recording_breaks
 from simplegraph.graph.breaks.step import BreakTrace
 from simplegraph.graph.breaks.trace import BreakTracer
-from simplegraph.graph.device import refuse_inside_capture
 from simplegraph.graph.escapes import PythonState, take_back
 from simplegraph.graph.failures import capture_error, release_locals
 from simplegraph.graph.host.capture import HostCapture
@@ -135,13 +134,10 @@ class GraphCapture:
             warmed_up: called between these and the captures.
 
         Raises:
-            CaptureError: the stream is being captured.
             ConfigError: `break_ops` names an operator that does not exist, or ranks differ in their settings.
             Exception: the forward's own, if no size can even run eagerly: then its inputs are at fault, not the graphs.
         """
         table, jobs, ranks = self.table, self.jobs, self._ranks
-        if jobs:
-            refuse_inside_capture(table.device)
         breaking_operators(table.config.break_ops)
         started = time.perf_counter()
         self.parts.clear()

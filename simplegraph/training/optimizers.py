@@ -233,6 +233,8 @@ class StepOptimizers:
             self._often = f"{', '.join(names)} keeps changing, which the optimizer takes as a Python number"
             if names == ["lr"]:
                 self._often += "; fused=True takes it from the device"
+            elif {"betas", "momentum"} & set(names):
+                self._often += "; if OneCycleLR or CyclicLR does it, pass cycle_momentum=False"
 
     @property
     def changing(self) -> str:

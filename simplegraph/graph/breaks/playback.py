@@ -85,7 +85,10 @@ class BreakTape:
         results = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         arguments = [leaf.clone() if own else None for leaf, own in zip(passed, made, strict=True)]
         entries = zip(before, arguments, blank, strict=True)
-        read = [None if empty and not torch.equal(copy, now) else copy for copy, now, empty in entries]
+        read = [
+            None if empty and copy is not None and now is not None and not torch.equal(copy, now) else copy
+            for copy, now, empty in entries
+        ]
         self.calls.append(RecordedBreak(function, results, spec, arguments, read, outside))
         return result
 

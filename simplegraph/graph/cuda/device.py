@@ -21,7 +21,7 @@ from simplegraph.graph.cuda.first_use import wait_for_preloads
 from simplegraph.graph.cuda.inventory.places import Places
 from simplegraph.graph.cuda.inventory.reading import device_memory, read_inventory
 from simplegraph.graph.cuda.segment import CudaPool, CudaSegment, OwnedGraph, graveyard
-from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading, refuse_inside_capture
+from simplegraph.graph.device import CAPTURE_LOCK, GraphPool, MemoryReading
 from simplegraph.graph.generators import order_draws
 from simplegraph.graph.inventory import Inventory, KnownMemory
 from simplegraph.graph.kernels import launched_by_torch
@@ -79,7 +79,6 @@ class CudaDevice:
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
     def new_pool(self) -> GraphPool:
-        refuse_inside_capture(self)
         wait_for_preloads()
         handle = CudaPool((0, 0))
         if self._released > _MOST_RELEASED:

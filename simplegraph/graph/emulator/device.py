@@ -19,7 +19,7 @@ from torch.utils import _python_dispatch
 
 from simplegraph.errors import EmulatorError
 from simplegraph.graph import patches
-from simplegraph.graph.device import GraphPool, MemoryReading, refuse_inside_capture
+from simplegraph.graph.device import GraphPool, MemoryReading
 from simplegraph.graph.emulator.memory import Arena, Memory, MemoryView, living
 from simplegraph.graph.emulator.operators import COMPILED
 from simplegraph.graph.emulator.recording import EmulatedCapture
@@ -100,7 +100,6 @@ class EmulatorDevice:
         self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
     def new_pool(self) -> GraphPool:
-        refuse_inside_capture(self)
         return GraphPool(self, Arena(self._memories), self.current_stream())
 
     def release_pool(self, pool: GraphPool) -> None:

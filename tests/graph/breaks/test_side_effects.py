@@ -424,3 +424,38 @@ def test_a_break_that_returns_or_copies_what_it_is_passed_keeps_nothing(device: 
         torch.testing.assert_close(model(x), x * 2 + 1)
     assert [float(clone[0, 0]) for clone in clones] == [step * 2.0 for step in range(5)]
     assert model.graph_stats.replays >= 2
+
+
+def test_a_break_in_a_backward_is_part_of_the_graph_and_what_follows_is_too(device: torch.device) -> None:
+    doubled = sg.eager_break(lambda gradient: gradient * 2)
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return doubled(gradient)
+
+    weights, replays = [], 0
+    with torch.inference_mode(False), torch.enable_grad():
+        for graphed in (False, True):
+            torch.manual_seed(0)
+            net = nn.Linear(4, 4, device=device)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+            def step(x: Tensor, net: nn.Linear = net, optimizer: torch.optim.SGD = optimizer) -> Tensor:
+                loss = Twice.apply(net(x)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            run: Any = sg.train_step(step, optimizers=optimizer, mode="PIECEWISE", progress=False) if graphed else step
+            for value in range(6):
+                run(torch.full((2, 4), float(value), device=device))
+            weights.append(net.weight.detach())
+            replays = run.graph_stats.replays if graphed else 0
+    torch.testing.assert_close(*weights)
+    assert replays >= 2
