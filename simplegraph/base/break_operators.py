@@ -35,6 +35,17 @@ class _ThreadBreaks(threading.local):
 ACTIVE = _ThreadBreaks()
 
 
+def recorder_of(function: Any) -> BreakRecorder | None:
+    """Return what is to be told of a call of this break; None if it is a plain call.
+
+    It is one in a backward that the forward runs: on a GPU that runs in a thread of its own, which ends no segment.
+    """
+    recorder = ACTIVE.recorder
+    if recorder is None or function in ACTIVE.inlined or torch._C._current_graph_task_id() >= 0:
+        return None
+    return recorder
+
+
 @contextlib.contextmanager
 def recording_breaks(recorder: BreakRecorder | None) -> Iterator[None]:
     """Tell `recorder` of every break of this thread in here; None makes breaks plain calls."""
@@ -130,9 +141,9 @@ def _intercept(operator: Any) -> None:
         patches.record("torch.library kernels of break operators", _forget_operators)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        recorder = ACTIVE.recorder
+        recorder = recorder_of(operator)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
-            if recorder is None or operator not in recorder.operators or operator in ACTIVE.inlined:
+            if recorder is None or operator not in recorder.operators:
                 return operator(*args, **kwargs)
             return recorder.call(operator, args, kwargs)
 

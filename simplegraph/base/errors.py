@@ -77,6 +77,16 @@ class HostError(SimpleGraphError, RuntimeError):
         self.remedy = remedy
 
 
+def refuse_inside_capture(is_capturing: bool) -> None:
+    """Refuse what a capture cannot contain, before anything is begun: CUDA ends the process for some of it.
+
+    Raises:
+        CaptureError: the stream of this thread is being captured.
+    """
+    if is_capturing:
+        raise CaptureError("the stream is being captured by someone else; capture graphs before or after that.")
+
+
 def did_you_mean(names: Iterable[str], known: Collection[str]) -> str:
     """Return " (did you mean ...?)" with known names similar to these; "" if there are none."""
     close = dict.fromkeys(found for name in names for found in difflib.get_close_matches(name, known, 1))

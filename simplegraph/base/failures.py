@@ -9,8 +9,10 @@ from simplegraph.base.errors import BreakError, CaptureError, EmulatorError, Hos
 from simplegraph.base.user_code import (
     CalledLine,
     called_lines,
+    checked_solver,
     dynamic_shape,
     failing_part,
+    is_inside,
     is_printing,
     running_lines,
     users_line,
@@ -73,6 +75,12 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "a scripted function failed; TorchScript does not say why: most often a tensor was read back (if, .item()).",
         "Call the Python function that it was made from, or mark it with @simplegraph.eager_break (mode='PIECEWISE').",
     ),
+)
+# (part of a path, function or "", remedy): what torch's Python, or a library's, reads back below the user's line
+_READERS = (
+    ("torch/distributions/", "", "Pass validate_args=False to the distribution, which else looks at every value."),
+    ("nn/modules/transformer.py", "_detect_is_causal_mask", "Pass is_causal=True, or False, beside the mask."),
+    ("torch_geometric/", "", "Pass cached=True to the layer, where it has that and the edges stay the same."),
 )
 # Words of a read back to Python, and of a device that was waited for.
 _READS = (
@@ -167,20 +175,27 @@ def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[
     if is_printing(lines):
         cause = "a tensor was made into text (print, an f-string, logging), and while captured it has no values"
         return f"{cause}{said}.", f"Print its shape, or print outside the forward; or {BREAK}."
+    checked = checked_solver(lines)
+    if checked is not None:
+        cause = f"{checked} reads back from the device if it succeeded"
+        return f"{cause}{said}.", f"Call {checked}_ex, which returns that in a tensor; or {BREAK}."
     operation = "a boolean mask" if "boolean mask" in str(error) else dynamic_shape(lines)
     if operation is None:
         cause = "a tensor was read back to Python while its value does not exist yet, or the device was synchronised"
-        remedy = f"Test it on the device (torch.where), read it after the call, or {BREAK}."
+        known = (remedy for path, name, remedy in _READERS if is_inside(lines, path, name))
+        remedy = next(known, f"Test it on the device (torch.where), read it after the call, or {BREAK}.")
         return str(error) if emulated else f"{cause}{said}.", remedy
     cause = f"{operation} gives as many elements as the values say, and no shape in a graph depends on values{said}."
     remedy = "torch.where(mask, x, 0) for x[mask], and x = torch.where(mask, y, x) for x[mask] = y"
     if operation != "a boolean mask":
-        remedy = "use operations of fixed shape, such as torch.where or topk"
+        remedy = "use operations of fixed shape, such as torch.where(mask, x, y) or topk"
     return cause, f"Keep the shape: {remedy}; or {BREAK}."
 
 
 def _remedy_in_reach(remedy: str, lines: Sequence[CalledLine]) -> str:
     """Return a remedy that needs no edit of code which is not the user's."""
+    if any(remedy == known for *_, known in _READERS):
+        return remedy
     part = failing_part(lines)
     if part is not None and not getattr(part.root, "takes_settings", True):
         return "Such calls run as they do without graphs."

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 # Operations whose results have as many elements as the values say.
 _DYNAMIC = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
+# Functions of torch.linalg that look if they succeeded, and have a form, named with _ex, that does not.
+_CHECKED = {"solve", "inv", "cholesky", "lu_factor", "ldl_factor"}
 _COMPARISONS = {"isnan", "isinf", "isfinite", "isin", "eq", "ne", "lt", "le", "gt", "ge", "bool", "logical_not"}
 _TEXT = {"__repr__", "__str__", "__format__"}  # of a tensor, called by print, str and f-strings
 
@@ -93,12 +95,30 @@ def is_printing(lines: Sequence[CalledLine]) -> bool:
     return any(line.name in _TEXT or line.filename.endswith("_tensor_str.py") for line in inside)
 
 
+def is_inside(lines: Sequence[CalledLine], path: str, name: str) -> bool:
+    """True if a line below the user's own is in a file of this path, in the function of this name if one is given."""
+    own = max((index for index, line in enumerate(lines) if line.is_own), default=-1)
+    inside = (line.summary for line in lines[own + 1 :] if path in line.summary.filename.replace(os.sep, "/"))
+    return any(name in ("", line.name) for line in inside)
+
+
+def checked_solver(lines: Sequence[CalledLine]) -> str | None:
+    """Name the function of torch.linalg that the failing line calls if it looks at the device."""
+    index = _innermost_users(lines)
+    for node in _expressions(lines[index].summary) if index >= 0 else ():
+        if isinstance(node, ast.Call) and _name(node.func) in _CHECKED and "linalg" in ast.unparse(node.func):
+            return f"torch.linalg.{_name(node.func)}"
+    return None
+
+
 def dynamic_shape(lines: Sequence[CalledLine]) -> str | None:
     """Name the operation whose result's shape depends on values if the failing line holds one."""
     index = _innermost_users(lines)
     for node in _expressions(lines[index].summary) if index >= 0 else ():
         if isinstance(node, ast.Call) and _name(node.func) in _DYNAMIC:
             return _name(node.func)
+        if isinstance(node, ast.Call) and _name(node.func) == "where" and len(node.args) == 1:
+            return "torch.where of one argument"
         if isinstance(node, ast.Subscript) and _is_mask(node.slice, lines[index].frame):
             return "a boolean mask"
     return None

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from simplegraph.base.tensors import storage_key
 
 
-class Watcher(Protocol):
+class StepWatcher(Protocol):
     """Keeps values that were computed from weights."""
 
     def note_written(self, keys: set[int]) -> None:
@@ -24,7 +24,7 @@ _WATCHERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _hook: Any = None  # torch's, as long as there are watchers
 
 
-def watch_steps(watcher: Watcher) -> None:
+def watch_steps(watcher: StepWatcher) -> None:
     """Tell a watcher, as long as it lives, what the steps of all optimizers write."""
     global _hook
     if _hook is None:

@@ -288,6 +288,12 @@ class Call(NamedTuple):
         return {name: storage_key(leaf) for name, leaf in found if isinstance(leaf, Tensor)}
 
     @property
+    def copied(self) -> set[int]:
+        """The storage keys of the tensors that graphs read in static inputs of their own."""
+        pairs = zip(self.leaves, self.layout.args, strict=True)
+        return {storage_key(leaf) for leaf, arg in pairs if _copied(arg)}
+
+    @property
     def host_copies(self) -> set[int]:
         """The storage keys of the copies of CPU tensors that captures are passed."""
         return {storage_key(arg.leaf) for arg in self.layout.args if isinstance(arg, HostArg)}

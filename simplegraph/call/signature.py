@@ -261,7 +261,8 @@ class CallReader:
         if kind is not slice and _is_unhashable(value):
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; a tensor or a tuple is compared")
         if not isinstance(value, ATOMS) and not inspect.isroutine(value) and not _is_frozen(kind):  # type: ignore[arg-type]
-            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}")
+            hint = "; graph_generation serves generate()" if name.partition(".")[0] == "past_key_values" else ""
+            raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}{hint}")
         return ConstantArg(name, kind, constant_key(value), value)
 
     def _signature(self, args: list[Arg], spec: TreeSpec, context: tuple[Any, ...]) -> Signature:

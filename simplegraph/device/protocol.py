@@ -12,21 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from simplegraph.base.errors import CaptureError
-
 # Held during every capture: captures share a stream and the random generators, and gc is paused for all
 # threads. A pool's lock is taken before it, never after.
 CAPTURE_LOCK = threading.RLock()
-
-
-def refuse_inside_capture(device: GraphDevice) -> None:
-    """Refuse what cannot be done in a capture, before anything is begun: CUDA ends the process for some of it.
-
-    Raises:
-        CaptureError: this thread's stream is being captured.
-    """
-    if device.is_capturing():
-        raise CaptureError("the stream is being captured by someone else; capture graphs before or after that.")
 
 
 class MemoryReading(NamedTuple):

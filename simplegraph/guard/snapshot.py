@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import operator
+import queue
 import sys
 import types
 from collections.abc import Collection, Iterable, Iterator
@@ -31,7 +32,10 @@ _MAX_HOLDERS = 1_000_000
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 _CONTAINERS = (dict, list, set, collections.deque)
 _EXACT = frozenset({dict, collections.OrderedDict})  # whose methods are known to do no more than theirs
-_NAMESPACES = (types.SimpleNamespace, collections.UserDict, collections.UserList)
+_NAMESPACES = (
+    *(types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap),
+    queue.Queue,
+)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "simplegraph"}  # whose objects do more than hold values
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # left out of names, as users know them
 _UNSEEN = "_simplegraph"  # a wrapper's own runner

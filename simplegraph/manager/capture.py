@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from simplegraph.base.modes import autocast_cache_off
 from simplegraph.base.nested import WithheldError
 from simplegraph.base.stopwatch import Stopwatch
 from simplegraph.base.tensors import wait_collectives
-from simplegraph.device.protocol import refuse_inside_capture
 from simplegraph.manager.jobs import CaptureJob, CaptureSummary, Key
 from simplegraph.manager.progress import CaptureBar, capture_bar
 from simplegraph.manager.table import OTHERS_TOO, ProgramTable, on_all_ranks
@@ -45,7 +44,13 @@ def _read_differently(seen: Sequence[MemoryObserver]) -> bool:
 
 
 def run_observed(
-    table: ProgramTable, run: Callable[[], Any], key: Key | None = None, *, traced: bool = False, rows: int = 0
+    table: ProgramTable,
+    run: Callable[[], Any],
+    key: Key | None = None,
+    *,
+    traced: bool = False,
+    rows: int = 0,
+    inputs: Collection[int] = (),
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
     """Run a forward eagerly, and note what it reads and writes.
 
@@ -55,12 +60,13 @@ def run_observed(
         key: whose warmup it is, a graph's or that of several; None if it is none.
         traced: note what its breaks return, too.
         rows: its batch size, if known.
+        inputs: storage keys of its tensors.
     """
     observer = MemoryObserver(rows=rows)
     tracer = None
     if traced:
         operators = breaking_operators(table.config.break_ops)
-        tracer = BreakTracer(operators, observer, table.device.torch_device)
+        tracer = BreakTracer(operators, observer, table.device.torch_device, inputs)
     host = HostWarmup(table.device.torch_device)
     following = contextlib.nullcontext() if key is None else host.following(observer)
     noting = entered({} if key is None else table.constants.notes, as_captured=False)
@@ -128,13 +134,10 @@ class GraphCapture:
             warmed_up: called between these and the captures.
 
         Raises:
-            CaptureError: the stream is being captured.
             ConfigError: `break_ops` names an operator that does not exist, or ranks differ in their settings.
             Exception: the forward's own, if no size can even run eagerly: then its inputs are at fault, not the graphs.
         """
         table, jobs, ranks = self.table, self.jobs, self._ranks
-        if jobs:
-            refuse_inside_capture(table.device)
         breaking_operators(table.config.break_ops)
         started = time.perf_counter()
         self.parts.clear()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.config import AttentionCGSupport, CudaGraphConfig, CudaGraphMode
-from simplegraph.base.errors import ConfigError, ReplayError
+from simplegraph.base.errors import ConfigError, ReplayError, refuse_inside_capture
 from simplegraph.base.reasons import Reason
 from simplegraph.batch.descriptor import BatchDescriptor
 from simplegraph.batch.dispatch import Dispatch, Dispatcher
@@ -89,6 +89,7 @@ class CudaGraphManager:
     ) -> None:
         self.config = (config or CudaGraphConfig()).replace(**settings).from_env()
         self.device = graph_device(device)
+        refuse_inside_capture(self.device.is_capturing())
         if pool is not None and pool.device is not self.device:
             raise ConfigError(f"the pool belongs to {pool.device.torch_device}, not to {self.device.torch_device}.")
         if not isinstance(support, AttentionCGSupport):
@@ -103,8 +104,7 @@ class CudaGraphManager:
         if not shared:
             self.pool.managers.add(self)
         self.ranks: RankGroup | SingleRank = ranks or SingleRank()
-        self.support = support
-        self.stats = stats or GraphStats(name)
+        self.support, self.stats = support, stats or GraphStats(name)
         self.table = ProgramTable(self.config, self.device, self.pool, self.ranks, support, self.stats)
         self.failures, self.hooks = self.table.failures, self.table.hooks
         if ranks is not None:
@@ -214,8 +214,9 @@ class CudaGraphManager:
 
     def new_capture(self, jobs: Sequence[CaptureJob], **options: Any) -> GraphCapture:
         """Prepare to capture several graphs in one session; see `GraphCapture`."""
-        settings = {"lora_cases": self.dispatcher.lora_cases, **settings_of(self.hooks)}
-        return GraphCapture(self.table, jobs, settings, **options)
+        refuse_inside_capture(bool(jobs) and self.device.is_capturing())
+        shared = {"lora_cases": self.dispatcher.lora_cases, **settings_of(self.hooks)}
+        return GraphCapture(self.table, jobs, shared, **options)
 
     def run(self, batch: Dispatch, forward: Forward, *, verify: bool = False, state: Sequence[Tensor] = ()) -> Any:
         """Replay the batch's graph, or run `forward` eagerly where there is none.
@@ -260,9 +261,8 @@ class CudaGraphManager:
         """
         graph = self.table.graphs.get((batch.mode, batch.descriptor))
         if graph is None:
-            raise ReplayError(
-                f"no graph was captured for {batch.descriptor} in mode {batch.mode.name}; capture it, or use run()."
-            )
+            where = f"{batch.descriptor} in mode {batch.mode.name}"
+            raise ReplayError(f"no graph was captured for {where}; capture it, or use run().")
         return self._replay(graph, batch.padding)
 
     def _replay(self, graph: CapturedGraph, padding: int) -> Any:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.break_operators import recording_breaks
-from simplegraph.base.errors import CaptureError, InputError
+from simplegraph.base.errors import CaptureError, InputError, refuse_inside_capture
 from simplegraph.base.failures import capture_error
 from simplegraph.base.modes import autocast_cache_off
 from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.tensors import is_wrapper, wait_collectives
 from simplegraph.device.cuda.first_use import wait_for_preloads
 from simplegraph.device.generators import HostRandom, random_states
-from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment, refuse_inside_capture
+from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
 from simplegraph.program.breaks.recorder import SegmentRecorder
 from simplegraph.program.breaks.step import Break, BreakTrace
 from simplegraph.program.escapes import PythonState, refuse_escapes
@@ -53,7 +53,7 @@ class CaptureSession:
     left: set[int] = dataclasses.field(default_factory=set, init=False)
 
     def __enter__(self) -> CaptureSession:
-        refuse_inside_capture(self.device)
+        refuse_inside_capture(self.device.is_capturing())
         wait_for_preloads()  # before the locks, which what is called there may need
         with contextlib.ExitStack() as stack:
             # In this order everywhere: whoever serves a call holds its pool's lock already.

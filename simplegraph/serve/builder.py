@@ -140,13 +140,13 @@ class GraphBuilder:
         self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Hashable | None = None, *, rows: int
     ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
         """Run eagerly with these arguments, observed; trace a piecewise graph's breaks, keep constants by the key."""
+        counted, limit = call.binding.counted.eager_run(call.module), copy_limit(self.manager.device.free_memory())
         generators = self.memory(call).generators()
         before = random_states(generators)
-        counted = call.binding.counted.eager_run(call.module)
-        limit = copy_limit(self.manager.device.free_memory())
         run = functools.partial(invoke_watched, call, self.reader, args, kwargs, limit)
         with self.manager.device.on_capture_stream(), bypassed(Reason.NESTED), counted:
-            result, observer, trace = run_observed(self.manager.table, run, key, traced=_breaks(call), rows=rows)
+            seen = run_observed(self.manager.table, run, key, traced=_breaks(call), rows=rows, inputs=call.copied)
+        result, observer, trace = seen
         call.binding.draws |= observer.may_draw and drew(generators, before)
         for leaf in flatten(result)[0]:
             if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:

@@ -6,6 +6,7 @@ import collections
 import contextvars
 import dataclasses
 import functools
+import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -157,3 +158,22 @@ def test_a_context_variable_shows_that_what_it_holds_is_undefined(device: torch.
     assert variable.get().isnan().all()
     x = torch.ones(2, 4, device=device)
     torch.testing.assert_close(model(x), net(x))
+
+
+@pytest.mark.parametrize("kind", [queue.Queue, queue.LifoQueue, queue.PriorityQueue])
+def test_each_call_takes_one_item_from_a_queue_and_the_reason_names_it(kind: type[Any], device: torch.device) -> None:
+    class Feeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = kind()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.items.get_nowait()
+
+    net = Feeds().eval()
+    for item in range(8):
+        net.items.put(float(item))
+    model = sg.wrap(net, capture_sizes=[2], progress=False)
+    ys = [float(model(torch.ones(2, 4, device=device))[0, 0]) for _ in range(8)]
+    assert sorted(ys) == [float(item) for item in range(8)]
+    assert "items" in next(iter(model.graph_stats.failures.values()))

@@ -24,7 +24,7 @@ from simplegraph.device.cuda.segment import CudaPool, CudaSegment, OwnedGraph, g
 from simplegraph.device.generators import order_draws
 from simplegraph.device.inventory import Inventory, KnownMemory
 from simplegraph.device.kernels import launched_by_torch
-from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, MemoryReading, refuse_inside_capture
+from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, MemoryReading
 
 logger = logging.getLogger("simplegraph")
 
@@ -79,7 +79,6 @@ class CudaDevice:
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
     def new_pool(self) -> GraphPool:
-        refuse_inside_capture(self)
         wait_for_preloads()
         handle = CudaPool((0, 0))
         if self._released > _MOST_RELEASED:

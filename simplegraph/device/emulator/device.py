@@ -24,7 +24,7 @@ from simplegraph.device.emulator.recording import EmulatedCapture
 from simplegraph.device.emulator.rules import COMPILED
 from simplegraph.device.emulator.segment import EmulatorSegment
 from simplegraph.device.inventory import KnownMemory
-from simplegraph.device.protocol import GraphPool, MemoryReading, refuse_inside_capture
+from simplegraph.device.protocol import GraphPool, MemoryReading
 
 _functions: Any = overrides  # typed loosely because torch leaves it untyped
 
@@ -100,7 +100,6 @@ class EmulatorDevice:
         self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
     def new_pool(self) -> GraphPool:
-        refuse_inside_capture(self)
         return GraphPool(self, Arena(self._memories), self.current_stream())
 
     def release_pool(self, pool: GraphPool) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from simplegraph.base.break_operators import ACTIVE, name_of
+from simplegraph.base.break_operators import name_of, recorder_of
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.subclass import subclass
 
@@ -28,9 +28,9 @@ def eager_break(function: FunctionType) -> FunctionType:
         @sg.eager_break
         def attention(q, k, v, metadata): ...
 
-    In FULL mode, inside another break and outside a capture it is a plain call. Tensors among the arguments
-    are the graph's own memory: valid until the function returns, and not to be kept. Other objects are passed as they
-    are, so what the function reads from them is read at every replay. Returned tensors are copied to
+    In FULL mode, inside another break or a backward, and outside a capture it is a plain call. Tensors among the
+    arguments are the graph's own memory: valid until the function returns, and not to be kept. Other objects are passed
+    as they are, so what the function reads from them is read at every replay. Returned tensors are copied to
     where the next segment reads them, unless the function wrote into an argument and returns that (or nothing).
     The result must have the same structure, shapes and dtypes at every replay. In a padded batch the function sees
     the padded rows, too. What it leaves behind elsewhere for the forward to read keeps the size eager: return it.
@@ -47,10 +47,8 @@ def eager_break(function: FunctionType) -> FunctionType:
 
     @functools.wraps(function)
     def breaking(*args: Any, **kwargs: Any) -> Any:
-        recorder = ACTIVE.recorder
-        if recorder is None or function in ACTIVE.inlined:
-            return function(*args, **kwargs)
-        return recorder.call(function, args, kwargs)
+        recorder = recorder_of(function)
+        return function(*args, **kwargs) if recorder is None else recorder.call(function, args, kwargs)
 
     breaking._simplegraph_break = True  # type: ignore[attr-defined]
     return breaking  # type: ignore[return-value]

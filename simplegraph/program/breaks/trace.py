@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from simplegraph.program.breaks.step import BreakCall, BreakTrace
 from simplegraph.program.observe import MemoryObserver
 
 _KEPT = "returns an object that the forward keeps, where no replay would put its own; keep it inside the break"
+_KEEPS = "keeps a tensor that it is passed, whose memory later replays write; keep a clone"
 
 
 class BreakTracer:
@@ -29,13 +31,20 @@ class BreakTracer:
         operators: operators that break by themselves.
         observer: sees the run, and hence what memory the forward made.
         device: where the forward runs.
+        inputs: storage keys of the call's tensors: a graph has them in buffers of its own.
 
     Attributes:
         trace: what was seen so far.
     """
 
-    def __init__(self, operators: frozenset[Any], observer: MemoryObserver, device: torch.device) -> None:
-        self.operators = operators
+    def __init__(
+        self,
+        operators: frozenset[Any],
+        observer: MemoryObserver,
+        device: torch.device,
+        inputs: Collection[int] = (),
+    ) -> None:
+        self.operators, self._inputs = operators, inputs
         self.trace = BreakTrace(operators)
         self._observer: MemoryObserver | None = observer
         self._device = device
@@ -53,6 +62,10 @@ class BreakTracer:
         observer.pass_on(arguments)
         before = [_geometry(leaf) for leaf in arguments]
         earlier = self._handles.counts()
+        rewritten = [
+            leaf for leaf, made in zip(arguments, made_here, strict=True) if made or _key(leaf) in self._inputs
+        ]
+        owners = list(map(_owners, rewritten))
         with recording_breaks(None), observer.inside_break() as made:
             result = function(*args, **kwargs)
         self._handles.expect_more(earlier)
@@ -64,7 +77,11 @@ class BreakTracer:
         observer.left |= dict.fromkeys(made - returned, len(self.trace.calls))
         kinds = (type(leaf).__name__ for leaf in leaves if not (made - returned).isdisjoint(_memory_inside(leaf)))
         self._inside |= {len(self.trace.calls): kind for kind in kinds}
-        problem = None
+        more = map(operator.gt, map(_owners, rewritten), owners)
+        kept = any(_key(leaf) not in returned for leaf in itertools.compress(rewritten, list(more)))
+        # Autograd keeps what a backward needs.
+        differentiable = torch.is_grad_enabled() or any(getattr(leaf, "grad_fn", None) is not None for leaf in leaves)
+        problem = _KEEPS if kept and not differentiable else None
         if before != [_geometry(leaf) for leaf in arguments]:
             problem = "resizes, reshapes or re-points a tensor it is passed; return a new one"
         elif _changed((args, kwargs), arguments, nesting):
@@ -168,6 +185,19 @@ def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:
     """True if containers among the arguments hold something else than they did."""
     after, now = flatten(passed)
     return now != nesting or any(leaf is not before for leaf, before in zip(after, leaves, strict=True))
+
+
+def _key(leaf: Any) -> int:
+    return storage_key(leaf) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else 0
+
+
+def _owners(tensor: Tensor) -> int:
+    """Count what refers to a tensor, and the tensors of its memory if torch tells."""
+    views = 0 if _use_count is None or is_wrapper(tensor) else _use_count(tensor.untyped_storage()._cdata)
+    return sys.getrefcount(tensor) + views
+
+
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _geometry(leaf: Any) -> Any:

@@ -370,3 +370,92 @@ def test_a_tensor_returned_inside_a_plain_class_is_named_with_the_class(device: 
     assert "inside the class ImageList" in said
     assert "Return tensors in tuples, lists, dicts or dataclasses" in said
     assert "; return it" not in said
+
+
+KEPT: list[Any] = []
+KEEPERS: dict[str, Callable[[Tensor], Any]] = {
+    "a list": lambda x: KEPT.append(x),
+    "a view": lambda x: KEPT.append(x[0]),
+    "a tuple": lambda x: KEPT.append((len(x), x)),
+}
+
+
+@pytest.mark.parametrize("passed", ["made", "input"])
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_break_that_keeps_what_it_is_passed_keeps_that_size_eager(
+    name: str, passed: str, device: torch.device
+) -> None:
+    keep = sg.eager_break(KEEPERS[name])
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x * 2
+            keep(hidden if passed == "made" else x)
+            return hidden + 1
+
+    model = piecewise(Net(), device, capture_sizes=[4])
+    KEPT.clear()
+    xs = [torch.full((4, 4), float(step), device=device) for step in range(5)]
+    for x in xs:
+        model(x.clone())
+    kept = [found[-1] if isinstance(found, tuple) else found for found in KEPT]
+    assert [float(found.flatten()[0]) for found in kept] == [
+        step * (2.0 if passed == "made" else 1.0) for step in range(5)
+    ]
+    assert "keeps a tensor that it is passed" in next(iter(model.graph_stats.failures.values()))
+    KEPT.clear()
+
+
+def test_a_break_that_returns_or_copies_what_it_is_passed_keeps_nothing(device: torch.device) -> None:
+    clones: list[Tensor] = []
+
+    @sg.eager_break
+    def look(x: Tensor) -> Tensor:
+        clones.append(x.clone())
+        return x[:]
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return look(x * 2) + 1
+
+    model = piecewise(Net(), device, capture_sizes=[4])
+    xs = [torch.full((4, 4), float(step), device=device) for step in range(5)]
+    for x in xs:
+        torch.testing.assert_close(model(x), x * 2 + 1)
+    assert [float(clone[0, 0]) for clone in clones] == [step * 2.0 for step in range(5)]
+    assert model.graph_stats.replays >= 2
+
+
+def test_a_break_in_a_backward_is_part_of_the_graph_and_what_follows_is_too(device: torch.device) -> None:
+    doubled = sg.eager_break(lambda gradient: gradient * 2)
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return doubled(gradient)
+
+    weights, replays = [], 0
+    with torch.inference_mode(False), torch.enable_grad():
+        for graphed in (False, True):
+            torch.manual_seed(0)
+            net = nn.Linear(4, 4, device=device)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+            def step(x: Tensor, net: nn.Linear = net, optimizer: torch.optim.SGD = optimizer) -> Tensor:
+                loss = Twice.apply(net(x)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            run: Any = sg.train_step(step, optimizers=optimizer, mode="PIECEWISE", progress=False) if graphed else step
+            for value in range(6):
+                run(torch.full((2, 4), float(value), device=device))
+            weights.append(net.weight.detach())
+            replays = run.graph_stats.replays if graphed else 0
+    torch.testing.assert_close(*weights)
+    assert replays >= 2
