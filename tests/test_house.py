@@ -20,14 +20,14 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_280,
+    "base": 1_310,
     "batch": 380,
     "device": 2_220,
-    "program": 1_770,
+    "program": 1_780,
     "distributed": 220,
     "manager": 1_380,
     "guard": 1_080,
-    "call": 1_440,
+    "call": 1_450,
     "serve": 1_490,
 }
 # Extras, which the core would not miss.
