@@ -25,8 +25,8 @@ _HOLDING = ("builtins", "collections", "functools", "types", "torch")  # where c
 _OFTEN = 8  # new values in a row, each within as many looks after the last, from which on calls run eagerly
 _CHANGING = (
     "takes new values all the time, and each needs a graph of its own: pass it as an argument, or rename it if the "
-    "code has its name for something else; of an optimizer, fused=True takes lr from the device, and cycle_momentum=False of "
-    "OneCycleLR and CyclicLR leaves betas and momentum"
+    "code has its name for something else; of an optimizer, fused=True takes lr from the device, and "
+    "cycle_momentum=False of OneCycleLR and CyclicLR leaves betas and momentum"
 )
 
 # What a function that has graphs offers beside being called, of `CudaGraphWrapper`.
