@@ -76,6 +76,7 @@ class StepEffects:
         self.proven = False
         self._passed: dict[int, list[int]] = {}
         self._trained = False
+        self._met: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._used: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self._serving: Callable[[], Any] = bool  # weakly, for it owns static inputs
 
@@ -115,7 +116,10 @@ class StepEffects:
         """Note parameters that got gradients though neither the code nor the optimizers tell of them."""
         known = set(map(id, self.gradients.parameters))
         outputs = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
-        unknown = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in known]
+        leaves = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in known]
+        # A tensor that the step itself made a leaf is gone with the run.
+        unknown = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or self._met.get(id(leaf)) is leaf]
+        self._met = weakref.WeakValueDictionary({id(leaf): leaf for leaf in leaves})
         if unknown and captured:
             cause = f"a parameter of shape {tuple(unknown[0].shape)} got a gradient, but nothing led to it"
             raise CaptureError(f"capturing the step failed\n  {cause}.\n  Name its module in modules=.", cause=cause)

@@ -984,3 +984,32 @@ def test_a_step_shares_its_pool_with_no_other():
     """Gradients lie there from one step to the next."""
     with pytest.raises(sg.ConfigError, match="pool of its own"):
         Training(making(), graphed=True).step.use_graph_pool(sg.graph_pool("cpu"))
+
+
+def test_a_step_that_makes_a_leaf_of_its_own_is_captured_and_keeps_none_of_them():
+    """Forces and penalties on input gradients do; the loss comes back attached to that leaf."""
+
+    def make():
+        trained = nn.Linear(6, 3)
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+
+        def step_fn(x):
+            chosen.zero_grad()
+            leaf = x.clone().requires_grad_()
+            energy = trained(leaf).square().sum()
+            (force,) = torch.autograd.grad(energy, leaf, create_graph=True)
+            loss = force.square().mean() + energy
+            loss.backward()
+            chosen.step()
+            return loss
+
+        return step_fn, trained, chosen
+
+    twins = Twins(make)
+    for number in range(8):
+        x, _ = batch(number)
+        results = [each.step(x) for each in (twins.eager, twins.graphs)]
+        assert torch.equal(results[0].detach(), results[1].detach())
+        assert_same(twins.graphs.everything(), twins.eager.everything())
+    assert twins.stats.replays >= 5
+    assert twins.graphs.step._wrapped.step.found == []
