@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 # Rooms of the core, each with its budget of statements, docstrings apart. A room imports only from rooms before it. Who
 # needs more takes it from somewhere, or raises a budget and explains that in CHANGELOG.md.
 CORE = {
-    "base": 1_310,
+    "base": 1_300,
     "batch": 380,
     "device": 2_220,
     "program": 1_780,
@@ -33,7 +33,7 @@ CORE = {
 # Extras, which the core would not miss.
 EXTRAS = {
     "fused": 2_990,
-    "training": 1_950,
+    "training": 1_960,
     "attention": 2_210,
     "spec_decode": 310,
     "integrations": 1_990,

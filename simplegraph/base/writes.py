@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,32 +12,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from simplegraph.base.tensors import storage_key
 
-
-class StepWatcher(Protocol):
-    """Keeps values that were computed from weights."""
-
-    def note_written(self, keys: set[int]) -> None:
-        """Note that memory, given by storage keys, holds other values."""
-
-
 _WATCHERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_hook: Any = None  # torch's, as long as there are watchers
 
 
-def watch_steps(watcher: StepWatcher) -> None:
-    """Tell a watcher, as long as it lives, what the steps of all optimizers write."""
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_post_hook(after_step)
+def watch_steps(watcher: Any) -> None:
+    """Call a watcher's `note_written` with the storage keys of what steps write, as long as the watcher lives."""
     _WATCHERS[id(watcher)] = watcher
-    weakref.finalize(watcher, _unhook)
-
-
-def _unhook() -> None:
-    global _hook
-    if _hook is not None and not list(_WATCHERS.values()):  # which leaves out one that is dying
-        _hook.remove()
-        _hook = None
+    weakref.finalize(watcher, register_optimizer_step_post_hook(after_step).remove)
 
 
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
