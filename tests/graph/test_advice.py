@@ -40,7 +40,8 @@ ADVICE: dict[str, tuple[Callable[[Tensor], Tensor], str, Callable[[Tensor], Tens
         lambda x: x @ torch.linalg.inv_ex(matrix(x)).inverse,
     ),
     "distribution": (
-        lambda x: torch.distributions.Normal(x, x.abs() + 1).variance,
+        # The default is False once torch.compile has run in the process.
+        lambda x: torch.distributions.Normal(x, x.abs() + 1, validate_args=True).variance,
         "validate_args=False",
         lambda x: torch.distributions.Normal(x, x.abs() + 1, validate_args=False).variance,
     ),
