@@ -3,10 +3,13 @@
 It reaches its closure, defaults, globals, the arguments of a partial, the object that it is a method of, and attributes
 of these. The user's functions, methods and properties among them are looked into as well. A name alone does not tell
 what it is an attribute of, so an attribute may be found that no code reads, because another object's has its name.
+Instructions only tell if a name is a global's, and if it is called as a method: a loop's counter called ``step`` is not
+what ``optimizer.step()`` reads.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Iterable, Mapping
@@ -22,6 +25,7 @@ from simplegraph.program.places import is_library
 _MAX_OBJECTS = 2_000  # a bound for what hangs on by accident
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # where methods, properties and wrappers have their function
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_FLAGS_METHODS = "LOAD_METHOD" not in dis.opmap  # from Python 3.12 on
 _WHOLE = (nn.Module, Tensor, Optimizer, torch.Generator)  # what they hold is looked for in other ways
 
 
@@ -61,6 +65,7 @@ class Reach:
 
     def __init__(self) -> None:
         self._names = {"__call__"}  # of all code that was looked into, now or earlier
+        self._values: set[str] = set()  # those of attributes that may be plain values
 
     def find(self, functions: Iterable[Any]) -> list[CodePlace]:
         """List the places, and what they hold now."""
@@ -103,9 +108,10 @@ class Reach:
             self._left += ((inner, "self") for inner in _functions_in(function)[1:])  # it may decorate a user's
             return
         self._has_read, names = True, _names_of(code)
-        self._names |= names
+        self._names |= names.all
+        self._values |= names.values
         self._add(function.__qualname__, [function], 0, function)
-        self._add_all("", function.__globals__, sorted(names & function.__globals__.keys()))
+        self._add_all("", function.__globals__, sorted(names.globals & function.__globals__.keys()))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._add(name, Attributes(cell), "cell_contents", cell)
         defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
@@ -119,6 +125,8 @@ class Reach:
         """Add the attributes of an object, or the items of a dict, that any of the code names."""
         for namespace in _namespaces(owner):
             for key in sorted(self._names & namespace.keys()):
+                if key not in self._values and isinstance(namespace[key], ATOMS):
+                    continue
                 if namespace is owner:
                     self._add(f"{name}[{key!r}]", owner, key, owner)
                     continue
@@ -152,12 +160,37 @@ class Reach:
         self._places[at] = CodePlace(name, holder, key, value)
 
 
+class _Names(NamedTuple):
+    """The names and texts that code has, and functions inside of it.
+
+    Attributes:
+        all: an attribute's, a global's, a key's; globals: those of globals.
+        values: all but names that are only called as methods.
+    """
+
+    all: frozenset[str]
+    globals: frozenset[str]
+    values: frozenset[str]
+
+
 @functools.lru_cache(maxsize=4096)
-def _names_of(code: types.CodeType) -> frozenset[str]:
-    """Collect names and texts that the code has, and functions inside of it: an attribute's, a global's, a key's."""
-    texts = (value for value in code.co_consts if isinstance(value, str))
-    inner = (_names_of(value) for value in code.co_consts if isinstance(value, types.CodeType))
-    return frozenset(code.co_names).union(texts, *inner)
+def _names_of(code: types.CodeType) -> _Names:
+    inner = [_names_of(value) for value in code.co_consts if isinstance(value, types.CodeType)]
+    texts = frozenset(value for value in code.co_consts if isinstance(value, str))
+    steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
+    named = frozenset(step.argval for step in steps if step.opname.endswith(("_GLOBAL", "_NAME")))
+    values = frozenset(step.argval for step in steps if not _is_method(step))
+    return _Names(
+        frozenset(code.co_names).union(texts, *(each.all for each in inner)),
+        named.union(*(each.globals for each in inner)),
+        values.union(texts, *(each.values for each in inner)),
+    )
+
+
+def _is_method(step: dis.Instruction) -> bool:
+    """True if an instruction loads an attribute to call it at once."""
+    flagged = step.opname == "LOAD_ATTR" and _FLAGS_METHODS and bool((step.arg or 0) & 1)
+    return step.opname == "LOAD_METHOD" or flagged
 
 
 def _functions_in(value: Any) -> list[Any]:

@@ -338,17 +338,35 @@ class Counter:
         return self.model(x).sum()
 
 
-def test_a_number_that_shares_a_name_and_keeps_changing_is_told():
+def test_a_number_with_the_name_of_a_method_that_is_called_may_change_at_every_call():
+    """`self.sum` is no part of what ``self.model(x).sum()`` reads."""
     counter = Counter()
     wrapped = sg.wrap(counter.forward, exact_shapes=True)
-    for _ in range(30):
+    for _ in range(12):
         counter.sum += 1
+        x = torch.randn(4, 2)
+        assert torch.equal(wrapped(x), counter.forward(x))
+    assert wrapped.graph_stats.captures == 1
+    assert wrapped.graph_stats.replays >= 9
+
+
+def test_a_number_that_shares_a_name_and_keeps_changing_is_told():
+    class Shaped(Counter):
+        shape = 0
+
+        def forward(self, x):
+            return self.model(x) * x.shape[0]
+
+    counter = Shaped()
+    wrapped = sg.wrap(counter.forward, exact_shapes=True)
+    for _ in range(30):
+        counter.shape += 1
         x = torch.randn(4, 2)
         assert torch.equal(wrapped(x), counter.forward(x))
     assert wrapped.graph_stats.captures == 0
     assert wrapped.graph_stats.eager[Reason.PYTHON_STATE] > 10
     told = wrapped.graph_stats.details[Reason.PYTHON_STATE]
-    assert told.startswith("self.sum takes new values all the time")
+    assert told.startswith("self.shape takes new values all the time")
     assert "rename it" in told
     for _ in range(20):
         x = torch.randn(4, 2)

@@ -221,34 +221,59 @@ def test_a_cycled_momentum_is_never_stale():
 step = 0
 
 
-def test_a_loops_counter_of_the_name_of_a_method_is_told(monkeypatch):
-    """A step that calls `optimizer.step()` may read a global `step`, as far as its names tell: it is never stale."""
+class Looping:
+    """A trainer that counts in an attribute called as a method of its optimizer is."""
 
-    def make(*, reads):
-        def making():
-            trained = small_model()
-            chosen = OPTIMIZERS["sgd"](trained.parameters())
+    def __init__(self):
+        self.step = 0
+        self.trained = small_model()
+        self.chosen = OPTIMIZERS["sgd"](self.trained.parameters())
 
-            def step_fn(x, y):
-                chosen.zero_grad()
-                loss = F.cross_entropy(trained(x), y)
-                if reads:
-                    loss = loss * (1 + step)
-                loss.backward()
-                chosen.step()
-                return loss
+    def train(self, x, y):
+        self.chosen.zero_grad()
+        loss = F.cross_entropy(self.trained(x), y)
+        loss.backward()
+        self.chosen.step()
+        return loss
 
-            return step_fn, trained, chosen
 
-        return making
+def test_a_loops_counter_of_the_name_of_a_method_costs_no_graph(monkeypatch):
+    """``for step in ...`` beside ``optimizer.step()``, as a global and as an attribute."""
+    trainers = []
 
-    for reads in (True, False):
-        twins = Twins(make(reads=reads))
-        for number in range(20):
-            monkeypatch.setitem(globals(), "step", number)
-            twins.run(*batch(number))
-        assert twins.stats.replays == 0
-        assert twins.stats.details[Reason.PYTHON_STATE].startswith("step takes new values all the time")
+    def making():
+        trainers.append(Looping())
+        return trainers[-1].train, trainers[-1].trained, trainers[-1].chosen
+
+    twins = Twins(making)
+    for number in range(12):
+        monkeypatch.setitem(globals(), "step", number)
+        for each in trainers:
+            each.step = number
+        twins.run(*batch(number))
+    assert twins.stats.replays >= 9
+
+
+def test_a_loops_counter_that_the_step_reads_is_never_stale(monkeypatch):
+    def making():
+        trained = small_model()
+        chosen = OPTIMIZERS["sgd"](trained.parameters())
+
+        def step_fn(x, y):
+            chosen.zero_grad()
+            loss = F.cross_entropy(trained(x), y) * (1 + step)
+            loss.backward()
+            chosen.step()
+            return loss
+
+        return step_fn, trained, chosen
+
+    twins = Twins(making)
+    for number in range(20):
+        monkeypatch.setitem(globals(), "step", number)
+        twins.run(*batch(number))
+    assert twins.stats.replays == 0
+    assert twins.stats.details[Reason.PYTHON_STATE].startswith("step takes new values all the time")
 
 
 def test_numbers_that_change_once_an_epoch_are_captured_in_every_epoch():
