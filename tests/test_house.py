@@ -39,7 +39,7 @@ EXTRAS = {
     "integrations": 1_990,
     "doctor": 280,
 }
-BENCH = 10_010
+BENCH = 10_020
 SETTINGS, REASONS = 28, 57
 ROOMS = ["base", "_lazy", *list(CORE)[1:], *EXTRAS]
 # The core names no library but torch, NumPy, Triton (whose launches are watched) and tqdm.

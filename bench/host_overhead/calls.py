@@ -32,7 +32,7 @@ class Refused(FourInputs):
 
     calls = 0
 
-    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor, more: object = None) -> Tensor:
         self.calls += 1
         return super().forward(a, b, c, d)
 
@@ -45,9 +45,10 @@ def inputs(device: torch.device) -> tuple[Tensor, ...]:
 def calls(device: torch.device, sizes: list[int]) -> dict[str, Call]:
     """Make the calls to compare, and check their results against eager.
 
-    ``in place``: static outputs, inputs already in the static buffers. ``copied``: static outputs,
-    inputs elsewhere. ``bare``: `replay` of an equal graph; on a GPU only. ``refused``: a wrapped module
-    whose capture failed, so that it runs eagerly. ``eager``: the same module without a wrapper.
+    ``in place``: static outputs, inputs already in the static buffers. ``copied``: static outputs, inputs elsewhere.
+    ``constant``: the same, of a batch that is no captured size and never changes. ``bare``: `replay` of an equal graph;
+    on a GPU only. ``refused``: a wrapped module whose capture failed, so that it runs eagerly. ``eager``: the same
+    module without a wrapper. ``too large``, ``opaque``: calls above every size, and with an object that may change.
 
     Raises:
         RuntimeError: a call's result differs from eager's.
@@ -64,9 +65,13 @@ def calls(device: torch.device, sizes: list[int]) -> dict[str, Call]:
     for view, value in zip(views, given, strict=True):
         view.copy_(value)
     refused = refused_calls(given, sizes)
+    constant = wrap(module, capture_sizes=[SIZE - 1, SIZE + 1], outputs="static", verify=0, progress=False)
+    for _ in range(4):
+        constant(*given)
     found: dict[str, Call] = {
         "in place": Served(lambda: graphed(*views), Replays(graphed, name="in place")),
         "copied": Served(lambda: copying(*given), Replays(copying, name="copied")),
+        "constant": Served(lambda: constant(*given), Replays(constant, name="constant")),
     }
     for name, call in found.items():
         if not torch.equal(call(), module(*given)):  # type: ignore[arg-type]
@@ -87,7 +92,22 @@ def refused_calls(given: tuple[Tensor, ...], sizes: list[int]) -> dict[str, Call
     reasons = model.graph_stats.eager
     if model.graph_stats.replays or reasons[Reason.CAPTURE_FAILED] < 2:
         raise RuntimeError(f"the capture did not fail: {reasons}.")
-    return {"refused": lambda: model(*given), "eager": lambda: eager(*given)}
+    opaque, large = object(), tuple(tensor[:1].repeat(max(sizes) + 1, 1) for tensor in given)
+    bare = FourInputs().eval()
+    plain = wrap(bare, capture_sizes=sizes, progress=False)
+    found: dict[str, Call] = {
+        "refused": lambda: model(*given),
+        "eager": lambda: eager(*given),
+        "too large": lambda: plain(*large),
+        "too large, eager": lambda: bare(*large),
+        "opaque": lambda: model(*given, opaque),
+        "opaque, eager": lambda: eager(*given, opaque),
+    }
+    for call in found.values():
+        call()
+    if set(plain.graph_stats.eager) != {Reason.BATCH_TOO_LARGE} or not reasons[Reason.OPAQUE_ARGUMENT]:
+        raise RuntimeError(f"calls were not refused: {plain.graph_stats.eager}, {reasons}.")
+    return found
 
 
 def bare_replay(module: nn.Module, given: tuple[Tensor, ...]) -> Call:
@@ -142,5 +162,6 @@ class Samples:
     def medians(self) -> dict[str, float]:
         """The median of each, in us; what a refused call costs above eager; and replays above ``bare``, if taken."""
         medians = {name: statistics.median(taken) * 1e6 for name, taken in self.seconds.items()}
-        pairs = [("refused", "eager")] + [(name, "bare") for name in ("in place", "copied") if "bare" in medians]
+        pairs = [("refused", "eager"), *((name, f"{name}, eager") for name in ("too large", "opaque"))]
+        pairs += [(name, "bare") for name in ("in place", "copied") if "bare" in medians]
         return medians | {f"{name} above {than}": medians[name] - medians[than] for name, than in pairs}
