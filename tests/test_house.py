@@ -26,7 +26,7 @@ CORE = {
     "program": 1_780,
     "distributed": 220,
     "manager": 1_380,
-    "guard": 1_090,
+    "guard": 1_100,
     "call": 1_450,
     "serve": 1_490,
 }

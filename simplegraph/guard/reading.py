@@ -91,6 +91,8 @@ class Reading:
         # A module's id is its own for as long as it lives, and it is noticed when it ends; others are owned.
         self._anchors = [value for at in others if not isinstance(value := values[at], nn.Module)]
         self._ids = list(map(id, self._others_at(values)))
+        self._modules_at = _getter([at for at in others if isinstance(values[at], nn.Module)])
+        self._types = list(map(type, self._modules_at(values)))
         self._modes = list(map(_training, attributes))
         self._wraps = any(is_wrapper(values[at]) for at in tensors)
         self._is_more = self._wraps or bool(owned)
@@ -172,6 +174,7 @@ class Reading:
         check = self._checks.get((_is_inference_mode(), ANY_AUTOCAST()))
         return (
             (check.check(*tensors) if check is not None else self._same_layouts(tensors))
+            and list(map(type, self._modules_at(values))) == self._types
             and list(map(_training, self._held[0][1])) == self._modes
             and [kind.forward for kind in self._kinds] == self._forwards
         )

@@ -136,6 +136,7 @@ def class_forward(m):
 
 
 PAST_THE_API = {
+    "class of a child": lambda m: with_class(m.linear, Negated),
     "_parameters replaced": lambda m: setattr(m.linear, "_parameters", other_parameters(m.linear)),
     "_parameters replaced by an OrderedDict": ordered,
     "_modules replaced": lambda m: setattr(m.blocks, "_modules", {"one": nn.ReLU()}),
@@ -154,7 +155,6 @@ CHANGES |= PAST_THE_API
 # No call looks at these; the documentation lists them.
 UNNOTICED = {
     "hook written into an empty dict": lambda m: m.linear._forward_hooks.__setitem__(12345, doubled),
-    "class of a child": lambda m: with_class(m.linear, Negated),
     "hook dict replaced": lambda m: setattr(m.linear, "_forward_hooks", collections.OrderedDict({1: doubled})),
 }
 

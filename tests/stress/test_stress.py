@@ -22,7 +22,8 @@ def test_many_replays_of_random_modules_equal_eager_whatever_goes_on_beside(devi
 
 
 def test_a_replay_that_differs_is_found_and_told(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Piece("h = h * (2 if torch.is_inference_mode_enabled() and isinstance(self, sg.CudaGraphWrapper) else 1)")
+    inside = "__import__('simplegraph.base.context', fromlist=['CALLS']).CALLS.context"  # of a wrapped module's call
+    wrong = Piece(f"h = h * (2 if torch.is_inference_mode_enabled() and {inside} is not None else 1)")
     for name in ("tanh", "flip", "softmax", "second", "no grad", "size"):
         monkeypatch.setitem(PIECES, name, wrong)
     said: list[str] = []
