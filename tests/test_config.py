@@ -274,7 +274,8 @@ class TestEnvironment:
             "SIMPLEGRAPH_CAPTURE_SIZE": "1",
             "SIMPLEGRAPH_DEBUG": "1",
         }
-        assert CudaGraphConfig().from_env(kubernetes) == CudaGraphConfig(debug=True)
+        with caplog.at_level("WARNING", logger="simplegraph"):
+            assert CudaGraphConfig().from_env(kubernetes) == CudaGraphConfig(debug=True)
         said = [record.getMessage() for record in caplog.records]
         assert any(text.startswith("simplegraph: SIMPLEGRAPH_PORT names no setting") for text in said)
         misspelt = (
