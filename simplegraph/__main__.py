@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -10,7 +11,7 @@ import json
 import logging
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,17 +66,28 @@ class NotHere(Exception):
     """Says why something that was to be tried is not available here."""
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep warnings out of what is printed; a finding says what went wrong."""
+    ours = logging.getLogger("simplegraph")
+    before = ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+
+
 def doctor() -> list[Finding]:
     """Try capture and replay, and everything else that this library needs, on this machine."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    logging.getLogger("simplegraph").setLevel(logging.ERROR)
     versions = f"simplegraph {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     findings = [Finding("versions", "ok", versions), _gpu()]
     for name, trial in _TRIALS.items():
         try:
-            with torch.inference_mode():
+            with _quiet(), torch.inference_mode():
                 findings.append(Finding(name, "ok", trial(device)))
         except NotHere as reason:
             findings.append(Finding(name, "skip", str(reason)))

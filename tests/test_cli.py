@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -98,3 +99,11 @@ def test_doctor_says_which_flash_attention_it_found_and_what_that_can_do(monkeyp
     said = cli._flash_attention().detail.split("; ")  # beside it another may be installed
     assert any(one.startswith("vllm_flash_attn: version 2, uniform decode in full graphs") for one in said)
     assert not any(one.startswith("vllm_flash_attn: version 3") for one in said)
+
+
+def test_doctor_leaves_the_level_of_the_log_as_it_was() -> None:
+    """Else a program that calls it, as a notebook does, gets no warning of an eager call any more."""
+    log = logging.getLogger("simplegraph")
+    before = log.level
+    cli.doctor()
+    assert log.level == before

@@ -571,12 +571,12 @@ def test_a_batch_dimension_seen_once_serves_exact_sizes_only(device):
     model = graphed(device, lambda m, x: x * 2, batch_dims={})
     for _ in range(3):
         model(rows(3, device))
-    assert reasons(model) == {"first_call": 1, "batch_dim_unconfirmed": 2}
+    assert reasons(model) == {"first_call": 1, "warmup": 1, "proof": 1}
     for size in (4, 4, 3, 3, 2, 3):
         x = rows(size, device)
         assert torch.equal(model(x), x * 2)
-    assert reasons(model)["batch_dim_unconfirmed"] == 2
-    assert proofs(model) == {4: "exact, padded"}
+    assert "batch_dim_unconfirmed" not in reasons(model)
+    assert proofs(model) == {3: "exact", 4: "exact, padded"}
 
 
 def test_positions_of_one_row_are_not_taken_for_a_batch(device):
