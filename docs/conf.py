@@ -36,7 +36,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"(torch|numpy|collections|contextlib)\..*|\w+"),
     ("py:class", r".*[\[ ].*"),  # a subscripted type, and the first words of a property's docstring
-    ("py:class", r"simplegraph\.(graph|manager|module|training|optimizing|distributed|integrations)\..*"),
+    ("py:class", r"simplegraph\.(base|device|program|manager|guard|call|serve)\..*"),
+    ("py:class", r"simplegraph\.(fused|training|distributed|integrations)\..*"),
     ("py:class", r"simplegraph\.attention\.(metadata|backend|layers|recurrent)\..*"),
 ]
 
