@@ -23,10 +23,12 @@ _HOLDING = {"builtins", "collections", "queue", "weakref", "types", "functools"}
 
 _MAX_PLACES = 20_000
 _MAX_REACHED = 10_000
+_DEPTH = 4  # a class, its module, a function there, a class or file that it names: further on lie whole libraries
 _LRU: Any = type(functools.lru_cache(bool))
 _DULL = (str, bytes, int, float, complex, type(None), types.BuiltinFunctionType, types.CodeType, Tensor)
 _LISTS = (list, collections.deque)
 _MODULES_OWN = frozenset(vars(nn.Module()))
+_CODE = (type, types.ModuleType, types.FunctionType)
 _FAR = (type, types.ModuleType)  # lead to everything there is
 
 
@@ -42,13 +44,15 @@ class Surroundings:
     def __init__(self, roots: Iterable[Any] = ()) -> None:
         self._places: dict[int, tuple[Any, dict[Any, Any]]] = {}  # by id: the place, and what it held by key
         self._changed: list[tuple[Any, Any]] = []  # places that held what they shall not, and the keys
-        left = collections.deque(roots)
+        left = collections.deque((root, 0) for root in roots)
         seen: set[int] = set()
         while left and len(self._places) < _MAX_PLACES:
-            value = left.popleft()
+            value, depth = left.popleft()
             if id(value) not in seen:
                 seen.add(id(value))
-                left.extend(inside for inside in self._remember(value) if not issubclass(type(inside), _DULL))
+                depth += issubclass(type(value), _CODE)
+                inside = self._remember(value) if depth <= _DEPTH else ()
+                left.extend((thing, depth) for thing in inside if not issubclass(type(thing), _DULL))
 
     def _remember(self, value: Any) -> Iterable[Any]:
         """Remember what a thing holds; return what to look into next."""
