@@ -23,7 +23,7 @@ CORE = {
     "base": 1_300,
     "batch": 380,
     "device": 2_220,
-    "program": 1_780,
+    "program": 1_790,
     "distributed": 220,
     "manager": 1_380,
     "guard": 1_100,
